@@ -200,3 +200,39 @@ def teach(args: argparse.Namespace) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     print(f"loss on {args.held_out} held-out windows: {before:.4f} before, {after:.4f} after {teacher.passes} passes")
     print(args.output)
+
+
+def add_check_model(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", type=Path, required=True, metavar="DIR", help="folder of a causal language model")
+    parser.add_argument("--length", type=whole, default=64, help="tokens per row (default: %(default)s)")
+    parser.add_argument("--seed", type=whole, default=0, help="seed of the tokens (default: %(default)s)")
+
+
+def check_model(args: argparse.Namespace) -> None:
+    """Check a HuggingFace decoder on random tokens: no logit may depend on later tokens, padding, other rows of a batch
+    or other documents packed into the row, and decoding from a cache must give the logits of the whole pass.
+
+        megasparse check-model --model models/SmolLM2-135M
+        megasparse check-model --length 512 --model export/quickstart
+
+    Prints PASS or FAIL with the largest difference, relative to the standard deviation of the logits, and the first
+    token that differs by more than rounding. A failed check ends the command with exit code 2. Models of transformers,
+    exports and models with replaced attention are supported. Code in the folder is never executed.
+    """
+    from megasparse.errors import ConfigError, UserError
+    from megasparse.hub import require_transformers
+
+    if args.length < 8:
+        raise ConfigError("--length", f"{args.length} is too short", "Give 8 or more")
+    require_transformers()
+    from transformers.utils.logging import disable_progress_bar, set_verbosity_error
+
+    from megasparse.hub import checker
+
+    disable_progress_bar()
+    set_verbosity_error()
+    results = checker.check_model(checker.load_model(args.model), args.length, args.seed)
+    print(checker.table(results))
+    failed = [result.name for result in results if result.passed is False]
+    if failed:
+        raise UserError(f"{args.model}: fails {len(failed)} of {len(results)} checks: {', '.join(failed)}")

@@ -94,10 +94,16 @@ class MegasparseConfig(PretrainedConfig):
 class AlignedRows:
     """A batch with the real tokens of each row moved to its start, and the inverse permutation."""
 
-    def __init__(self, input_ids: Tensor, attention_mask: Tensor | None, padding: int = 0):
+    def __init__(
+        self, input_ids: Tensor, attention_mask: Tensor | None, padding: int = 0, positions: Tensor | None = None
+    ):
         """Move real tokens to the front. input_ids: (B, n). attention_mask: (B, n), 0 for padding, or None without
-        padding. padding: token to write there in `tokens`. Raises ValueError if a row contains only padding.
+        padding. padding: token to write there in `tokens`. positions: transformers' position_ids, or None. Raises
+        ValueError if a row contains only padding, or if positions restart, which marks packed documents.
         """
+        if positions is not None and bool((positions.diff(dim=-1) < 0).any()):
+            hint = "Give one document per row, or train with model.document_separator"
+            raise ValueError(f"position_ids restart: packed documents would attend to each other. {hint}")
         self.padded = attention_mask is not None and not bool((attention_mask != 0).all())
         if not self.padded or attention_mask is None:
             self.tokens, self.real, self.lengths = input_ids, None, [input_ids.shape[1]] * len(input_ids)
@@ -252,7 +258,7 @@ class MegasparseModel(MegasparsePreTrainedModel):
 
     @can_return_tuple
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, **kwargs: Any) -> BaseModelOutput:
-        rows = AlignedRows(input_ids, attention_mask)
+        rows = AlignedRows(input_ids, attention_mask, positions=kwargs.get("position_ids"))
         streams, _ = self.run(rows, None)
         hidden = torch.cat(streams, dim=-1)[:, int(self.config.is_decoder) :]
         return BaseModelOutput(last_hidden_state=rows.restore(hidden))
@@ -310,7 +316,7 @@ class MegasparseForCausalLM(MegasparseWriter):
         if past_key_values is not None:
             logits = self.from_cache(input_ids, past_key_values)
             return CausalLMOutputWithPast(logits=logits, past_key_values=past_key_values)
-        rows = AlignedRows(input_ids, attention_mask)
+        rows = AlignedRows(input_ids, attention_mask, positions=kwargs.get("position_ids"))
         if use_cache and labels is None and not self.training:
             return self._into_cache(rows, logits_to_keep)
         targets = None if labels is None else self._targets(rows, labels)
@@ -531,7 +537,7 @@ class MegasparseForMaskedLM(MegasparsePreTrainedModel):
         self, input_ids: Tensor, attention_mask: Tensor | None = None, labels: Tensor | None = None, **kwargs: Any
     ) -> MaskedLMOutput:
         """Predict the masked tokens. labels: (B, n), -100 for ignored tokens."""
-        rows = AlignedRows(input_ids, attention_mask)
+        rows = AlignedRows(input_ids, attention_mask, positions=kwargs.get("position_ids"))
         targets = None
         if labels is not None:
             values = rows.align(labels)
@@ -558,7 +564,7 @@ class MegasparseForSequenceClassification(MegasparsePreTrainedModel):
         self, input_ids: Tensor, attention_mask: Tensor | None = None, labels: Tensor | None = None, **kwargs: Any
     ) -> SequenceClassifierOutput:
         """Predict classes or numbers. labels: (B,) classes, or numbers to regress on if config.num_labels is 1."""
-        rows = AlignedRows(input_ids, attention_mask)
+        rows = AlignedRows(input_ids, attention_mask, positions=kwargs.get("position_ids"))
         targets = None
         if labels is not None and predicts(self.settings, "pooled"):
             targets = Targets(labels, None)

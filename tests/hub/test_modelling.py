@@ -88,6 +88,16 @@ def test_text_is_generated_from_nothing():
         assert hf.generate(nothing, max_new_tokens=6, use_cache=use_cache).tolist() == [own, own]
 
 
+@pytest.mark.parametrize("kind", [MegasparseForCausalLM, MegasparseModel])
+def test_positions_of_packed_documents_are_an_error(kind):
+    hf, tokens = wrapped(kind, decoder("lsh")), random_tokens(2, 30)
+    positions = torch.arange(30).expand(2, -1)
+    whole = hf(tokens)[0]
+    assert whole.equal(hf(tokens, position_ids=positions)[0])  # also what `generate` passes
+    with pytest.raises(ValueError, match="position_ids restart: packed documents"):
+        hf(tokens, position_ids=positions % 17)
+
+
 def test_a_cache_takes_several_more_tokens():
     hf, tokens = wrapped(MegasparseForCausalLM, decoder("lsh")), random_tokens(2, 30)
     with torch.no_grad():

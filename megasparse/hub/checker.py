@@ -1,0 +1,172 @@
+"""Check a causal language model of transformers for leaks of later tokens, padding and other documents.
+
+Every check compares the logits of two ways to compute them that must agree. A difference is relative to the standard
+deviation of the logits. Rounding gives about 1e-6 in fp32, a leak usually more than 1e-2; 0 means the same bits.
+
+L tokens of a row.
+"""
+
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megasparse.config.files import parse_json
+from megasparse.errors import HubError
+from megasparse.files import read_file
+from megasparse.hub.formats import hf_class
+
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
+"""Largest relative difference of a passed check, by the dtype of the weights."""
+
+
+class CheckResult(NamedTuple):
+    """passed: None if the model does not support the check. difference: the largest. position: the first token whose
+    logits differ by more than the tolerance, or None.
+    """
+
+    name: str
+    passed: bool | None
+    difference: float
+    position: int | None
+    note: str = ""
+
+
+@torch.no_grad()
+def check_model(model: Any, length: int = 64, seed: int = 0) -> list[CheckResult]:
+    """Check a causal language model of transformers with random tokens.
+
+    Args:
+        model: An `AutoModelForCausalLM`, which is set to evaluation mode.
+        length: Tokens of a row. Attention windows and chunks should be shorter.
+        seed: Seed of the tokens.
+
+    Returns:
+        A result per check, in the order of `CHECKS`.
+
+    Examples:
+        >>> assert all(result.passed is not False for result in check_model(model))
+    """
+    model.eval()
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(model.config.get_text_config().vocab_size, (4, length), generator=generator)
+    whole = _logits(model, tokens[:1])
+    scale, tolerance = float(whole.std()), TOLERANCE[next(model.parameters()).dtype]
+    results = []
+    for name, check in CHECKS.items():
+        try:
+            pairs = list(check(model, tokens, whole))
+        except (TypeError, ValueError, RuntimeError, NotImplementedError, AttributeError) as error:
+            note = " ".join(str(error).split())[:120] or type(error).__name__
+            results.append(CheckResult(name, None, 0.0, None, note))
+            continue
+        difference, position = 0.0, None
+        for first, a, b in pairs:  # logits (L, V) of the tokens from position `first` on
+            moved = ((a - b).abs() / scale).amax(-1).nan_to_num(nan=torch.inf)
+            difference = max(difference, float(moved.max()))
+            wrong = (moved > tolerance).nonzero()
+            if len(wrong) and (position is None or first + int(wrong[0]) < position):
+                position = first + int(wrong[0])
+        results.append(CheckResult(name, position is None, difference, position))
+    return results
+
+
+def _logits(model: Any, tokens: Tensor, **inputs: Any) -> Tensor:
+    return model(input_ids=tokens, use_cache=False, **inputs).logits.float()
+
+
+Pairs = Iterator[tuple[int, Tensor, Tensor]]
+
+
+def _causality(model: Any, tokens: Tensor, whole: Tensor) -> Pairs:
+    """Replace all tokens from t on: logits before t must not move."""
+    length = tokens.shape[1]
+    for t in (1, length // 4, length // 2 + 1, length - 1):
+        changed = torch.cat([tokens[:1, :t], tokens[1:2, t:]], dim=1)
+        yield 0, _logits(model, changed)[0, :t], whole[0, :t]
+
+
+def _right_padding(model: Any, tokens: Tensor, whole: Tensor) -> Pairs:
+    """Pad a short row on the right, next to a long one."""
+    short = tokens.shape[1] // 2 + 3
+    mask = torch.ones_like(tokens[:2])
+    mask[1, short:] = 0
+    padded = tokens[:2].masked_fill(mask == 0, 0)
+    yield 0, _logits(model, padded, attention_mask=mask)[1, :short], _logits(model, tokens[1:2, :short])[0]
+
+
+def _left_padding(model: Any, tokens: Tensor, whole: Tensor) -> Pairs:
+    """Pad a short row on the left, with positions that count real tokens, as `generate` does."""
+    short = tokens.shape[1] // 2 + 3
+    mask = torch.ones_like(tokens[:2])
+    mask[1, :-short] = 0
+    padded = torch.cat([tokens[:1], F.pad(tokens[1:2, :short], (tokens.shape[1] - short, 0))])
+    positions = (mask.cumsum(1) - 1).clamp_min(0)
+    logits = _logits(model, padded, attention_mask=mask, position_ids=positions)
+    yield 0, logits[1, -short:], _logits(model, tokens[1:2, :short])[0]
+
+
+def _batch(model: Any, tokens: Tensor, whole: Tensor) -> Pairs:
+    """Compute a row in a batch of other rows."""
+    yield 0, _logits(model, tokens)[0], whole[0]
+
+
+def _cache(model: Any, tokens: Tensor, whole: Tensor) -> Pairs:
+    """Read half of the row, then one token at a time with the cache."""
+    first = tokens.shape[1] // 2
+    out = model(input_ids=tokens[:1, :first], use_cache=True)
+    yield 0, out.logits[0].float(), whole[0, :first]
+    for position in range(first, tokens.shape[1]):
+        out = model(input_ids=tokens[:1, position : position + 1], past_key_values=out.past_key_values, use_cache=True)
+        yield position, out.logits[0].float(), whole[0, position : position + 1]
+
+
+def _packing(model: Any, tokens: Tensor, whole: Tensor) -> Pairs:
+    """Pack three documents into one row, marked by positions that restart, and compare each with a row of its own."""
+    ends = [0, tokens.shape[1] // 4, tokens.shape[1] // 2 + 3, tokens.shape[1]]
+    spans = list(pairwise(ends))
+    positions = torch.cat([torch.arange(end - start) for start, end in spans])[None]
+    packed = _logits(model, tokens[:1], position_ids=positions)
+    for start, end in spans:
+        yield start, packed[0, start:end], _logits(model, tokens[:1, start:end])[0]
+
+
+CHECKS: dict[str, Callable[[Any, Tensor, Tensor], Pairs]] = {
+    "later tokens": _causality,
+    "padding on the right": _right_padding,
+    "padding on the left": _left_padding,
+    "other rows of a batch": _batch,
+    "decoding from a cache": _cache,
+    "packed documents": _packing,
+}
+"""Name -> check, which yields a first position and two logits (n, V) that must be equal."""
+
+
+def load_model(folder: Path) -> Any:
+    """Load a model of transformers, or one that megasparse exported or replaced, without running code of the folder.
+
+    Raises HubError if it is not a causal language model.
+    """
+    try:
+        names = parse_json(read_file(folder / "config.json", 1 << 20).decode(), str(folder)).get("architectures")
+    except (OSError, ValueError, AttributeError):
+        raise HubError(folder, "config.json cannot be read", "Give the folder of a model") from None
+    if not names or not names[0].endswith(("ForCausalLM", "LMHeadModel", "ModelWithLMHead")):
+        problem = f"config.json specifies the architecture {(names or [None])[0]}"
+        raise HubError(folder, problem, "Give a causal language model")
+    return hf_class(names[0]).from_pretrained(folder, local_files_only=True, use_safetensors=True)
+
+
+def table(results: list[CheckResult]) -> str:
+    """Return a table of PASS and FAIL with the largest differences and first positions."""
+    lines = [f"{'check':24}{'':6}{'difference':>12}  first token"]
+    for result in results:
+        verdict = {True: "PASS", False: "FAIL", None: "n/a"}[result.passed]
+        figures = result.note if result.passed is None else f"{result.difference:12.1e}"
+        position = "" if result.position is None else f"  {result.position}"
+        lines.append(f"{result.name:24}{verdict:6}{figures}{position}".rstrip())
+    return "\n".join(lines)

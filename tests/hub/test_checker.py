@@ -1,0 +1,121 @@
+"""The checker on models that are right, and on models with the faults that published ones had."""
+
+import functools
+
+import pytest
+import torch
+import transformers
+
+from megasparse.cli.main import main
+from megasparse.hub.checker import CHECKS, check_model
+from megasparse.hub.replace import replace_attention
+from tests.helpers.commands import refused
+
+SIZES = {
+    "vocab_size": 97, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 256, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+
+
+def llama(kind=transformers.LlamaForCausalLM, **changes):
+    torch.manual_seed(0)
+    return kind(transformers.LlamaConfig(**SIZES, **changes))
+
+
+def of(name, config, **changes):
+    torch.manual_seed(0)
+    return getattr(transformers, name)(getattr(transformers, config)(**SIZES, **changes))
+
+
+RIGHT = {
+    "grouped heads": llama,
+    "sliding window": lambda: of("MistralForCausalLM", "MistralConfig", sliding_window=16),
+    "normed queries and keys": lambda: of("Qwen3ForCausalLM", "Qwen3Config", head_dim=8),
+    "learned positions": lambda: of("GPT2LMHeadModel", "GPT2Config"),
+    "parallel branches": lambda: of("GPTNeoXForCausalLM", "GPTNeoXConfig"),
+    "windows in some layers": lambda: of("Gemma3ForCausalLM", "Gemma3TextConfig", head_dim=8, sliding_window=16),
+    "replaced attention": lambda: replace_attention(llama(), {"kind": "lsh", "chunk": 16, "rounds": 2}, max_length=128),
+}
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_a_right_model_passes_every_check(name):
+    results = check_model(RIGHT[name]())
+    assert [result.name for result in results] == [*CHECKS] and all(result.passed for result in results), results
+    assert max(result.difference for result in results) < 1e-5
+
+
+class IgnoresDocuments(transformers.LlamaForCausalLM):
+    """Positions restart, and no mask separates the documents."""
+
+    @functools.wraps(transformers.LlamaForCausalLM.forward)
+    def forward(self, input_ids, attention_mask=None, **inputs):
+        attention_mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+        if inputs.get("past_key_values") is not None:
+            attention_mask = None
+        return super().forward(input_ids=input_ids, attention_mask=attention_mask, **inputs)
+
+
+class InvertsPadding(transformers.LlamaForCausalLM):
+    @functools.wraps(transformers.LlamaForCausalLM.forward)
+    def forward(self, input_ids, attention_mask=None, **inputs):
+        attention_mask = None if attention_mask is None or attention_mask.all() else 1 - attention_mask
+        return super().forward(input_ids=input_ids, attention_mask=attention_mask, **inputs)
+
+
+class MovesCachedPositions(transformers.LlamaForCausalLM):
+    @functools.wraps(transformers.LlamaForCausalLM.forward)
+    def forward(self, input_ids, past_key_values=None, **inputs):
+        if past_key_values is not None:
+            inputs["position_ids"] = torch.full_like(input_ids, past_key_values.get_seq_length() - 1)
+        return super().forward(input_ids=input_ids, past_key_values=past_key_values, **inputs)
+
+
+class SeesItsBatch(transformers.LlamaForCausalLM):
+    @functools.wraps(transformers.LlamaForCausalLM.forward)
+    def forward(self, input_ids, **inputs):
+        out = super().forward(input_ids=input_ids, **inputs)
+        out.logits = out.logits + 1e-2 * out.logits.mean(0, keepdim=True)
+        return out
+
+
+def sorted_chunks():
+    """Later tokens move the borders of the chunks of Hugging Face's Reformer."""
+    return of(
+        "ReformerModelWithLMHead", "ReformerConfig", attention_head_size=8, feed_forward_size=64, num_buckets=8,
+        attn_layers=["lsh", "lsh"], is_decoder=True, lsh_attn_chunk_length=16, axial_pos_embds=False, hash_seed=0,
+    )  # fmt: skip
+
+
+FAULTY = {
+    "sorted chunks": (sorted_chunks, {"later tokens"}),
+    "positions without a mask": (lambda: llama(IgnoresDocuments), {"packed documents"}),
+    "inverted mask": (lambda: llama(InvertsPadding), {"padding on the right", "padding on the left"}),
+    "cached positions": (lambda: llama(MovesCachedPositions), {"decoding from a cache"}),
+    "statistics of the batch": (lambda: llama(SeesItsBatch), {"other rows of a batch"}),
+}
+
+
+@pytest.mark.parametrize("name", FAULTY)
+def test_a_faulty_model_fails_the_check_of_its_fault(name):
+    build, faults = FAULTY[name]
+    results = {result.name: result for result in check_model(build())}
+    assert faults <= {key for key, result in results.items() if result.passed is False}, results
+    for fault in faults:
+        assert results[fault].difference > 1e-3 and results[fault].position is not None
+    if name == "sorted chunks":
+        assert results["decoding from a cache"].passed is None
+    if name == "cached positions":
+        assert results["decoding from a cache"].position == 32  # half of the row is read at once
+
+
+def test_the_command_prints_a_table_and_ends_with_an_error_after_a_failure(tmp_path, capsys):
+    llama().save_pretrained(tmp_path / "right")
+    main(["check-model", "--model", str(tmp_path / "right")])
+    assert capsys.readouterr().out.count("PASS") == len(CHECKS)
+    sorted_chunks().save_pretrained(tmp_path / "leaks")
+    error = refused(capsys, main, "check-model", "--model", tmp_path / "leaks")
+    assert "leaks: fails 4 of 6 checks: later tokens, padding" in error
+    transformers.BertModel(transformers.BertConfig(**SIZES)).save_pretrained(tmp_path / "bert")
+    error = refused(capsys, main, "check-model", "--model", tmp_path / "bert")
+    assert "architecture BertModel. Give a causal" in error
