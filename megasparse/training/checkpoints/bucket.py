@@ -17,6 +17,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any, TypeVar
@@ -132,8 +133,8 @@ class Bucket:
         self._ask("uploading", file, lambda url: self._system.put_file(str(path), url, callback=sent))
 
     def _remove(self, folder: str) -> None:
-        for path in (f"{folder}/{MANIFEST}", folder):
-            self._ask("deleting", path, lambda url: self._system.rm(url, recursive=True), None)
+        self._ask("deleting", f"{folder}/{MANIFEST}", self._system.rm_file, None)
+        self._ask("deleting", folder, lambda url: self._system.rm(url, recursive=True), None)
 
     def _require_owner(self, name: str) -> None:
         if (owner := self._read("owner")) != name.encode():
@@ -158,11 +159,11 @@ class Uploads:
         self._lock = threading.Lock()
         self._queue: list[tuple[Path, int | None]] = []
         """Checkpoints, with the best step at the time of the save; the first is being uploaded."""
-        self._problem: CheckpointError | None = None
+        self._problem: Exception | None = None
         self._signs = (0, "")  # of progress; replaced as one
 
     def start(self, paths: list[Path], best: int | None) -> None:
-        """Claim the bucket for this run and upload what it lacks. Rank 0 calls it. Raises the errors of `Bucket`."""
+        """Claim the bucket for this run and upload missing checkpoints. Rank 0 calls it. Raises as `Bucket` does."""
         Bucket(str(self._settings.bucket), self._hooks.alive).claim(self._name)
         for path in paths:
             self.begin(path, best)
@@ -196,12 +197,13 @@ class Uploads:
             bucket.upload(path, self._name)
             problem = "older checkpoints could not be deleted"
             bucket.tidy(int(path.name), self._settings.keep, best)
-        except (CheckpointError, OSError) as error:
+        except Exception as error:  # of any type, for `check` to raise
             if isinstance(error, OSError):
                 error = StorageError(path, f"cannot be read ({error.strerror})", "Repair the storage")
             may_fail = isinstance(error, StorageError) and self._settings.on_failure == "continue"
-            if may_fail or problem != "upload failed":
-                print(f"warning: {problem}: {error}", file=sys.stderr)
+            if may_fail or (problem != "upload failed" and isinstance(error, CheckpointError)):
+                with suppress(OSError):  # a terminal that is gone
+                    print(f"warning: {problem}: {error}", file=sys.stderr)
             else:
                 self._problem = error
 

@@ -116,6 +116,14 @@ def test_nothing_is_uploaded_after_a_fatal_error(store, tmp_path):
     assert in_bucket(store) == ["owner"]
 
 
+@pytest.mark.parametrize("method", ["upload", "tidy"])
+def test_a_bug_in_the_thread_of_uploads_is_raised(store, tmp_path, monkeypatch, method):
+    saver, engine = prepare(tmp_path)
+    monkeypatch.setattr(Bucket, method, lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        save(saver, engine, 1)
+
+
 def test_a_start_uploads_the_best_and_the_newest_that_are_missing(store, tmp_path):
     prepare(tmp_path, 1, 2, 3, bucket=None, keep=3)
     saver, _ = prepare(tmp_path / "unused")
