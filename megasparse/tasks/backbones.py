@@ -19,13 +19,8 @@ from megasparse.tasks.batches import Padded
 
 
 def checkpoint_layers(body: "HuggingFaceBody", offload_to_cpu: bool) -> None:
-    """Enable activation checkpointing of every layer of a transformers model, in place.
-
-    Args:
-        offload_to_cpu: Store the layers' inputs in CPU memory.
-
-    Raises:
-        ConfigError: The model does not support checkpointing.
+    """Enable activation checkpointing of every layer of a transformers model, in place. offload_to_cpu: store the
+    layers' inputs in CPU memory. Raises ConfigError if the model does not support checkpointing.
     """
     if not body.model.supports_gradient_checkpointing:
         problem = f"{type(body.model).__name__} does not support recomputation of its layers"
@@ -153,9 +148,7 @@ def attention_settings(config: ModelConfig) -> dict[str, Any]:
 
 
 def add_adapters(body: Backbone, config: LoRAConfig, seed: int) -> None:
-    """Add adapters to a body as `model.adapters.add_adapters` does. A new norm on the states is trained as well,
-    because it is not pretrained.
-    """
+    """Add adapters to a body. A new norm on the states is trained as well, because it is not pretrained."""
     norm, kinds = getattr(body, "norm", None), adapters.LINEAR
     if not isinstance(body, MegasparseBody):
         from transformers.pytorch_utils import Conv1D  # GPT-2's linear layers

@@ -29,9 +29,6 @@ from megasparse.training.engines.contract import Engine
 from megasparse.training.ranks import Ranks, RunHooks, check_stop
 from megasparse.training.run import Evaluate
 
-Score = Callable[[Any, RngContext], tuple[Any, dict[str, Any]]]
-"""A model of a task's form in evaluation, or its engine: (batch, rng) -> (objective, statistics)."""
-
 
 class Prediction(NamedTuple):
     """The model's output for an example."""
@@ -42,7 +39,7 @@ class Prediction(NamedTuple):
 
 
 def predict_examples(
-    score: Score,
+    score: Callable[[Any, RngContext], tuple[Any, dict[str, Any]]],
     form: Form,
     examples: Sequence[EncodedExample],
     config: FinetuneConfig,
@@ -51,8 +48,8 @@ def predict_examples(
 ) -> list[Prediction]:
     """Return the model's predictions for all examples, on every rank.
 
-    The ranks split the batches; each scores the same number. Predictions do not depend on the batch or rank of an
-    example. pause: called before each batch.
+    score: a form's model in evaluation, or its engine. The ranks split the batches; each scores the same number.
+    Predictions do not depend on the batch or rank of an example. pause: called before each batch.
     """
     order = sorted(range(len(examples)), key=lambda i: -examples[i].length)
     size = config.evaluation.batch
@@ -208,17 +205,14 @@ def evaluate_checkpoints(
     """Score checkpoints of a task on files with labels.
 
     Args:
-        directories: Runs, for their best checkpoints, or checkpoints.
-        overrides: `section.key=value` changes to the configuration.
-        name: Name of the task.
+        directories, overrides, name: See `restore_task`.
         sources, split: See `chosen_files`.
         say: Prints the counts of the examples.
 
     Returns:
-        The result, {"task", "split", "files", "examples", "metrics", "signatures", "interval", "runs", "versions"}, and
-        the first checkpoint's predictions. Each metric has `value`, `low` and `high`: for one checkpoint the bootstrap
-        interval over examples, for several the mean with Student's t interval, and their `standard_deviation`.
-        `signatures`: settings and version of a metric's library.
+        The result and the first checkpoint's predictions. Each metric has `value`, `low` and `high`: for one checkpoint
+        the bootstrap interval over examples, for several the mean with Student's t interval, and their
+        `standard_deviation`. `signatures`: settings and version of a metric's library.
 
     Raises:
         ConfigError: The same checkpoint is given twice; errors of `restore_task` and the task's reader.

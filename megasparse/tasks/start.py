@@ -31,9 +31,6 @@ FOLDER, RECORD = "start", "body.json"
 """Names of the start's folder in a run's folder, and of the record of its body."""
 OURS = ("megasparse", "reformer", "yoso")
 """`model_type` of Hugging Face models that are converted to megasparse models; others remain transformers models."""
-TWO_SIDES = "is an encoder-decoder, without a single state per sequence", "Use a decoder or an encoder"
-ONE_SIDE = "is not a megasparse encoder-decoder, as the task needs", "Use such a checkpoint, or model instead of start"
-"""Problems and their hints."""
 COPY = "Copy the whole run folder again"
 
 
@@ -169,9 +166,6 @@ def body_of_run(run: Path, config: FinetuneConfig, form: Form, checkpoint: Check
 
 
 def _initial(config: FinetuneConfig, model: ModelConfig, form: Form, labels: int) -> Start:
-    if (model.kind == "encoder_decoder") != form.two_sided:
-        kinds = '"encoder_decoder"' if form.two_sided else '"encoder" or "decoder"'
-        raise ConfigError("model.kind", f'"{model.kind}" is not supported by {form.task.name}', f"Set it to {kinds}")
     body = _megasparse_body(config, model, form, labels)
     tokenizer = build_tokenizer(config.task.tokenizer)
     if config.start.glove is not None:
@@ -207,7 +201,8 @@ def _of_huggingface(config: FinetuneConfig, named: Path, form: Form, labels: int
         body = _filled_body(config, foreign.config.model, form, labels, foreign.tensors, partial(HubError, folder))
         return Start(body, build_tokenizer(foreign.config.data.tokenizer), sha256)
     if form.two_sided:
-        raise HubError(folder, *ONE_SIDE)
+        hint = "Use such a checkpoint, or model instead of start"
+        raise HubError(folder, "is not a megasparse encoder-decoder, as the task needs", hint)
     if not (folder / "tokenizer.json").is_file():
         hint = "Save it there: AutoTokenizer.from_pretrained(MODEL).save_pretrained(FOLDER)"
         raise HubError(folder / "tokenizer.json", "is missing, without which tokens are undefined", hint)
@@ -234,7 +229,8 @@ def _transformer(config: FinetuneConfig, folder: Path, labels: int) -> tuple[Bac
         problem = f"transformers cannot load it ({' '.join(str(error).split())[:200]})"
         raise HubError(folder, problem, "Use the folder of a model that transformers can load") from None
     if model.config.is_encoder_decoder:
-        raise HubError(folder, *TWO_SIDES)
+        problem = "is an encoder-decoder, without a single state per sequence"
+        raise HubError(folder, problem, "Use a decoder or an encoder")
     missing = sorted(report["missing_keys"])
     if lost := [name for name in missing if not name.startswith("pooler.")]:
         problem = f"contains no weight {lost[0]}, nor {len(lost) - 1} others of the model"
@@ -269,8 +265,12 @@ def _megasparse_body(config: FinetuneConfig, model: ModelConfig, form: Form, lab
     """Build a megasparse model with initial weights, its configuration adapted to a task.
 
     A Smart Bird sketch gets the task's objective, unless that is to predict tokens as in pretraining. Lengths are
-    explicit, so the padding token is an ordinary token.
+    explicit, so the padding token is an ordinary token. Raises ConfigError for a model of another kind.
     """
+    if (model.kind == "encoder_decoder") != form.two_sided:
+        key = "start" if config.model is None else "model.kind"
+        kinds = '"encoder_decoder"' if form.two_sided else '"encoder" or "decoder"'
+        raise ConfigError(key, f'"{model.kind}" is not supported by {form.task.name}', f"Use a model of kind {kinds}")
     start = config.start
     changes: dict[str, Any] = {"padding_token": None, "document_separator": None, "loss_tiles": 1}
     if start.attention is not None:
@@ -306,8 +306,6 @@ def _filled_body(
 
     tensors: readers by name. error: constructor of errors about their folder.
     """
-    if (model.kind == "encoder_decoder") != form.two_sided:
-        raise error(*(ONE_SIDE if form.two_sided else TWO_SIDES))
     body = _megasparse_body(config, model, form, labels)
     for name, tensor in {**dict(body.stack.named_parameters()), **persistent_buffers(body.stack)}.items():
         if ".objective." in name:

@@ -26,14 +26,7 @@ from megasparse.model.decoder import EncoderDecoder
 from megasparse.model.stack import mean_cost
 from megasparse.ops.random import RngContext
 from megasparse.tasks.backbones import Backbone, attention_settings
-from megasparse.tasks.batches import (
-    EncodedExample,
-    ExampleBatches,
-    ExampleCounts,
-    Movable,
-    Padded,
-    side_by_side,
-)
+from megasparse.tasks.batches import EncodedExample, ExampleBatches, ExampleCounts, Movable, Padded, side_by_side
 from megasparse.tasks.form import Form, require_vocabulary
 from megasparse.tasks.task import Example, SourceLocation, Task
 
@@ -73,9 +66,7 @@ class SequenceToSequenceBody(Backbone):
     def forward(
         self, read: Padded, rng: RngContext, classes: Tensor | None, answer: Targets | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Return the encoder's states (B, S, E) fp32 of the sources, and its auxiliary losses. answer: the targets'
-        tokens, for the encoder's sketch.
-        """
+        """Return the encoder's states (B, S, E) fp32, and its auxiliary losses. answer: targets for its sketch."""
         states, auxiliary, _ = self.stack.encoder(read.tokens, rng, read.mask, answer)
         return states, auxiliary
 
@@ -192,9 +183,7 @@ class TextForm(Form):
         self.answers = ExampleCounts(self.task.config, "answers", "task.generation.target_length", limit)
 
     def encoded(self, example: Example) -> EncodedText:
-        """Encode source and answer. Raises DataError also if the answer is empty or longer than
-        task.generation.target_length, if the configuration treats these as errors.
-        """
+        """Encode source and answer. Raises DataError for an empty or too long answer as for an input."""
         sequences, label, location = super().encoded(example).sequences, example.label, example.location
         target = None if label is None else self._target(label, location)
         return EncodedText(sequences, label, location, example.name, target)

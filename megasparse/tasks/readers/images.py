@@ -13,19 +13,15 @@ from megasparse.files import natural
 from megasparse.tasks.readers.rows import Rows, lines, whole_bytes
 from megasparse.tasks.task import Example, SourceLocation, Task, examples_of
 
-
-def image(file: Path, side: int) -> np.ndarray:
-    """Decode an image file to uint8 (S, S, 3): red, green and blue.
-
-    Raises DataError if the file cannot be read, is damaged, has another size, or not 8 bits per channel.
-    """
-    pixels = decode(str(file), whole_bytes(file, MOST_BYTES), side)
-    return np.frombuffer(pixels, dtype=np.uint8).reshape(side, side, 3)
-
-
 CIFAR10 = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 SIDE = 32
-WEIGHTS = (2989, 5870, 1140)  # weights of red, green and blue, in ten-thousandths
+WEIGHTS = (2989, 5870, 1140)  # of red, green and blue, in ten-thousandths
+
+
+def image(file: Path) -> np.ndarray:
+    """Decode an image file to uint8 (32, 32, 3): red, green and blue. Raises DataError for other files."""
+    pixels = decode(str(file), whole_bytes(file, MOST_BYTES), SIDE)
+    return np.frombuffer(pixels, dtype=np.uint8).reshape(SIDE, SIDE, 3)
 
 
 def class_folders(folder: Path) -> Rows:
@@ -37,7 +33,7 @@ def class_folders(folder: Path) -> Rows:
             hint = f"Use a folder with one folder of images per class: {', '.join(CIFAR10)}"
             raise DataError(folder / name, "contains no images", hint)
         for path in sorted(paths, key=lambda path: natural(path.name)):
-            row = {"img": image(path, SIDE), "label": name, "id": f"{name}/{path.stem}"}
+            row = {"img": image(path), "label": name, "id": f"{name}/{path.stem}"}
             yield SourceLocation(path), row
 
 
@@ -112,7 +108,7 @@ class Pathfinder(Task):
         if not path.stat().st_size:
             hint = "Delete this line: Long Range Arena omits such images"
             raise DataError(str(location), f"{path} is empty", hint)
-        colours = image(path, SIDE)
+        colours = image(path)
         if (colours != colours[..., :1]).any():
             raise DataError(path, "the image is not grey", "Convert it to grey")
         pixels = colours[..., 0].astype(np.int64).reshape(-1)

@@ -4,6 +4,7 @@ format of QAngaroo, whose MedHop uses it too.
 
 import json
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -56,20 +57,12 @@ class WikiHop(Task):
         if not isinstance(rows, list):
             raise DataError(file, "not a JSON array of examples", f"Write [EXAMPLE, ...]. {FORM}")
 
-        def convert(row: Any, location: SourceLocation, number: str) -> Choice:
-            example = _example(row, location)
-            if example.name in names:
-                problem = f'example {location.line}: the id "{example.name[:80]}" occurs twice'
-                raise DataError(str(location), problem, "Use unique ids")
-            names.add(example.name)
-            return example
-
         numbered = ((SourceLocation(file, number), row) for number, row in enumerate(rows, 1))
-        return examples_of(file, numbered, convert)
+        return examples_of(file, numbered, partial(_example, names))
 
 
-def _example(row: Any, location: SourceLocation) -> Choice:
-    """Convert an object to an example. Raises DataError naming file, number and key if it is malformed."""
+def _example(names: set[str], row: Any, location: SourceLocation, number: str) -> Choice:
+    """Convert an object to an example. names: earlier ids. Raises DataError naming file, number and key."""
     try:
         question = Question.model_validate(row)
     except ValidationError as error:
@@ -85,5 +78,8 @@ def _example(row: Any, location: SourceLocation) -> Choice:
     if answer is not None and answer not in candidates:
         hint = f"Its candidates are: {', '.join(candidates)[:200]}. Without an answer omit the key"
         raise DataError(str(location), f'{title}: the answer "{answer[:80]}" is not among the candidates', hint)
+    if question.id in names:
+        raise DataError(str(location), f"{title}: the id occurs twice", "Use unique ids")
+    names.add(question.id)
     label = None if answer is None else candidates.index(answer)
     return Choice((question.query, *candidates, *question.supports), label, location, question.id, len(candidates))

@@ -215,7 +215,7 @@ def test_a_run_resumes_bit_identically_and_is_restored_without_its_table(tmp_pat
         (forecast(overlap=13), r"overlap: 13 rows are more than .* = 12"),
         (forecast(horizon=11), r"model\.max_length: 6 \+ 11 rows of the decoder are more than 16. Set it to 17"),
         ({"task": {**TASK, "max_length": 25}}, r"task\.max_length: 25 tokens are more than model\.source\.length = 24"),
-        ({"model": finetuning.ENCODER}, r'model\.kind: "encoder" is not supported by series. Set it to "encoder_dec'),
+        ({"model": finetuning.ENCODER}, r'model\.kind: "encoder" is not supported by series. Use a model of kind "enc'),
         ({"evaluation": {"metric": "accuracy"}}, r'evaluation\.metric: "accuracy"'),
     ],
 )

@@ -75,7 +75,7 @@ def test_a_malformed_example_is_named_by_file_number_and_key(changes, said, tmp_
         (b'["\xff"]', ": not UTF-8 (byte 0xff in column 3)"),
         (b'{"id": "a"}', ": not a JSON array of examples"),
         (b'["a"]', ":1: example 1: it: Input should be a valid dictionary"),
-        (json.dumps([ROWS[0], ROWS[0]]).encode(), ':2: example 2: the id "WH_dev_0" occurs twice'),
+        (json.dumps([ROWS[0], ROWS[0]]).encode(), ':2: example 2 ("WH_dev_0"): the id occurs twice'),
     ],
     ids=["cut off", "empty", "deep", "latin", "object", "text", "same id"],
 )
