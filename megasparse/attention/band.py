@@ -27,7 +27,6 @@ from megasparse.errors import ConfigError
 from megasparse.ops.bucketed_attention import BucketedAttentionSpec, Window
 from megasparse.ops.bucketed_attention.blocks import QueryBlock, query_attention
 from megasparse.ops.bucketed_attention.definition import RankedTiles
-from megasparse.ops.sketch import top_k
 
 Codes = tuple[Tensor, Tensor | None]
 """Buckets of queries and of keys, (B, H, R, L) each, any integer type; None if keys share the queries' codes."""
@@ -217,38 +216,49 @@ class BandAttention(Attention):
             return None
         batch, heads, rounds, count = queries.shape
         codes = index.unflatten(2, (heads, rounds)).permute(0, 2, 3, 1)  # (B, H, R, L)
-        length, hidden = codes.shape[-1], tokens.rank < self.sinks
-        chunk, position = min(self.window.chunk, length), torch.arange(length, device=codes.device)
-        if tokens.real is not None:
-            hidden = hidden | ~tokens.real
-        hidden = hidden[:, None, None]
+        chunk, length = min(self.window.chunk, codes.shape[-1]), codes.shape[-1]
+        visible, start, always = tokens.once((self.sinks, self.local, self.window.chunk), lambda: self._always(tokens))
+        position = torch.arange(length, device=codes.device)
         if count == 1:
-            match = (codes == queries.to(codes.dtype)) & ~hidden
-            index = top_k(torch.where(match, position.int(), -1), chunk)[0].unsqueeze(3)  # (B, H, R, 1, M)
+            match = codes == queries.to(codes.dtype)
+            index = torch.where(match, visible, -1).topk(chunk, dim=-1).values.unsqueeze(3)  # (B, H, R, 1, M)
         else:  # sort all keys by (row, bucket, position); a query's keys precede its own position in that order
             first = torch.arange(batch * heads * rounds, device=codes.device).view(batch, heads, rounds, 1)
-            buckets = self.buckets + 1
-            key = ((first * buckets + codes.masked_fill(hidden, self.buckets)) * length + position).flatten().sort()[0]
-            last = (first * buckets + queries) * length + position[length - count :]  # (B, H, R, n)
+            first, codes = first * (self.buckets + 1), codes.masked_fill(visible < 0, self.buckets)
+            key = ((first + codes) * length + position).flatten().sort()[0]
+            last = (first + queries) * length + position[length - count :]  # (B, H, R, n)
             slot = torch.searchsorted(key, last, right=True).unsqueeze(-1) - 1 - torch.arange(chunk, device=key.device)
             key = key[slot.clamp_min(0)]
             match = (slot >= 0) & (key >= (last - position[length - count :]).unsqueeze(-1))
             index = torch.where(match, key % length, -1)
-        index = index.transpose(2, 3).flatten(3).long()  # (B, H, n, R·M)
-        rank = tokens.rank[:, -count:, None]
-        extra = torch.arange(self.sinks, device=rank.device)
-        extra = extra.masked_fill(extra > rank, -1)
-        if self.local:
-            window = rank - torch.arange(self.window.chunk, device=rank.device)
-            extra = torch.cat([extra, window.masked_fill(window < self.sinks, -1)], dim=-1)
-        index = torch.cat([index, tokens.at(extra)[:, None].expand(*index.shape[:2], -1, -1)], dim=-1)
-        if self.rule["count_rounds"] and (self.local or rounds > 1):
+        index = index.transpose(2, 3).flatten(3)  # (B, H, n, R·M)
+        if self.local and self.rule["count_rounds"]:
+            index = index.masked_fill(index >= start, -1)
+        if rounds > 1 and self.rule["count_rounds"]:
             index = index.sort(dim=-1).values
             index[..., 1:] = index[..., 1:].masked_fill(index[..., 1:] == index[..., :-1], -1)
+        index = torch.cat([index, always.expand(*index.shape[:2], -1, -1)], dim=-1)
         if not self.local:  # a query without a visible key attends to itself
             blind = (index < 0).all(-1)
             index[..., 0] = torch.where(blind, position[length - count :], index[..., 0])
         return index
+
+    def _always(self, tokens: CachedTokens) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the tokens that buckets may contain, −1 for others, (B or 1, 1, 1, L) int32; the first token in the
+        window of each query, (B or 1, 1, n, 1); and the tokens visible without buckets, (B or 1, 1, n, m) int32.
+        """
+        rank = tokens.rank[:, -tokens.number :, None]
+        hidden = tokens.rank < self.sinks
+        if tokens.real is not None:
+            hidden = hidden | ~tokens.real
+        visible = torch.arange(hidden.shape[1], dtype=torch.int32, device=rank.device).masked_fill(hidden, -1)
+        always = torch.arange(self.sinks, device=rank.device)
+        always = always.masked_fill(always > rank, -1)
+        if self.local:
+            window = rank - torch.arange(self.window.chunk, device=rank.device)
+            always = torch.cat([always, window.masked_fill(window < self.sinks, -1)], dim=-1)
+        start = tokens.at((rank - self.window.chunk + 1).clamp_min(0))
+        return visible[:, None, None], start[:, None], tokens.at(always)[:, None].to(torch.int32)
 
     def new_cache(self, batch: int, like: Tensor, rounds: int | None, part: SequencePart = WHOLE) -> BandCache:
         rounds, buckets = self.local + self.cached_rounds(rounds), self.buckets + (self.sinks > 0)

@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -175,7 +175,8 @@ class Workload:
         return count * size * ((size + 1) / 2 if self.causal else size) / self.length
 
 
-class CachedTokens(NamedTuple):
+@dataclass(frozen=True)
+class CachedTokens:
     """Tokens of a KV cache, of which the newest `number` are queries. rank: (B or 1, L), index of a token among the
     real tokens. order: (B or 1, L), tokens by rank. real: (B, L) bool, or None if all tokens are real.
     """
@@ -184,6 +185,13 @@ class CachedTokens(NamedTuple):
     rank: Tensor
     order: Tensor
     real: Tensor | None
+    _values: dict[Any, Any] = field(default_factory=dict)
+
+    def once(self, key: Any, compute: Callable[[], Any]) -> Any:
+        """Return a value that several layers share, computed by the first one."""
+        if key not in self._values:
+            self._values[key] = compute()
+        return self._values[key]
 
     @staticmethod
     def of(length: int, number: int, real: Tensor | None, device: torch.device) -> "CachedTokens":
@@ -204,6 +212,9 @@ class CachedTokens(NamedTuple):
         """Return the tokens in each query's chunk and the previous chunk, followed by the first tokens, (B or 1, n, m),
         −1 in empty slots; and the rank of the first token of these chunks, (B or 1, n, 1).
         """
+        return cast(tuple[Tensor, Tensor], self.once(("near", chunk, sinks), lambda: self._near(chunk, sinks)))
+
+    def _near(self, chunk: int | None, sinks: int) -> tuple[Tensor, Tensor]:
         rank = self.rank[:, -self.number :, None]
         start, numbers = rank + 1, torch.arange(sinks, device=rank.device)
         near = rank[..., :0]

@@ -114,7 +114,7 @@ class Mechanisms(nn.ModuleDict):
                     outs.append(gathered_attention(q, keys, values, chosen, scale=q.shape[3] ** -0.5)[0])
                 else:
                     outs.append(_again(part, keys, values, entries, real))
-        return torch.cat(outs, dim=1)
+        return torch.cat(outs, dim=1) if len(outs) > 1 else outs[0]
 
     def split_heads_by_mechanism(
         self, q: Tensor, k: Tensor, v: Tensor, padding: Padding, context: AttentionContext, position: int = 0
@@ -269,7 +269,8 @@ def attend(
         shape = tuple(attention_mask.shape)
         raise HubError(name, f"attention_mask has shape {shape}", "Use a mask of the tokens, (batch, length)")
     batch, _, count, dim = query.shape
-    query = query if scaling is None else query * (scaling * dim**0.5)
+    factor = 1.0 if scaling is None else scaling * dim**0.5
+    query = query if factor == 1.0 else query * factor
     packed = attention_mask is None and run.position_ids is not None and count == key.shape[2]
     segments = _documents(run.position_ids, batch, count) if packed and run.position_ids is not None else None
     if not isinstance(layer, Mechanisms):

@@ -10,8 +10,10 @@ head dim, K index slots, n queries of a share per block.
 
 import math
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -82,7 +84,7 @@ class _GatheredAttention(Function):
             highest = score.amax(-1, keepdim=True).clamp_min_(torch.finfo(dtype).min)
             weight = score.sub_(highest).exp_()
             total = weight.sum(-1, keepdim=True)
-            weight *= torch.where(total > 0, 1.0 / total, 0.0)
+            weight *= 1.0 / total.clamp_min(1.0)  # the largest weight is 1, unless all slots are empty
             if block.factors is not None:
                 weight *= block.factors
             outs[block.rows] = torch.bmm(weight, block.v).to(q.dtype)
@@ -151,26 +153,40 @@ def _blocks(
     if k.stride() != v.stride() or k.stride()[2:] != (dim, 1) or k.stride(0) % dim or k.stride(1) % dim:
         k, v = k.contiguous(), v.contiguous()
     sequence, group, shares = k.stride(0) // dim, k.stride(1) // dim, math.lcm(groups, lists)
-    # Lines of all tokens, without a copy of a cache that has spare capacity; the first line and list of each share.
+    # Lines of all tokens, without a copy of a cache that has spare capacity; the lines and lists of queries.
     size = (batch - 1) * sequence + (groups - 1) * group + length, dim
     k, v = (x.as_strided(size, (dim, 1)) for x in (k, v))
-    rows = [(number, share) for number in range(batch) for share in range(shares)]
-    lines = [number * sequence + share * groups // shares * group for number, share in rows]
-    firsts = [(number % len(index) * lists + share * lists // shares) * queries for number, share in rows]
-    first = torch.tensor([lines, firsts], device=q.device)
+    first = _firsts(batch, shares, (sequence, group, groups), (len(index), lists, queries))
+    first = torch.from_numpy(first).to(q.device)
+    lines = first[0, :, None].expand(-1, queries).flatten()
+    at = (first[1, :, None] + torch.arange(queries, device=q.device)).flatten()
     q, index = _by_share(q, shares), index.flatten(0, 2)
-    step = max(1, _GATHERED_ELEMENTS // (slots * dim))
+    step = min(len(q), max(1, _GATHERED_ELEMENTS // (slots * dim)))
+    chosen = [x.new_empty(step * slots, dim) for x in (k, v)]  # one buffer: new memory costs more than the copies
     for start in range(0, len(q), step):
         block = slice(start, min(start + step, len(q)))
-        number = torch.arange(block.start, block.stop, device=q.device)
-        line, at = first[:, number // queries]
-        key = index.index_select(0, at + number % queries).long()  # (n, K)
-        empty, line = key < 0, (key.clamp_min_(0) + line[:, None]).flatten()
+        key = index.index_select(0, at[block]).long()  # (n, K)
+        empty, line = key < 0, (key.clamp_min_(0) + lines[block, None]).flatten()
         block_q = q[block].to(dtype)
-        block_k, block_v = (x.index_select(0, line).view(-1, slots, dim).to(dtype) for x in (k, v))
+        block_k, block_v = (
+            torch.index_select(x, 0, line, out=buffer[: len(line)]).view(-1, slots, dim).to(dtype)
+            for x, buffer in zip((k, v), chosen, strict=True)
+        )
         factors = None
         if dropout is not None:
             of_query, of_key = _by_share(dropout.queries, shares)[block, :, None], dropout.keys(length)[key][:, None]
             factors = dropout.factors(of_query, of_key, dtype)
         score = torch.bmm(block_q, block_k.transpose(1, 2)).mul_(scale).masked_fill_(empty[:, None], -torch.inf)
         yield _Block(block, block_q, block_k, block_v, line, score, factors)
+
+
+@lru_cache(maxsize=64)
+def _firsts(batch: int, shares: int, steps: tuple[int, int, int], lists: tuple[int, int, int]) -> Any:
+    """Return the first line and the first query's list of each sequence and share, an array (2, B·S). steps: lines of a
+    sequence and of a key head, and G. lists: sizes of the index's first dimensions.
+    """
+    (sequence, group, groups), (sequences, count, queries) = steps, lists
+    rows = [(number, share) for number in range(batch) for share in range(shares)]
+    lines = [number * sequence + share * groups // shares * group for number, share in rows]
+    firsts = [(number % sequences * count + share * count // shares) * queries for number, share in rows]
+    return np.array([lines, firsts], dtype=np.int64)

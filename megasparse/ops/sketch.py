@@ -249,6 +249,7 @@ def _chosen_keys(
     index = torch.full((batch, heads, queries, count), -1, dtype=torch.int32, device=q.device)
     tile = KEYS if noise is not None else _WIDE
     step = max(1, _SCORE_ELEMENTS // (batch * heads * min(tile, k.shape[1])))
+    scores = q.new_empty(batch * min(step, queries) * min(tile, k.shape[1]), dtype=torch.float64)  # memory of all tiles
     for start in range(0, queries, step):
         rows = slice(start, min(start + step, queries))
         positions = torch.arange(rows.start, rows.stop, device=q.device) + first_query
@@ -257,7 +258,9 @@ def _chosen_keys(
         for first_key in range(0, last, tile):
             keys = torch.arange(first_key, min(first_key + tile, last), device=q.device)
             # In float64, so that equal keys have equal scores in every tile.
-            score = q[:, rows].double() @ k[:, first_key : first_key + len(keys)].double().transpose(-1, -2)
+            of_keys = k[:, first_key : first_key + len(keys)].double().transpose(-1, -2)
+            score = scores[: batch * len(positions) * len(keys)].view(batch, -1, len(keys))
+            torch.bmm(q[:, rows].double(), of_keys, out=score)
             if noise is not None:
                 log_p = _log_p(score.mul_(width**-0.5), spec.sampling, None if lse is None else lse[:, rows, None])
                 ranks = _ranks(
@@ -294,7 +297,7 @@ def top_k(ranks: Tensor, count: int) -> tuple[Tensor, Tensor]:
         return ranks.topk(min(count, size), dim=-1)
     width = size // number
     blocks = ranks[..., : width * number].unflatten(-1, (number, width))
-    best = blocks.amax(-2).topk(count, dim=-1).indices.unsqueeze(-2).expand(*blocks.shape[:-1], count)
+    best = blocks.amax(-2).topk(count, dim=-1, sorted=False).indices.unsqueeze(-2).expand(*blocks.shape[:-1], count)
     slots = best + torch.arange(0, width * number, width, device=ranks.device)[:, None]
     rest = torch.arange(width * number, size, device=ranks.device).expand(*ranks.shape[:-1], -1)
     candidates = torch.cat([blocks.gather(-1, best).flatten(-2), ranks[..., width * number :]], dim=-1)
