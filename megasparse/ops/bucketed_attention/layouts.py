@@ -20,6 +20,7 @@ empty slots around them.
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -379,8 +380,9 @@ class RangeLayout(NamedTuple):
 
     def blocks(self, rows: RowGroup) -> "Iterator[TileBlock]":
         """Yield all tiles with visible keys, round by round. rows: the group with this layout."""
+        ranges = RangeRound.ranges(rows)
         for number in range(self.order.shape[1]):
-            round_ = RangeRound(rows, number)
+            round_ = RangeRound(rows, number, ranges)
             for tiles in round_.ranked_tiles() if rows.spec.causal else round_.short_tiles():
                 yield RangeBlock(round_, tiles)
 
@@ -429,13 +431,21 @@ class RangeRound:
         low, high: Key range by token; earlier: (rank, low, high) of the rounds that hide pairs of this one.
     """
 
-    def __init__(self, rows: RowGroup, number: int):
+    @staticmethod
+    def ranges(rows: RowGroup) -> list[tuple[Tensor, Tensor, Tensor]]:
+        """Return the rank of each key, and low and high of each query, in every round: (G·L,) each."""
+        dtype = rows.dtype if rows.layout.order.shape[2] < EXACT else torch.float64
+        rank, first, high = (x.transpose(0, 1).flatten(1).to(dtype) for x in rows.layout[1:])  # (R, G·L)
+        width = rows.spec.window.chunk * (1 if rows.spec.causal else 2)
+        return list(zip(rank, torch.maximum(first, high - width), high, strict=True))
+
+    def __init__(self, rows: RowGroup, number: int, ranges: list[tuple[Tensor, Tensor, Tensor]]):
         layout: Any = rows.layout
         self.spec = spec = rows.spec
         self.first_round, self.rows_dtype = number == 0, rows.dtype
         order, first, high = (x[:, number] for x in (layout.order, layout.first, layout.high))
         self.group, self.length = order.shape
-        self.dtype = rows.dtype if self.length < EXACT else torch.float64
+        self.dtype = ranges[0][0].dtype
         self.tile, places = tile_size(spec.window), spec.places(self.length)
         self.row_start = torch.arange(self.group, device=order.device)[:, None] * self.length
         self.order = (order + self.row_start).flatten()
@@ -446,13 +456,7 @@ class RangeRound:
         else:
             query = places.start + high[:, places.start : places.stop].argsort(dim=-1, stable=True)  # (G, N)
         self.query, self.query_first, self.query_high = query, first.gather(1, query), high.gather(1, query)
-        width = spec.window.chunk * (1 if spec.causal else 2)
-        counted = range(0 if spec.count_rounds else number, number + 1)
-        rounds = []
-        for r in counted:
-            rank, first, high = (x[:, r].flatten().to(self.dtype) for x in layout[1:])
-            rounds.append((rank, torch.maximum(first, high - width), high))
-        self.earlier, (_, self.low, self.high) = rounds[:-1], rounds[-1]
+        self.earlier, (_, self.low, self.high) = ranges[: number if spec.count_rounds else 0], ranges[number]
 
     def short_tiles(self) -> Iterator[KeyRuns]:
         """Yield tiles of T neighbouring queries, with the run of their visible keys. The total length of all runs is at
@@ -523,7 +527,8 @@ class RangeRound:
             key_start = tile_place[of_kind] - row * length - back
             tiles = KeyRuns(
                 query.take(torch.minimum(index, stop[:, None] - 1)), real, row, key_start, last[of_kind], back + wide,
-                self._hidden(wide, back) if self.aligned else None,
+                _hidden_ranks(wide, back, self.spec.window.chunk, self.spec.exclude_self, self.dtype, self.order.device)
+                if self.aligned else None,
             )  # fmt: skip
             step = max(2, SCORE_ELEMENTS // (wide * (back + wide)))
             for at in range(0, len(real), step):
@@ -532,12 +537,16 @@ class RangeRound:
                     piece = piece.take(piece.row.new_zeros(2))._replace(real=F.pad(real[at : at + 1], (0, 0, 0, 1)))
                 yield piece
 
-    def _hidden(self, tile: int, back: int) -> Tensor:
-        """Return (T, K), 1 for keys whose rank hides them from a query of the tile, with shared codes."""
-        query = torch.arange(tile, device=self.order.device)[:, None]
-        key = torch.arange(-back, tile, device=self.order.device)
-        later = key >= query if self.spec.exclude_self else key > query
-        return (later | (key <= query - self.spec.window.chunk)).to(self.dtype)
+
+@cache
+def _hidden_ranks(
+    tile: int, back: int, chunk: int, exclude_self: bool, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """Return (T, K), 1 for keys whose rank hides them from a query of the tile, with shared codes."""
+    query = torch.arange(tile, device=device)[:, None]
+    key = torch.arange(-back, tile, device=device)
+    later = key >= query if exclude_self else key > query
+    return (later | (key <= query - chunk)).to(dtype)
 
 
 class RangeBlock(TileBlock):
