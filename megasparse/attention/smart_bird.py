@@ -195,13 +195,12 @@ class SmartBirdAttention(Attention):
             inputs, queries, self.config.sinks,
             (lambda q, k: (q // chunk - k // chunk).abs() <= 1) if self.config.local else None,
         )  # fmt: skip
-        sketches, losses = self.sketches(x.detach(), inputs, context, exactly=False), []
-        shares = far_attention(inputs, queries, far, self.near.scale).unflatten(1, (len(sketches), -1)).mean(2)
+        q, k = self.sketches(x.detach(), inputs, context, exactly=False)
+        shares = far_attention(inputs, queries, far, self.near.scale).unflatten(1, (q.shape[1], -1)).mean(2)
         if self.groups == 1 and context.part.size > 1:
             shares = context.part.sum(shares) / context.part.size
-        for number, (q, k) in enumerate(sketches):
-            losses.append(sketch_divergence(q[:, queries], k, shares[:, number], far))
-        loss = torch.stack(losses).mean()
+        sketches = zip(q[:, :, queries].unbind(1), k.unbind(1), shares.unbind(1), strict=True)
+        loss = torch.stack([sketch_divergence(*of_group, far) for of_group in sketches]).mean()
         return loss * (1.0 / self.spec.layers), {"sketch_loss": loss.detach()}
 
     def teaching_rate(self) -> float | None:
@@ -209,14 +208,14 @@ class SmartBirdAttention(Attention):
 
     def sketches(
         self, x: Tensor, inputs: AttentionInputs, context: AttentionContext, exactly: bool = True
-    ) -> list[tuple[Tensor, Tensor]]:
-        """Return the queries and keys of this rank's sketches, for the tokens in `inputs`: (B, L, d) each."""
+    ) -> tuple[Tensor, Tensor]:
+        """Return the queries and keys of this rank's S sketches, for the tokens in `inputs`: (B, S, L, d) each."""
         if self.config.sketch == "heads":
             q, k = inputs.q.detach(), inputs.k.detach()
-            return list(zip(self.query(q, context.part, exactly), self.key(k, context.part, exactly), strict=True))
+            return self.query(q, context.part, exactly), self.key(k, context.part, exactly)
         x = x if exactly else at_least_fp32(x)  # `exact_projection` widens its input itself
-        q, k = (self._whole(project(x, exactly), context.part) for project in (self.query, self.key))
-        return [(q, k)]
+        q, k = (self._whole(project(x, exactly), context.part).unsqueeze(1) for project in (self.query, self.key))
+        return q, k
 
     def _objective(self, x: Tensor, inputs: AttentionInputs, targets: Targets, part: SequencePart) -> Tensor:
         """Return the sketch's loss. With sequence parallelism, every rank computes the whole loss."""
@@ -301,15 +300,15 @@ class SmartBirdAttention(Attention):
         self, x: Tensor, inputs: AttentionInputs, context: AttentionContext, position: int = 0
     ) -> tuple[Tensor, Any]:
         x = self._read(x, inputs, context, position)
-        queries, keys = zip(*self.sketches(x, inputs, context), strict=True)
-        return torch.cat(keys, dim=-1), (queries, inputs, context)
+        queries, keys = self.sketches(x, inputs, context)
+        return keys.transpose(1, 2).flatten(2), (queries, inputs, context)
 
     def choose(self, queries: Any, index: Tensor | None, tokens: CachedTokens) -> Tensor:
         assert index is not None
         sketched, inputs, context = queries
-        pairs = list(zip(sketched, index.split(self.config.sketch_dim, dim=-1), strict=True))
+        keys = index.unflatten(2, (sketched.shape[1], -1)).transpose(1, 2)
         masked = inputs._replace(key_mask=tokens.real)
-        chosen = self._choose(pairs, masked, context, index.shape[1] - tokens.number).long()
+        chosen = self._choose((sketched, keys), masked, context, index.shape[1] - tokens.number).long()
         sinks, chunk = self.config.sinks, self.near.window.chunk if self.config.local else None
         extra, start = tokens.near(chunk, sinks)
         rank = tokens.rank.expand(len(chosen), -1).gather(1, chosen.clamp_min(0).flatten(1)).view(chosen.shape)
@@ -319,25 +318,23 @@ class SmartBirdAttention(Attention):
     @torch.no_grad()
     def _choose(
         self,
-        sketches: list[tuple[Tensor, Tensor]],
+        sketches: tuple[Tensor, Tensor],
         inputs: AttentionInputs,
         context: AttentionContext,
         first_query: int = 0,
     ) -> Tensor:
         """Return the keys of queries from position `first_query` on, (B, sketches, Lq, K), or (B, H, Lq, K) if heads
-        draw. sketches: queries (B, Lq, d) and all keys of each sketch.
+        draw. sketches: their queries (B, S, Lq, d) and all keys.
         """
         sampling, rng, masks = self.config.sampling, context.rng, (inputs.key_mask, inputs.segments)
         spec = KeyChoiceSpec(self.config.keys, inputs.causal, sampling)
         if not (sampling == "random" or (sampling != "top_k" and (rng.training or self.config.evaluation == "draws"))):
-            (q, k), (real, documents), count = sketches[0], masks, len(sketches)
-            if count > 1:  # stack along the batch
-                q, k = (torch.stack(x, dim=1).flatten(0, 1) for x in zip(*sketches, strict=True))
-                real, documents = (None if x is None else x.repeat_interleave(count, dim=0) for x in masks)
+            (q, k), count = (x.flatten(0, 1) for x in sketches), sketches[0].shape[1]
+            real, documents = (None if x is None else x.repeat_interleave(count, dim=0) for x in masks)
             chosen = chosen_keys(q, k, spec, None, None, real, documents, first_query)
             return chosen.unflatten(0, (-1, count)).squeeze(2)
-        heads, indices = inputs.q.shape[1] // len(sketches), []
-        for number, (q, k) in enumerate(sketches):
+        heads, indices = inputs.q.shape[1] // sketches[0].shape[1], []
+        for number, (q, k) in enumerate(zip(*(x.unbind(1) for x in sketches), strict=True)):
             lse, first = None, context.head_offset + number * heads
             rows = rng.rows(first_query + q.shape[1], q.device)[:, first_query:]
             noise = Noise(rng.key(context.layer, "sampled keys"), range(first, first + heads), rows)
@@ -364,20 +361,17 @@ class HeadProjection(nn.Module):
 
     def __init__(self, groups: int, width_in: int, width_out: int):
         super().__init__()
-        self.groups, self.width_in = groups, width_in
+        self.groups = groups
         self.weight = nn.Parameter(torch.empty(groups * width_out, width_in))
 
-    def forward(self, x: Tensor, part: SequencePart, exactly: bool = False) -> list[Tensor]:
-        """Project this rank's heads x (B, H, L, D) to (B, L, d) per group; see `exact_projection`."""
-        weights = part.local_part(self.weight, 0).chunk(self.groups // part.shares)
-        grouped = [heads.transpose(1, 2).flatten(2) for heads in x.split(self.width_in // x.shape[3], dim=1)]
-        project = exact_projection if exactly else _project
-        return [project(vectors, weight) for vectors, weight in zip(grouped, weights, strict=True)]
-
-
-def _project(x: Tensor, weight: Tensor) -> Tensor:
-    dtype = torch.promote_types(x.dtype, torch.float32)
-    return F.linear(x.to(dtype), weight.to(dtype))
+    def forward(self, x: Tensor, part: SequencePart, exactly: bool = False) -> Tensor:
+        """Project this rank's heads x (B, H, L, D) to (B, G, L, d); see `exact_projection`."""
+        weights = part.local_part(self.weight, 0).unflatten(0, (self.groups // part.shares, -1))
+        grouped = x.unflatten(1, (len(weights), -1)).transpose(2, 3).flatten(3)  # (B, G, L, W)
+        if exactly:
+            return exact_projection(grouped, weights)
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        return grouped.to(dtype) @ weights.to(dtype).mT
 
 
 class SketchEmbedding(nn.Module):

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from megasparse.ops.operator import MOST_PAIRS, Function, Operator, implementation, without_autocast
@@ -150,16 +149,17 @@ def chosen_keys(
 @without_autocast
 @torch.no_grad()
 def exact_projection(x: Tensor, weight: Tensor) -> Tensor:
-    """Compute x·Wᵀ of x (B, L, E) and weight (d, E) in float64, (B, L, d). Each row is independent of the number of
-    rows, so that equal tokens tie and are ordered by position; otherwise decoding could choose other tokens than a full
-    pass.
+    """Compute x·Wᵀ of x (B, L, E) and weight (d, E) in float64, (B, L, d); of (B, G, L, E) and (G, d, E), (B, G, L, d).
+    Each row is independent of the number of rows, so that equal tokens tie and are ordered by position; otherwise
+    decoding could choose other tokens than a full pass.
     """
     floats = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-    if len(weight) <= WIDEST and implementation(x, floats, largest_width=None) == "triton":
-        from megasparse.ops import sketch_kernels
+    if weight.shape[-2] <= WIDEST and implementation(x, floats, largest_width=None) == "triton":
+        from megasparse.ops.sketch_kernels import exact_projection as project
 
-        return sketch_kernels.exact_projection(x, weight)
-    return torch.cat([F.linear(part.double(), weight.double()) for part in x.split(_PROJECTED, dim=1)], dim=1)
+        return torch.stack([*map(project, x.unbind(1), weight)], dim=1) if x.dim() == 4 else project(x, weight)
+    wide = weight.double().mT
+    return torch.cat([part.double() @ wide for part in x.split(_PROJECTED, dim=-2)], dim=-2)
 
 
 class _Sight(NamedTuple):

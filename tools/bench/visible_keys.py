@@ -77,8 +77,9 @@ def _chosen(mechanism: SmartBirdAttention, call: Call, queries: Tensor, causal: 
     near = (queries[:, None] // config.chunk - positions // config.chunk <= 1) & config.local
     window = causal & (near | (positions < config.sinks))
     masks = []
-    for q, k in mechanism.sketches(call.x, call.inputs, call.context):
-        score = (q[0, queries] @ k[0].T * q.shape[-1] ** -0.5 * 256).round().masked_fill(~causal, -torch.inf)
+    sketches = mechanism.sketches(call.x, call.inputs, call.context)
+    for q, k in zip(*(x[0] for x in sketches), strict=True):
+        score = (q[queries] @ k.T * q.shape[-1] ** -0.5 * 256).round().masked_fill(~causal, -torch.inf)
         best = score.sort(dim=-1, descending=True, stable=True).indices[:, : config.keys]
         masks.append(torch.zeros_like(causal).scatter_(1, best, True) & causal | window)
     return torch.stack(masks).repeat_interleave(call.inputs.q.shape[1] // len(masks), dim=0)
