@@ -90,8 +90,8 @@ def least_flops(task: TaskRun) -> float:
 
 
 def finetune_dry_run(config: FinetuneConfig) -> str:
-    """Run one step and one validation batch of the longest examples in this process on plain torch, and return a
-    report. Writes nothing. Raises UserError if they do not fit into GPU memory.
+    """Run one step and one validation batch of the longest examples on plain torch, and return a report. Writes
+    nothing. Raises UserError if they do not fit into GPU memory.
     """
     run = config.run.model_copy(update={"engine": "torch"})
     ranks = start_ranks(run)

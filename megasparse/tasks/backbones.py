@@ -54,9 +54,7 @@ class Backbone(nn.Module, ABC):
 
 
 class MegasparseBody(Backbone):
-    """Embedding and blocks of a megasparse model, with a new norm on the concatenated final streams, unless a
-    pretrained pooler reads them.
-    """
+    """Embedding and blocks of a megasparse model, and a new norm on its final streams unless a pooler reads them."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()

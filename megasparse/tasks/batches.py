@@ -72,9 +72,7 @@ class ExampleCounts:
         self.empty, self.first_empty = self.empty + 1, self.first_empty or location
 
     def is_cut(self, length: int, location: SourceLocation) -> bool:
-        """Count a text's tokens. Return True if it is too long. Raises DataError if the configuration treats these as
-        errors.
-        """
+        """Count a text's tokens. Return True if it is too long. Raises DataError if the configuration forbids that."""
         self.longest = max(self.longest, length)
         if length <= self.limit:
             return False

@@ -360,9 +360,7 @@ def xml_pairs(file: Path) -> Rows:
 
 
 def review_files(path: Path) -> Rows:
-    """Read one review per file: a folder's in neg/ and pos/, by the numbers in their names; or a single file, with the
-    folder's name as label.
-    """
+    """Read one review per file: those in neg/ and pos/ by the numbers in their names, or a single one of them."""
     files = [path]
     if path.is_dir():
         files = []
@@ -377,9 +375,7 @@ def review_files(path: Path) -> Rows:
 
 
 def polarity_rows(file: Path) -> Rows:
-    """Read one sentence per line, with labels from *.neg and *.pos. A file that is not UTF-8 is read as Latin-1, the
-    encoding of the official files.
-    """
+    """Read one sentence per line, with labels from *.neg and *.pos. Official files are Latin-1, copies often UTF-8."""
     data, name = whole_bytes(file), file.suffix.removeprefix(".")
     try:
         text = data.decode("utf-8-sig")

@@ -125,9 +125,7 @@ def predictions(form: Form, examples: Sequence[EncodedExample], table: Sequence[
 
 
 def predict(model: Finetuned, sources: Sequence[str], say: Callable[[str], None]) -> list[Row]:
-    """Predict all examples of the files, in order. Labels that cannot be read are ignored, and empty texts are counted.
-    Raises DataError if there are no examples.
-    """
+    """Predict all examples of the files, in order, whatever their labels. Raises DataError if there are no examples."""
     task = model.form.task
     task.needs_labels, task.config = False, task.config.model_copy(update={"empty": "keep"})
     _, files = chosen_files(task, sources, None)

@@ -114,9 +114,7 @@ def _corpus_score(labels: np.ndarray, predicted: np.ndarray, name: str) -> float
 
 
 def _mean_rouge(labels: np.ndarray, predicted: np.ndarray, name: str) -> float:
-    """Compute the mean F1 over examples of words stemmed by Porter's rules (Lin 2004), 0 to 1. rouge-score recognises
-    only the letters a to z and digits, so it is a measure for English.
-    """
+    """Compute the mean F1 over examples (Lin 2004), 0 to 1, of stemmed words of the letters a to z and digits."""
     return float(np.mean([_rouge(label, answer)[name] for label, answer in zip(labels, predicted, strict=True)]))
 
 
@@ -147,9 +145,7 @@ def _scorer(name: str) -> Any:
 
 @cached
 def _counts(name: str, reference: str, hypothesis: str) -> tuple[int, ...]:
-    """Return the lengths and n-gram counts of a pair, whose sums determine the score. sacrebleu's own resampling uses
-    these private functions.
-    """
+    """Return the statistics of a pair, whose sums determine the score, as sacrebleu's resampling does."""
     return tuple(_scorer(name)._extract_corpus_statistics([hypothesis], [[reference]])[0])
 
 

@@ -1,6 +1,4 @@
-"""Preparation of a fine-tuning run (task, examples, model, complete configuration), and loading of the model of a
-finished run.
-"""
+"""Preparation of a fine-tuning run (task, examples, model, configuration), and loading of a finished one."""
 
 import json
 import math
@@ -124,9 +122,7 @@ class TaskRun:
     validation: Sequence[EncodedExample]
 
     def batches(self, ranks: Ranks, position: int) -> Steps:
-        """Return this rank's steps from the global sample number `position` on. Raises ConfigError if the ranks cannot
-        split training.global_batch.
-        """
+        """Return this rank's steps from sample number `position` on. Raises ConfigError as `check_shares` does."""
         training = self.config.training
         check_shares(training.global_batch, training.micro_batch, ranks.world_size)
         kind: Any = TokenBatches if training.batch_unit == "tokens" else ExampleBatches
@@ -223,9 +219,7 @@ def labelled(examples: Iterable[Example], name: str, source: str | Path) -> Iter
 
 
 def _resolved(config: FinetuneConfig, task: Task, start: Start, model: Any, train: Sequence[Any]) -> FinetuneConfig:
-    """Complete the configuration from data and weights. Numbers of steps that depend on the number of training examples
-    (or packs of tokens) are computed from the first epoch.
-    """
+    """Complete the configuration from data and weights. The first epoch's examples or packs set numbers of steps."""
     training, optimizer, evaluation = config.training, config.optimizer, config.evaluation
     number, batch, steps = len(train), training.global_batch, training.steps
     if training.batch_unit == "tokens":

@@ -1,6 +1,4 @@
-"""The start of fine-tuning: a megasparse checkpoint, a Hugging Face model, or initial weights. Also rebuilds the body
-without these, for a run's own checkpoints.
-"""
+"""The start of fine-tuning: a megasparse checkpoint, a Hugging Face model, initial weights, or a run's own start."""
 
 import hashlib
 import json

@@ -202,9 +202,7 @@ def chosen_files(task: Task, sources: Sequence[str], split: str | None) -> tuple
 
 
 def sha256_of(file: Path) -> str:
-    """Return the digest of a file, or of the names and digests of a folder's files; "" for a dataset on the Hub. For a
-    part of a file, return the digest of the file.
-    """
+    """Return the digest of a file or its part, or of a folder's files and names; "" for a dataset on the Hub."""
     path, _ = split_name(file)
     if is_remote(path):
         return ""

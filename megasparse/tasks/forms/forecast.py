@@ -93,9 +93,7 @@ class VectorStacks(Stack):
 
 
 class ForecastBody(Backbone):
-    """Body that reads windows. The decoder reads, in one pass with causal self-attention, the last O rows and then H
-    rows of zeros with known time features.
-    """
+    """Body that reads windows. The decoder reads the last O rows, then H rows of zeros with known time features."""
 
     causal, vocabulary = True, 1
 

@@ -198,9 +198,7 @@ class ChoiceModel(nn.Module):
         draw_normal(self.output.weight, DEVIATION, seed, "initial head", "choice")
 
     def forward(self, inputs: Inputs, rng: RngContext) -> tuple[Tensor, dict[str, Any]]:
-        """Return the objective, `mean_loss` plus auxiliary losses, and its statistics. `predicted` is (its K,) fp32 per
-        example.
-        """
+        """Return the objective, `mean_loss` and auxiliary losses, and its statistics. `predicted`: (K,) per example."""
         scores, auxiliary = self.scores(inputs, rng)
         loss, statistics = mean_loss(scores, inputs.labels, rng)
         if not rng.training and inputs.marks is not None:

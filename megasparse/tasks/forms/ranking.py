@@ -131,9 +131,7 @@ class NewsRecommender(nn.Module):
         return batch.clicked.sum()
 
     def _read(self, batch: Impressions, candidates: Tensor, rng: RngContext) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the vectors of clicked news and candidates (N, E), 0 for others, the users' vectors (B, E), and the
-        auxiliary losses.
-        """
+        """Return the vectors of the news (N, E), 0 if not needed, the users' (B, E), and the auxiliary losses."""
         mask, news, popular = _first(batch.clicks, batch.history.shape[1]), batch.news, None
         needed = torch.cat([batch.history[mask], candidates.flatten()]).unique()
         if rng.training:  # a sketch learns which news any user of the batch has clicked, now or before: 1, others 0

@@ -137,9 +137,7 @@ def comma_separated(file: Path, columns: Sequence[str] | None = None) -> Rows:
 
 
 def json_lines(file: Path) -> Rows:
-    """Read JSON objects, one per line; empty lines are skipped. Python's extensions of JSON (repeated keys, NaN,
-    infinity) are malformed.
-    """
+    """Read JSON objects, one per line, without empty lines. Repeated keys, NaN and infinity are malformed."""
     for location, line in lines(file):
         if isinstance(line, str) and not line.strip():
             continue
@@ -270,9 +268,7 @@ READERS: dict[str, Callable[[Path], Rows]] = {".csv": comma_separated, ".tsv": t
 
 
 def table_rows(file: Path, split: str | None = None) -> Rows:
-    """Read the rows of a file with a suffix in READERS, or of a dataset's split ("train" by default). Raises DataError
-    for a malformed row and for other files.
-    """
+    """Read a file with a suffix in READERS, or a dataset's split ("train" by default). Raises DataError for others."""
     if is_dataset(file):
         return dataset_rows(file, split or "train")
     if (reader := READERS.get(Path(re.sub(r"\.(gz|zip)\Z", "", file.name)).suffix.lower())) is None:

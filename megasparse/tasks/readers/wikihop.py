@@ -1,6 +1,4 @@
-"""WikiHop (Welbl et al. 2018): which of a question's candidates follows from several Wikipedia paragraphs. In the
-format of QAngaroo, whose MedHop uses it too.
-"""
+"""WikiHop (Welbl et al. 2018): questions with candidates and paragraphs, in QAngaroo's format, as MedHop's."""
 
 import json
 from collections.abc import Iterator
