@@ -178,14 +178,13 @@ def read_examples(task: Task, config: FinetuneConfig) -> tuple[list[Example], li
     """Return training and validation examples. Raises DataError if there are none, or if one lacks a label."""
     settings, seed, source = config.task, config.run.seed, find_file(config.task.source)
     files = split_files(task, source, "train")
-    official = settings.validation is not None or "validation" in task.files(source)
-    held_out_files = []
-    if official:  # the official split of the source, or your own folder or file
-        other = Path(settings.validation or settings.source)
-        single = settings.validation is not None and not other.is_dir()
-        held_out_files = [other] if single else split_files(task, other, "validation")
+    held_out_files = None  # the official split of the source, or your own folder or file
+    if settings.validation is not None and not (other := Path(settings.validation)).is_dir():
+        held_out_files = [other]
+    elif settings.validation is not None or "validation" in task.files(source):
+        held_out_files = split_files(task, Path(settings.validation or source), "validation")
     train = list(read_files(task, files))
-    if official:
+    if held_out_files is not None:
         held_out = list(read_files(task, held_out_files))
     else:
         order = permutation(len(train), seed, HELD_OUT)

@@ -185,10 +185,9 @@ class ForecastForm(Form):
         super().__init__(task, config)
         assert isinstance(task, Series)
         self.series, settings = task, config.task.forecast
-        for key, value in (("checkpoint", config.start.checkpoint), ("huggingface", config.start.huggingface)):
-            if value is not None:
-                problem = "given, but pretrained models do not read rows of numbers"
-                raise ConfigError(f"start.{key}", problem, "Use a `model`, which is trained from its initial weights")
+        if config.model is None:
+            problem = "names a pretrained model, but these do not read rows of numbers"
+            raise ConfigError("start", problem, "Use a `model`, which is trained from its initial weights")
         if settings.overlap > config.task.max_length:
             problem = f"{settings.overlap} rows are more than task.max_length = {config.task.max_length}"
             raise ConfigError("task.forecast.overlap", problem, "Lower it")

@@ -103,11 +103,9 @@ class Pathfinder(Task):
             raise DataError(str(location), f'"{row[:80]}" is not a line of metadata', hint)
         folder, name, _, label = fields[:4]
         path = location.file.parent.parent / folder / name
-        if not path.is_file():
-            raise DataError(str(location), f"{path} is missing", "Unpack lra_release again, or delete this line")
-        if not path.stat().st_size:
-            hint = "Delete this line: Long Range Arena omits such images"
-            raise DataError(str(location), f"{path} is empty", hint)
+        if not path.is_file() or not path.stat().st_size:
+            hint = "Unpack lra_release again, or delete this line, as Long Range Arena does for empty images"
+            raise DataError(str(location), f"{path} is missing or empty", hint)
         colours = image(path)
         if (colours != colours[..., :1]).any():
             raise DataError(path, "the image is not grey", "Convert it to grey")

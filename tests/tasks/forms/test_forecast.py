@@ -210,8 +210,8 @@ def test_a_run_resumes_bit_identically_and_is_restored_without_its_table(tmp_pat
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"start": {"huggingface": "m"}, "model": None}, r"start\.huggingface: given, but pretrained models do"),
-        ({"start": {"checkpoint": "m"}, "model": None}, r"start\.checkpoint: given, but pretrained models do not read"),
+        ({"start": {"huggingface": "m"}, "model": None}, r"start: names a pretrained model, but these do not"),
+        ({"start": {"checkpoint": "m"}, "model": None}, r"start: names a pretrained model, but these do not"),
         (forecast(overlap=13), r"overlap: 13 rows are more than .* = 12"),
         (forecast(horizon=11), r"model\.max_length: 6 \+ 11 rows of the decoder are more than 16. Set it to 17"),
         ({"task": {**TASK, "max_length": 25}}, r"task\.max_length: 25 tokens are more than model\.source\.length = 24"),

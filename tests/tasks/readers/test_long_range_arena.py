@@ -140,7 +140,7 @@ def test_lines_that_name_no_image_are_named(level, row, said):
 def test_images_that_do_not_fit_are_named(level):
     path = level / "imgs" / "0" / "sample_0.png"
     path.write_bytes(b"")
-    with pytest.raises(DataError, match=r"0\.npy:1: .*sample_0\.png is empty\. Delete this line"):
+    with pytest.raises(DataError, match=r"0\.npy:1: .*sample_0\.png is missing or empty\. .*delete this line"):
         list(PATHFINDER.read(level / "metadata" / "0.npy"))
     Image.fromarray(np.stack([picture(0)[..., 0], picture(1)[..., 0], picture(2)[..., 0]], axis=-1)).save(path)
     with pytest.raises(DataError, match=r"sample_0\.png: the image is not grey"):
