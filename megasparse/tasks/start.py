@@ -38,10 +38,8 @@ class Start:
 
     body: Backbone
     tokenizer: Tokenizer
-    sha256: str | None = None
-    """Digest of the pretrained weights; None for initial ones."""
-    record: dict[str, Any] | None = None
-    """Description of a transformers model for `rebuild`; None for a megasparse model."""
+    sha256: str | None = None  # of the pretrained weights; None for initial ones
+    record: dict[str, Any] | None = None  # description of a transformers model for `rebuild`; None for megasparse's
 
     def write(self, run: Path) -> None:
         """Write the record, and the tokenizer's file if there is one, to RUN/start."""

@@ -28,7 +28,7 @@ from megasparse.ops.random import RngContext
 from megasparse.tasks.backbones import Backbone, attention_settings
 from megasparse.tasks.batches import EncodedExample, ExampleBatches, ExampleCounts, Movable, Padded, side_by_side
 from megasparse.tasks.form import Form, require_vocabulary
-from megasparse.tasks.task import Example, SourceLocation, Task
+from megasparse.tasks.task import Example, Task
 
 
 @dataclass(frozen=True)
@@ -173,9 +173,8 @@ class TextForm(Form):
             problem = f"not strictly causal ({', '.join(leaks)}), but answers are predicted token by token"
             raise ConfigError("model.attention", problem, 'Use the strictly causal setting, window = "band"')
         self.tokenizer, self.end = tokenizer, np.array([end], dtype=np.int64)
-        self.rule = BeamSettings(
-            generation.beams, generation.target_length, {end}, LENGTH_PENALTY, tokenizer.vocabulary
-        )
+        length, beams = generation.target_length, generation.beams
+        self.rule = BeamSettings(beams, length, {end}, LENGTH_PENALTY, tokenizer.vocabulary)
 
     def reset(self) -> None:
         super().reset()
@@ -184,8 +183,14 @@ class TextForm(Form):
 
     def encoded(self, example: Example) -> EncodedText:
         """Encode source and answer. Raises DataError for an empty or too long answer as for an input."""
-        sequences, label, location = super().encoded(example).sequences, example.label, example.location
-        target = None if label is None else self._target(label, location)
+        sequences, label, location, target = super().encoded(example).sequences, example.label, example.location, None
+        if label is not None:
+            tokens, answers = self.tokenizer.encode(label).numpy(), self.answers
+            answers.examples += 1
+            if not len(tokens):
+                answers.count_empty("its answer is empty: the model has nothing to predict", location)
+            answers.is_cut(len(tokens) + 1, location)
+            target = np.concatenate([tokens, self.end])[: answers.limit]
         return EncodedText(sequences, label, location, example.name, target)
 
     def lines(self, split: str) -> list[str]:
@@ -196,15 +201,6 @@ class TextForm(Form):
 
     def _frame(self, segments: int) -> list[np.ndarray]:
         return [self.end[:0], self.end]
-
-    def _target(self, answer: str, location: SourceLocation) -> np.ndarray:
-        assert self.tokenizer is not None
-        tokens, answers = self.tokenizer.encode(answer).numpy(), self.answers
-        answers.examples += 1
-        if not len(tokens):
-            answers.count_empty("its answer is empty: the model has nothing to predict", location)
-        answers.is_cut(len(tokens) + 1, location)
-        return np.concatenate([tokens, self.end])[: answers.limit]
 
     def model(self, body: Backbone) -> TextModel:
         assert isinstance(body, SequenceToSequenceBody)
