@@ -385,6 +385,12 @@ class Attention(nn.Module, ABC):
         """
         return None
 
+    def skipped(self, position: int) -> slice:
+        """Return tokens whose absence does not change the outputs of the tokens from `position` on, if no token is
+        padding. Used if `choose` returns None.
+        """
+        return slice(0, 0)
+
     # Costs per token of these heads at a sequence length, without projections
 
     def flops(self, length: int) -> Passes:

@@ -127,7 +127,12 @@ class LocalAttention(Attention):
         return work.pairs(keys) * (1.5 if self.relative else 1.0)
 
     def choose(self, queries: Any, index: Tensor | None, tokens: CachedTokens) -> Tensor | None:
-        return None if self.relative is not None else tokens.near(self.chunk, self.sinks)[0][:, None]
+        whole = self.relative is not None or (tokens.number > 1 and tokens.real is None)
+        return None if whole else tokens.near(self.chunk, self.sinks)[0][:, None]
+
+    def skipped(self, position: int) -> slice:
+        first = -(-self.sinks // self.chunk) * self.chunk
+        return slice(first, max(first, (position // self.chunk - 1) * self.chunk))
 
     def new_cache(self, batch: int, like: Tensor, rounds: int | None, part: SequencePart = WHOLE) -> LocalCache:
         # Ring buffer of two chunks: the current one and the previous one.

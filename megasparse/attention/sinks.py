@@ -114,12 +114,15 @@ def without_seen(index: Tensor, inputs: AttentionInputs, sinks: int, chunk: int 
     """Return an index of keys (B, H or 1, L, K) in which keys that are visible anyway are replaced by −1: sinks and,
     with a chunk, the token's own chunk of this many tokens and the neighbouring chunks.
     """
-    _, number, rank = (x.expand(len(index), -1) for x in DocumentRanks.of(inputs))
-    key, shape = index.clamp_min(0).long().flatten(1), index.shape
-    visible = (rank.gather(1, key) < sinks).view(shape)
+    _, number, rank = DocumentRanks.of(inputs)
+    of_key = rank_of_key = index
+    if inputs.key_mask is not None or inputs.segments is not None:  # else they are the token's position
+        key = index.clamp_min(0).long().flatten(1)
+        of_key, rank_of_key = (x.expand(len(index), -1).gather(1, key).view(index.shape) for x in (number, rank))
+    visible = rank_of_key < sinks
     if chunk is not None:
-        distance = (number // chunk)[:, None, :, None] - (number.gather(1, key) // chunk).view(shape)
-        visible = visible | (distance.abs() <= 1)
+        first = (number // chunk - 1)[:, None, :, None] * chunk
+        visible = visible | ((of_key >= first) & (of_key < first + 3 * chunk))
     return index.masked_fill(visible, -1)
 
 

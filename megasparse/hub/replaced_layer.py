@@ -331,6 +331,9 @@ def _indexed(cached: IndexedLayer, parts: list[_Part], position: int) -> list[Te
 def _again(part: _Part, k: Tensor, v: Tensor, entries: Tensor | None, real: Tensor | None) -> Tensor:
     """Recompute all tokens for a mechanism that does not select keys, and return the newest. entries: its unit keys."""
     q, before = part.heads.q, k.shape[2] - part.heads.q.shape[2]
+    if real is None and (skip := part.mechanism.skipped(before)).stop > skip.start:
+        k, v = (torch.cat([x[:, :, : skip.start], x[:, :, skip.stop :]], dim=2) for x in (k, v))
+        before -= skip.stop - skip.start
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     if entries is None:
         q, k = F.pad(q, (0, 0, before, 0)), part.mechanism.prepare(k, k, 0)[1]

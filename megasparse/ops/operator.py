@@ -216,8 +216,11 @@ def _autocast_device(arguments: tuple[Any, ...]) -> str | None:
     """Return the device type of the first tensor; None without a tensor or if the type does not support autocast."""
     for x in arguments:
         if isinstance(x, Tensor):
-            return x.device.type if torch.amp.is_autocast_available(x.device.type) else None
+            return x.device.type if _has_autocast(x.device.type) else None
     return None
+
+
+_has_autocast = cache(torch.amp.is_autocast_available)
 
 
 ROWS = 16
