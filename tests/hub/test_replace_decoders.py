@@ -196,8 +196,8 @@ def test_a_cache_is_cropped_and_takes_drafts(attention):
     cache, tokens = DynamicCache(), torch.cat([given["input_ids"], given["input_ids"]], 1)
     options = {"max_new_tokens": 12, "do_sample": False}
     logits(model, input_ids=tokens[:, :20], past_key_values=cache, use_cache=True)
-    for length in (11, 23):  # of 20, then of 28
-        cache.crop(length)
+    for length in (11, 23):
+        cache.crop(length - cache.get_seq_length())
         again = logits(model, input_ids=tokens[:, length:], past_key_values=cache, use_cache=True)
         assert torch.allclose(again, logits(model, input_ids=tokens)[:, length:], atol=1e-10)
     greedy = model.generate(tokens, **options)
