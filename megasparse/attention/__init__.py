@@ -5,9 +5,10 @@ Never change it.
 """
 
 from megasparse.attention import (  # isort: skip
-    full, local, lsh, lha, yoso, smart_bird, smyrf, routing, fixed_patterns, performer, ngram,
+    full, local, lsh, lha, yoso, smart_bird, smyrf, routing, fixed_patterns, performer, ngram, ranked,
 )  # fmt: skip
 
 __all__ = [
-    "fixed_patterns", "full", "lha", "local", "lsh", "ngram", "performer", "routing", "smart_bird", "smyrf", "yoso",
+    "fixed_patterns", "full", "lha", "local", "lsh", "ngram", "performer", "ranked", "routing", "smart_bird", "smyrf",
+    "yoso",
 ]  # fmt: skip

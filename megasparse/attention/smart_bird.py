@@ -43,6 +43,14 @@ ASKED = {"token": "one token per position", "pooled": "one label per sequence", 
 """Descriptions of a sketch's targets, by objective."""
 
 
+def check_sketch_heads(count: int, kind: str, key: str, model: "ModelConfig") -> None:
+    """Raise ConfigError unless `count` divides the heads of this kind in every layer of `model`."""
+    for layer in range(len(model.attention.pattern)):
+        if (heads := heads_of_layer(model, layer).get(kind, 0)) % count:
+            problem = f"{count} does not divide the {heads} heads of a layer"
+            raise ConfigError(f"{key}.sketch_heads", problem, "Set it to a divisor")
+
+
 @dataclass
 class SketchCache(Cache):
     """Keys and values of the heads, and the concatenated keys of all sketches, (B, capacity, sketches·d) in float64."""
@@ -96,10 +104,7 @@ class SmartBirdAttentionConfig(MechanismSection):
         if self.sketch_heads > 1 and self.sketch != "heads":
             problem = f'{self.sketch_heads} heads share a sketch, but with sketch = "{self.sketch}" all heads do'
             raise ConfigError(f"{key}.sketch_heads", problem, 'Set it to 1, or sketch to "heads"')
-        for layer in range(len(model.attention.pattern)):
-            if (heads := heads_of_layer(model, layer).get("smart_bird", 0)) % self.sketch_heads:
-                problem = f"{self.sketch_heads} does not divide the {heads} heads of a layer"
-                raise ConfigError(f"{key}.sketch_heads", problem, "Set it to a divisor")
+        check_sketch_heads(self.sketch_heads, "smart_bird", key, model)
 
     @property
     def joined(self) -> str | None:
@@ -191,17 +196,27 @@ class SmartBirdAttention(Attention):
         key = context.rng.key(context.layer, "sketch sample")
         queries = drawn_positions(key, inputs.q.shape[2], SAMPLES, inputs.q.device)
         chunk = self.near.window.chunk
-        far = far_pairs(
-            inputs, queries, self.config.sinks,
-            (lambda q, k: (q // chunk - k // chunk).abs() <= 1) if self.config.local else None,
-        )  # fmt: skip
+
+        def near(q: Tensor, k: Tensor) -> Tensor:
+            return (k // chunk <= q // chunk + 1) & (k // chunk + 1 >= q // chunk)
+
+        far = far_pairs(inputs, queries, self.config.sinks, near if self.config.local else None)
         q, k = self.sketches(x.detach(), inputs, context, exactly=False)
         shares = far_attention(inputs, queries, far, self.near.scale).unflatten(1, (q.shape[1], -1)).mean(2)
         if self.groups == 1 and context.part.size > 1:
             shares = context.part.sum(shares) / context.part.size
-        sketches = zip(q[:, :, queries].unbind(1), k.unbind(1), shares.unbind(1), strict=True)
+        loss, statistics = self._sketch_loss(q[:, :, queries], k, shares, far, context)
+        return loss * (1.0 / self.spec.layers), statistics
+
+    def _sketch_loss(
+        self, q: Tensor, k: Tensor, shares: Tensor, far: Tensor, context: AttentionContext
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the loss and statistics of sampled queries q (B, S, samples, d), keys k (B, S, L, d), and shares of
+        attention (B, S, samples, L), 0 unless `far` (B or 1, samples, L).
+        """
+        sketches = zip(q.unbind(1), k.unbind(1), shares.unbind(1), strict=True)
         loss = torch.stack([sketch_divergence(*of_group, far) for of_group in sketches]).mean()
-        return loss * (1.0 / self.spec.layers), {"sketch_loss": loss.detach()}
+        return loss, {"sketch_loss": loss.detach()}
 
     def teaching_rate(self) -> float | None:
         return 3e-3 if self.config.objective == "attention" else None

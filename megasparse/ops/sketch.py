@@ -268,7 +268,7 @@ def _chosen_keys(
                 )
                 nothing: float = _NOTHING
             else:
-                ranks = score.mul_(_STEPS * width**-0.5).round_().sub_(keys, alpha=_BEHIND)[:, None]
+                ranks = rounded_ranks(score, width, keys)[:, None]
                 nothing = -torch.inf
             start = first_query + rows.start
             if not sight.hides_nothing(start, first_key + len(keys) - 1):
@@ -303,6 +303,11 @@ def top_k(ranks: Tensor, count: int) -> tuple[Tensor, Tensor]:
     candidates = torch.cat([blocks.gather(-1, best).flatten(-2), ranks[..., width * number :]], dim=-1)
     values, chosen = candidates.topk(count, dim=-1)
     return values, torch.cat([slots.flatten(-2), rest], dim=-1).gather(-1, chosen)
+
+
+def rounded_ranks(products: Tensor, width: int, keys: Tensor) -> Tensor:
+    """Round float64 products q·k/√d to multiples of 1/256, in place, and order equal ones by the keys' positions."""
+    return products.mul_(_STEPS * width**-0.5).round_().sub_(keys, alpha=_BEHIND)
 
 
 def _log_p(score: Tensor, sampling: str, lse: Tensor | None) -> Tensor:

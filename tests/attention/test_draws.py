@@ -20,16 +20,22 @@ from tests.helpers.models import (
     small,
 )
 
-WEIGHTS_BY_HEAD = {"lha", "ngram", "routing", "local relative", "yoso gaussian, convolution", "smart_bird heads"}
+WEIGHTS_BY_HEAD = {
+    "lha",
+    "ngram",
+    "ranked",
+    "routing",
+    "local relative",
+    "yoso gaussian, convolution",
+    "smart_bird heads",
+}
 """Mechanisms with weights per head: a single head has other weights."""
 
 
 @EVERY
 def test_the_same_place_gives_the_same_output_to_the_last_bit(name, causal):
-    first, second = (
-        Single(name, causal, 0.2)(*Single(name, causal).inputs(60), training=True, step=7).out for _ in range(2)
-    )
-    assert torch.equal(first, second)
+    outputs = [Single(name, causal, 0.2)(*Single(name, causal).inputs(60), training=True, step=7).out for _ in range(2)]
+    assert torch.equal(*outputs)
 
 
 @EVERY

@@ -50,13 +50,6 @@ def test_evaluation_attends_to_the_k_largest_weights_of_the_sketch(causal):
     torch.testing.assert_close(single(x, q, k, v).out, expected)
 
 
-def test_evaluation_by_draws_equals_training_at_the_step_of_evaluation():
-    single, inputs = Single("smart_bird draws", True), Single("smart_bird", True).inputs(60)
-    index = index_of(single, inputs)
-    assert index.shape == (2, 2, 60, 6) and not torch.equal(index[:, 0], index[:, 1])
-    assert torch.equal(index, index_of(Single("smart_bird", True), inputs, training=True, step=EVALUATION_STEP))
-
-
 def test_the_tiny_transformer_reads_only_tokens_and_positions():
     """Eq. 1 by torch's Transformer layer; positions restart with each document."""
     single = Single("smart_bird transformer", False)
@@ -97,12 +90,9 @@ def test_a_window_and_sinks_are_in_the_softmax_of_the_chosen_keys_once(causal, m
     single = Single("smart_bird", causal)
     joined = Single("smart_bird", causal, settings={"local": local, "chunk": chunk, "sinks": sinks})
     x, *heads = single.inputs(length, dtype=torch.float64)
-    real, document = torch.ones(2, length, dtype=torch.bool), torch.zeros(2, length, dtype=torch.int64)
-    masks = {}
-    if masked:
-        real = torch.rand(2, length, generator=torch.Generator().manual_seed(2)) > 0.3
-        document = torch.tensor([0] * 2 + [1] * 18 + [2] * 30).expand(2, -1)
-        masks = {"key_mask": real, "segments": document}
+    real = torch.rand(2, length, generator=torch.Generator().manual_seed(2)) > (0.3 if masked else -1.0)
+    document = torch.tensor([0] * 2 + [1] * 18 + [2] * 30 if masked else [0] * length).expand(2, -1)
+    masks = {"key_mask": real, "segments": document} if masked else {}
     index = index_of(single, [x, *heads], training=True, **masks).long()
     seen = torch.zeros(2, 2, length, length + 1, dtype=torch.bool).scatter_(3, index.where(index >= 0, length), True)
     for b in range(2):
@@ -113,28 +103,29 @@ def test_a_window_and_sinks_are_in_the_softmax_of_the_chosen_keys_once(causal, m
             chunks = (number[i] // chunk - number[visible] // chunk).abs()
             seen[b, :, i, visible[chunks <= 1] if local else []] = True
             seen[b, :, i, own[:sinks][own[:sinks] <= i] if causal else own[:sinks]] = True
-    seen = seen[..., :length]
-
     assert_same_with_gradients(
         lambda *heads: joined(x, *heads, training=True, **masks).out,
-        lambda q, k, v: softmax_over(0.25 * q @ k.transpose(-1, -2), seen & real[:, None, :, None], v),
+        lambda q, k, v: softmax_over(0.25 * q @ k.transpose(-1, -2), seen[..., :length] & real[:, None, :, None], v),
         heads,
     )
 
 
-def test_training_draws_by_head_and_step_and_evaluation_draws_nothing():
+def test_training_draws_by_head_and_step_and_evaluation_nothing_or_at_its_own_step():
     single = Single("smart_bird", True)
     inputs = single.inputs(60)
     first, later = (index_of(single, inputs, training=True, step=step) for step in (1, 2))
     assert first.dtype == torch.int32 and first.shape == (2, 2, 60, 6)
     assert not torch.equal(first, later) and not torch.equal(first[:, 0], first[:, 1])
     assert torch.equal(index_of(single, inputs, training=True, step=1), first)
+    assert single(*inputs, training=True)[1:3] == (None, {})  # no objective without targets
     best, top_k = index_of(single, inputs), Single("smart_bird top_k", True)
     assert best.shape == (2, 1, 60, 6) and torch.equal(best, index_of(top_k, inputs, training=True, step=5))
     chance = Single("smart_bird random", True)
     fixed = index_of(chance, inputs)
     assert torch.equal(index_of(chance, inputs), fixed) and not torch.equal(fixed[:, 0], fixed[:, 1])
-    for index in (first, fixed):
+    drawn = index_of(Single("smart_bird draws", True), inputs)
+    assert torch.equal(drawn, index_of(single, inputs, training=True, step=EVALUATION_STEP))
+    for index in (first, fixed, drawn):
         assert (index <= torch.arange(60)[:, None]).all()
         assert ((index >= 0).sum(-1) == torch.arange(1, 61).clamp(max=6)).all()
 
@@ -153,8 +144,7 @@ def test_the_objective_of_each_token_is_its_cross_entropy(monkeypatch):
     alpha, _ = sketched_weights(m.query(x), m.key(x), causal=True, key_mask=mask)
     h = alpha @ m.value(x)
     logits = h @ m.objective.weight.T + m.objective.bias
-    some = counted & mask
-    expected = F.cross_entropy(logits[some], targets.values[some])
+    expected = F.cross_entropy(logits[counted & mask], targets.values[counted & mask])
     torch.testing.assert_close(result.auxiliary_loss, expected / 3)  # three layers have it
     torch.testing.assert_close(result.statistics["sketch_loss"], expected.detach())
     ours, exact = (torch.autograd.grad(y, list(m.parameters())) for y in (result.auxiliary_loss, expected / 3))
@@ -170,29 +160,24 @@ def pooled_logits(m, x):
     return (share * h).sum(1) @ m.objective.weight.T + m.objective.bias
 
 
-def test_the_pooled_objective_equals_the_label_and_padding_is_not_pooled():
-    single = pooled()
-    m = single.mechanism.double()
-    x, *heads = single.inputs(30, dtype=torch.float64)
-    loss = single(x, *heads, training=True, targets=LABELS).statistics["sketch_loss"]
-    torch.testing.assert_close(loss, F.cross_entropy(pooled_logits(m, x), LABELS.values))
+def test_the_pooled_objective_equals_the_label_or_scored_tokens_and_padding_is_not_pooled():
+    values, counted = torch.tensor([[7, 9, 7], [250, 3, -100]]), torch.tensor([[True, True, True], [True, True, False]])
+    answer = Targets(values, counted, answer=True)
+    cases = (
+        (pooled(objective="answer"), answer, [0, 0, 0, 1, 1], values[counted]),
+        (pooled(), LABELS, [0, 1], LABELS[0]),
+    )
+    for single, targets, rows, expected in cases:
+        m = single.mechanism.double()
+        x, *heads = single.inputs(30, dtype=torch.float64)
+        loss = single(x, *heads, training=True, targets=targets).statistics["sketch_loss"]
+        torch.testing.assert_close(loss, F.cross_entropy(pooled_logits(m, x)[rows], expected))
     longer = [F.pad(t, (0, 0, 0, 5), value=1e4) for t in (x, *heads)]
     mask = (torch.arange(35) < 30).expand(2, -1)
     padded = single(*longer, training=True, targets=LABELS, key_mask=mask).statistics["sketch_loss"]
     torch.testing.assert_close(padded, loss)
     nothing = single(*longer, training=True, targets=LABELS, key_mask=torch.zeros_like(mask))
     assert nothing.auxiliary_loss.isfinite()
-
-
-def test_the_objective_of_an_answer_is_the_cross_entropy_of_its_scored_tokens():
-    single = pooled(objective="answer")
-    m = single.mechanism.double()
-    x, *heads = single.inputs(30, dtype=torch.float64)
-    values, counted = torch.tensor([[7, 9, 7], [250, 3, -100]]), torch.tensor([[True, True, True], [True, True, False]])
-    given = Targets(values, counted, answer=True)
-    loss = single(x, *heads, training=True, targets=given).statistics["sketch_loss"]
-    expected = F.cross_entropy(pooled_logits(m, x)[[0, 0, 0, 1, 1]], torch.tensor([7, 9, 7, 250, 3]))
-    torch.testing.assert_close(loss, expected)
 
 
 def test_only_the_objective_trains_the_sketch_and_trains_nothing_else():
@@ -218,15 +203,9 @@ def test_equal_tokens_tie_alike_in_decoding_and_in_the_whole_pass():
         torch.testing.assert_close(decoded, nats[:, 40:], rtol=1e-4, atol=1e-4)
 
 
-def test_without_targets_there_is_no_objective():
-    result = Single("smart_bird", True)(*Single("smart_bird", True).inputs(20), training=True)
-    assert result.auxiliary_loss is None and result.statistics == {}
-
-
 def test_an_objective_that_does_not_fit_the_task_is_rejected():
     answer = Targets(torch.zeros(2, 3, dtype=torch.int64), None, answer=True)
-    cases = ((False, LABELS, "pooled"), (True, words(20), "token"), (True, answer, "answer"))
-    for labels, targets, hint in cases:
+    for labels, targets, hint in ((False, LABELS, "pooled"), (True, words(20), "token"), (True, answer, "answer")):
         single = pooled() if labels else Single("smart_bird", False)
         with pytest.raises(ConfigError, match=f'smart_bird.objective: .*Set it to "{hint}"'):
             single(*single.inputs(20), training=True, targets=targets)

@@ -72,17 +72,15 @@ def seen_pairs(call: Call, queries: Tensor) -> Tensor:
 
 
 def _chosen(mechanism: SmartBirdAttention, call: Call, queries: Tensor, causal: Tensor) -> Tensor:
-    """Return the K best keys per sketch (scores rounded to 1/256, the first of equal keys), window and sinks."""
+    """Return the keys that the sketches choose, the window and the sinks."""
     config, positions = mechanism.config, torch.arange(causal.shape[1], device=causal.device)
     near = (queries[:, None] // config.chunk - positions // config.chunk <= 1) & config.local
-    window = causal & (near | (positions < config.sinks))
-    masks = []
     sketches = mechanism.sketches(call.x, call.inputs, call.context)
-    for q, k in zip(*(x[0] for x in sketches), strict=True):
-        score = (q[queries] @ k.T * q.shape[-1] ** -0.5 * 256).round().masked_fill(~causal, -torch.inf)
-        best = score.sort(dim=-1, descending=True, stable=True).indices[:, : config.keys]
-        masks.append(torch.zeros_like(causal).scatter_(1, best, True) & causal | window)
-    return torch.stack(masks).repeat_interleave(call.inputs.q.shape[1] // len(masks), dim=0)
+    index = mechanism._choose(sketches, call.inputs, call.context)[0, :, queries].long()  # (sketches, S, K)
+    mask = torch.zeros(*index.shape[:2], len(positions) + 1, dtype=torch.bool, device=causal.device)
+    mask.scatter_(2, index.where(index >= 0, len(positions)), True)
+    mask = mask[..., :-1] | causal & (near | (positions < config.sinks))
+    return mask.repeat_interleave(call.inputs.q.shape[1] // len(mask), dim=0)
 
 
 def best_pairs(weight: Tensor, queries: Tensor, count: int, window: int, sinks: int) -> Tensor:

@@ -1,0 +1,227 @@
+"""Hash, then rank: buckets find candidate keys, a sketch ranks them, exact softmax attention reads the best.
+
+The four papers in one mechanism: learned hashes (LHA) propose, a narrow sketch (Smart Bird) scores, and the K best keys
+enter one softmax together with a window and sinks. Only the pairs of a query and the keys in its buckets are scored.
+
+B batch, L length, Lq queries, S sampled queries, d width of the sketch, N buckets, P probes, K keys, M newest members
+per bucket, T queries per tile, C candidates per query.
+"""
+
+from typing import TYPE_CHECKING, Any, ClassVar, cast
+
+import torch
+from torch import Tensor, nn
+
+from megasparse.attention.contract import AttentionContext, AttentionInputs, MechanismSpec, Passes
+from megasparse.attention.smart_bird import SmartBirdAttention, check_sketch_heads
+from megasparse.config.attention import MechanismSection, mechanism
+from megasparse.config.section import Count, Positive
+from megasparse.errors import ConfigError
+from megasparse.ops.operator import without_autocast
+from megasparse.ops.sketch import rounded_ranks
+
+if TYPE_CHECKING:
+    from megasparse.config.schema import ModelConfig
+
+_ELEMENTS = 1 << 21
+"""Coordinates of the candidates of a tile of queries."""
+_BEST = 128
+"""Keys of each sampled query that its buckets learn to contain."""
+_GAIN = 4.0
+"""Factor of the bucket scores: their weights learn as fast as the sketch's by the same steps of Adam."""
+
+
+class RankedAttentionConfig(MechanismSection):
+    keys: Positive = 128
+    """K, keys that a query reads in addition to the window and the sinks."""
+    sketch_dim: Positive = 32
+    """Width d of the sketch that ranks the candidates."""
+    sketch_heads: Positive = 1
+    """Neighbouring heads that share a sketch, buckets and keys; the heads of one KV group, for example."""
+    buckets: Positive = 64
+    """N, buckets of keys."""
+    probes: Positive = 8
+    """P, buckets that a query searches. P/N of the pairs are scored if buckets are equally large; queries prefer large
+    ones, so learned buckets score up to twice as many."""
+    members: Positive | None = None
+    """M, newest keys of each bucket that a query scores; null for all. With a bound, work per query is constant."""
+    local: bool = True
+    """Attend to a window, too: the token's own chunk of positions and the chunk before it, in an encoder also the chunk
+    after it. Each key is included once."""
+    chunk: Positive = 64
+    """With local only: positions per chunk."""
+    sinks: Count = 0
+    """First tokens of each document, which every later token reads (in an encoder every token)."""
+
+    sketch: ClassVar[str] = "heads"
+    objective: ClassVar[str] = "attention"
+    sampling: ClassVar[str] = "top_k"
+    evaluation: ClassVar[str] = "top_k"
+    labels: ClassVar[None] = None
+
+    def check(self, key: str, model: "ModelConfig") -> None:
+        if self.probes > self.buckets:
+            problem = f"{self.probes} is more than the {self.buckets} buckets"
+            raise ConfigError(f"{key}.probes", problem, "Set it to at most buckets")
+        check_sketch_heads(self.sketch_heads, "ranked", key, model)
+
+    @property
+    def heads_together(self) -> int:
+        return self.sketch_heads
+
+
+@mechanism("ranked", RankedAttentionConfig)
+class RankedAttention(SmartBirdAttention):
+    """Softmax attention to the K best of the keys in a query's P buckets, ranked by a sketch.
+
+    With q′ = W_q·q and k′ = W_k·k, of the heads that share a sketch: a key is in bucket argmax_b (c_b·k′ + γ_b). A
+    query searches the P buckets with the largest e_b·q′ + ε_b, and reads the K keys in them with the largest q′·k′/√d,
+    earlier positions first among equals. Only keys at or before the query take part, so the choice is strictly causal.
+
+    Two losses train it: the divergence of the sketch from the heads' full attention, and `bucket_loss`.
+    """
+
+    def __init__(self, config: RankedAttentionConfig, spec: MechanismSpec):
+        super().__init__(cast(Any, config), spec)  # with a sketch's settings
+        self.query_buckets, self.key_buckets = (
+            BucketScores(self.groups, config.sketch_dim, config.buckets) for _ in range(2)
+        )
+
+    def _sketch_loss(
+        self, q: Tensor, k: Tensor, shares: Tensor, far: Tensor, context: AttentionContext
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        loss, statistics = super()._sketch_loss(q, k, shares, far, context)
+        least = shares.topk(min(_BEST, k.shape[2]), dim=-1).values[..., -1:]
+        scores = self.query_buckets(q.detach(), context), self.key_buckets(k.detach(), context)
+        missed = bucket_loss(*scores, shares.where(shares >= least, 0.0))
+        return loss + missed, {**statistics, "bucket_loss": missed.detach()}
+
+    @torch.no_grad()
+    def _choose(
+        self,
+        sketches: tuple[Tensor, Tensor],
+        inputs: AttentionInputs,
+        context: AttentionContext,
+        first_query: int = 0,
+    ) -> Tensor:
+        count, config = sketches[0].shape[1], self.config
+        codes = self.key_buckets(sketches[1], context).argmax(-1).flatten(0, 1)
+        probes = self.query_buckets(sketches[0], context).topk(config.probes, dim=-1).indices.flatten(0, 1)
+        q, k = (x.flatten(0, 1) for x in sketches)
+        masks = (inputs.key_mask, inputs.segments)
+        real, documents = (None if x is None else x.repeat_interleave(count, dim=0) for x in masks)
+        limits = config.buckets, config.members, config.keys
+        chosen = ranked_keys(q, k, probes, codes, *limits, inputs.causal, real, documents, first_query)
+        return chosen.unflatten(0, (-1, count))
+
+    def _sketch_flops(self, length: int, visible: float) -> Passes:
+        """Count P/N of the work of scoring all pairs, for buckets of equal size, and the scores of the buckets."""
+        whole = super()._sketch_flops(length, visible * self.config.probes / self.config.buckets)
+        return whole + Passes(4.0 * self.groups * self.config.sketch_dim * self.config.buckets)
+
+
+class BucketScores(nn.Module):
+    """Linear scores of N buckets for each group of heads, of sketched vectors of width d."""
+
+    def __init__(self, groups: int, width: int, buckets: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(groups * buckets, width))
+        self.bias = nn.Parameter(torch.zeros(groups * buckets))
+
+    def forward(self, x: Tensor, context: AttentionContext) -> Tensor:
+        """Score the buckets of x (B, groups here, L, d): (B, groups, L, N), in the dtype of x."""
+        weight, bias = (
+            context.part.local_part(part, 0).unflatten(0, (x.shape[1], -1)).to(x.dtype)
+            for part in (self.weight, self.bias)
+        )
+        return _GAIN * (x @ weight.mT + bias.unsqueeze(1))
+
+
+def bucket_loss(query_scores: Tensor, key_scores: Tensor, shares: Tensor) -> Tensor:
+    """Return −Σ_ij a_ij Σ_b P'_j(b)·log P_i(b) / Σ_ij a_ij, the cross-entropy of a query's softmax P over buckets with
+    the buckets P' of its keys, plus, per group, the divergences of the mean P and P' from the uniform distribution.
+    Mean over groups, scalar.
+
+    It ranks buckets by their attention, so the probes of a query find most of it. `collision_loss`, the logarithm of a
+    sum over keys, is small already if the query meets one of its keys.
+
+    Args:
+        query_scores: (B, G, S, N), scores of sampled queries.
+        key_scores: (B, G, L, N).
+        shares: (B, G, S, L), attention a_ij.
+    """
+    of_query, of_key = torch.log_softmax(query_scores, dim=-1), torch.softmax(key_scores, dim=-1)
+    total = shares.sum((0, 2, 3), keepdim=True).clamp_min(torch.finfo(shares.dtype).tiny)
+    missed = -((shares / total).to(of_key.dtype) @ of_key * of_query).sum((0, 2, 3))
+    mean = torch.stack([of_query.exp().mean((0, 2)), of_key.mean((0, 2))])  # (2, G, N)
+    # Clamp: a softmax can be exactly 0, and the gradient of log is infinite there.
+    uneven = (mean * (mean.clamp_min(torch.finfo(mean.dtype).tiny) * mean.shape[-1]).log()).sum(-1)
+    return (missed + uneven.sum(0)).mean()
+
+
+@without_autocast
+@torch.no_grad()
+def ranked_keys(
+    q: Tensor,
+    k: Tensor,
+    probes: Tensor,
+    codes: Tensor,
+    buckets: int,
+    members: int | None,
+    count: int,
+    causal: bool,
+    key_mask: Tensor | None = None,
+    segments: Tensor | None = None,
+    first_query: int = 0,
+) -> Tensor:
+    """Choose for each query the K keys with the largest q·k/√d among those in its buckets.
+
+    Products are rounded to multiples of 1/256 and earlier positions come first among equals, as in
+    `ops.sketch.chosen_keys`.
+
+    Args:
+        q: (B, Lq, d), queries from position `first_query` on.
+        k: (B, L, d).
+        probes: (B, Lq, P) int64, the buckets that each query searches.
+        codes: (B, L) int64, the bucket of each key.
+        buckets: N.
+        members: M, the newest keys of a bucket that a query scores; None for all.
+        count: K.
+        causal: only keys at or before the query take part.
+        key_mask: (B, L) bool, true for real tokens.
+        segments: (B, L) document numbers; documents never attend to each other.
+
+    Returns:
+        (B, Lq, K) int32 positions, best first; −1 if fewer than K keys take part.
+    """
+    (batch, queries, width), length, device = q.shape, k.shape[1], q.device
+    if key_mask is not None:
+        codes = codes.masked_fill(~key_mask, buckets)
+    order = codes.argsort(dim=1, stable=True)  # by bucket, then by position
+    slots = codes.gather(1, order) * length + order
+    positions = first_query + torch.arange(queries, device=device)
+    ends = (positions + 1).unsqueeze(-1) if causal else length
+    first, last = (torch.searchsorted(slots, (probes * length + end).flatten(1)).view_as(probes) for end in (0, ends))
+    if members is not None:
+        first = torch.maximum(first, last - members)
+    sums = (last - first).cumsum(-1)  # (B, Lq, P)
+    largest = max(1, int(sums.max()))
+    step = max(1, _ELEMENTS // (batch * largest * width))
+    chosen = torch.full((batch, queries, count), -1, dtype=torch.int32, device=device)
+    for start in range(0, queries, step):
+        rows = slice(start, start + step)
+        total = sums[:, rows].contiguous()
+        number = torch.arange(max(1, int(total.max())), device=device).expand(*total.shape[:2], -1).contiguous()
+        probe = torch.searchsorted(total, number, right=True).clamp_max_(total.shape[-1] - 1)
+        hidden = number >= total[..., -1:]
+        slot = number + (last[:, rows] - total).gather(2, probe)
+        key = order.gather(1, slot.clamp_max_(length - 1).flatten(1))  # (B, T·C)
+        if segments is not None:
+            hidden |= segments.gather(1, key).view_as(slot) != segments[:, positions[rows], None]
+        vectors = k.gather(1, key.unsqueeze(-1).expand(-1, -1, width)).unflatten(1, slot.shape[1:])  # (B, T, C, d)
+        key = key.view_as(slot)
+        ranks = rounded_ranks((vectors.double() @ q[:, rows, :, None].double()).squeeze(-1), width, key)
+        best, rank = ranks.masked_fill_(hidden, -torch.inf).topk(min(count, ranks.shape[-1]), dim=-1)
+        tokens = key.gather(2, rank).masked_fill(best == -torch.inf, -1)
+        chosen[:, rows, : tokens.shape[-1]] = tokens.to(torch.int32)
+    return chosen if key_mask is None else chosen.masked_fill(~key_mask[:, positions, None], -1)

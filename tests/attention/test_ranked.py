@@ -1,0 +1,54 @@
+"""Ranked attention: candidates, their order and the loss of the buckets, against definitions by loops."""
+
+import pytest
+import torch
+
+from megasparse.attention.ranked import bucket_loss, ranked_keys
+from tests.helpers.models import Single
+
+BATCH, LENGTH, WIDTH, BUCKETS, PROBES, COUNT = 2, 40, 8, 5, 3, 6
+
+
+@pytest.mark.parametrize("causal,first", [(True, 0), (True, 13), (False, 0)])
+@pytest.mark.parametrize("masked", [True, False])
+@pytest.mark.parametrize("members", [None, 3])
+def test_the_best_keys_of_the_probed_buckets_are_chosen(monkeypatch, causal, first, masked, members):
+    monkeypatch.setattr("megasparse.attention.ranked._ELEMENTS", 1 << 12)  # several tiles
+    generator = torch.Generator().manual_seed(1)
+    q, k = (torch.randn(BATCH, length, WIDTH, generator=generator) for length in (LENGTH - first, LENGTH))
+    k[:, 20] = k[:, 10]  # equal scores
+    codes = torch.randint(BUCKETS, (BATCH, LENGTH), generator=generator)
+    codes[:, 20] = codes[:, 10]
+    probes = torch.rand(BATCH, LENGTH - first, BUCKETS, generator=generator).argsort(-1)[..., :PROBES]
+    real = torch.rand(BATCH, LENGTH, generator=generator) > (0.2 if masked else -1.0)
+    documents = (torch.arange(LENGTH) // (11 if masked else LENGTH)).expand(BATCH, -1).contiguous()
+    masks = (real, documents) if masked else (None, None)
+    chosen = ranked_keys(q, k, probes, codes, BUCKETS, members, COUNT, causal, *masks, first)
+    assert chosen.dtype == torch.int32 and chosen.shape == (BATCH, LENGTH - first, COUNT)
+    for b in range(BATCH):
+        for row in range(LENGTH - first):
+            i, candidates = first + row, []
+            for bucket in probes[b, row]:
+                keys = [j for j in range(i + 1 if causal else LENGTH) if real[b, j] and codes[b, j] == bucket]
+                candidates += [j for j in keys[-(members or LENGTH) :] if documents[b, j] == documents[b, i]]
+            score = (k[b].double() @ q[b, row].double() * WIDTH**-0.5 * 256).round()
+            best = sorted(candidates, key=lambda j: (-float(score[j]), j))[:COUNT] if real[b, i] else []
+            assert chosen[b, row].tolist() == best + [-1] * (COUNT - len(best))
+
+
+def test_with_all_buckets_the_sketch_chooses():
+    ranked = Single("ranked", True, settings={"probes": 8, "local": False})
+    sketch = Single("smart_bird heads", True, settings={"keys": 6, "sketch_dim": 8, "objective": "attention"})
+    sketch.mechanism.load_state_dict(ranked.mechanism.state_dict(), strict=False)
+    inputs = ranked.inputs(50)
+    torch.testing.assert_close(ranked(*inputs).out, sketch(*inputs).out)
+
+
+def test_the_loss_of_buckets_is_its_definition():
+    generator = torch.Generator().manual_seed(2)
+    scores = [torch.randn(1, 2, n, 4, generator=generator, dtype=torch.float64) for n in (6, 9)]
+    shares = torch.rand(1, 2, 6, 9, generator=generator, dtype=torch.float64)
+    query, key = (x[0].softmax(-1) for x in scores)
+    missed = -torch.einsum("gij,gjb,gib->g", shares[0], key, query.log()) / shares.sum((0, 2, 3))
+    uneven = sum((p * (4 * p).log()).sum(-1) for p in (query.mean(1), key.mean(1)))
+    torch.testing.assert_close(bucket_loss(*scores, shares), (missed + uneven).mean())
