@@ -133,14 +133,13 @@ def test_training_draws_by_head_and_step_and_evaluation_nothing_or_at_its_own_st
 def test_the_objective_of_each_token_is_its_cross_entropy(monkeypatch):
     monkeypatch.setattr(sketch_objectives, "_LOGIT_ELEMENTS", 2 * 256 * 7)
     single = Single("smart_bird", True)
-    single.mechanism.double()
+    m = single.mechanism.double()
     x, *heads = single.inputs(30, dtype=torch.float64)
     counted = torch.rand(2, 30, generator=torch.Generator().manual_seed(1)) > 0.4
     mask = torch.arange(30).expand(2, -1) < torch.tensor([[30], [20]])
     targets = words(30, counted)
     targets.values[~mask] = -100  # what padding is to be does not matter
     result = single(x, *heads, training=True, targets=targets, key_mask=mask)
-    m = single.mechanism
     alpha, _ = sketched_weights(m.query(x), m.key(x), causal=True, key_mask=mask)
     h = alpha @ m.value(x)
     logits = h @ m.objective.weight.T + m.objective.bias
