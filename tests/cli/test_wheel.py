@@ -36,6 +36,7 @@ def test_it_holds_the_command_the_package_and_every_configuration(wheel):
         entries = archive.read(next(name for name in names if name.endswith("entry_points.txt"))).decode()
     assert "megasparse = megasparse.cli.main:main" in entries
     expected = {path.relative_to(ROOT).as_posix() for path in (ROOT / "megasparse").rglob("*.py")}
+    expected.add("megasparse/tasks/catalog.json")
     shipped = [*(ROOT / "configs").rglob("*.json"), *(ROOT / "configs").rglob("*.csv")]
     expected |= {f"megasparse/{path.relative_to(ROOT).as_posix()}" for path in shipped}
     assert {name for name in names if ".dist-info/" not in name} == expected
