@@ -87,12 +87,12 @@ class MegasparseLM(LM):
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
         """Return the continuation of each context, up to the first of its stop strings or the end of a text."""
-        results, ends = [], end_tokens(self.config, self.tokenizer)
+        results, ends, longest = [], end_tokens(self.config, self.tokenizer), self.config.model.max_length
         for context, settings in tqdm([request.args for request in requests], disable=disable_tqdm):
-            stops, count = settings.get("until") or [], int(settings.get("max_gen_toks", 256))
+            stops, count = settings.get("until") or [], min(int(settings.get("max_gen_toks", 256)), longest - 1)
             stops = [stops] if isinstance(stops, str) else stops
             temperature = float(settings.get("temperature", 0.0)) if settings.get("do_sample") else 0.0
-            prompt = self.encode(context)[-max(0, self.config.model.max_length - count) :]
+            prompt = self.encode(context)[count - longest :]
             tokens = generate(
                 self.model, prompt, count, hash_seed=self.config.run.seed, vocabulary=self.tokenizer.vocabulary,
                 ends=ends, temperature=temperature,

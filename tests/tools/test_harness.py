@@ -81,6 +81,7 @@ def test_generation_ends_before_a_stop_string(run, harness):
     settings = ({"until": [stop], "max_gen_toks": 12}, {"until": [], "max_gen_toks": 12})
     ended, free = harness(str(run)).generate_until(requests(*(("a text ", one) for one in settings)))
     assert ended == whole.partition(stop)[0] and free == whole
+    assert len(harness(str(run)).generate_until(requests(("a text " * 40, {"max_gen_toks": 500})))[0]) == 63
 
 
 def test_a_device_is_an_override_and_a_leaking_decoder_is_rejected(run, harness, monkeypatch):
