@@ -34,7 +34,7 @@ PATTERNS: dict[str, list[dict[str, int]]] = {
         {"smart_bird": 1, "performer": 1, "bigbird": 1},
         {"routing": 1, "random": 1, "lsh": 1},
         {"longformer": 1, "sparse_transformer": 1, "full": 1},
-        {"ngram": 3},
+        {"ngram": 2, "ranked": 1},
     ],
     "encoder": [{"smyrf": 1, "linformer": 1, "lha": 1}, {"yoso": 1, "smart_bird": 1, "lsh": 1}],
     "encoder_decoder": [{"lha": 2, "full": 1}, {"lsh": 2, "local": 1}],
