@@ -149,7 +149,7 @@ class Requests:
                 return request()
             except StoreError as error:
                 if error.refused or number == self.attempts:
-                    check = "Check the URL, and what the credentials here may do; then start again"
+                    check = "Check the URL and the permissions of the credentials; then start again"
                     hint = check if error.refused else "Start again when that is repaired"
                     problem = f"{doing} failed: {error}, at attempt {number}"
                     raise self.errors[error.refused](url, problem, hint) from None

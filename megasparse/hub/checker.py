@@ -25,8 +25,8 @@ TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 
 
 class CheckResult(NamedTuple):
-    """passed: None if the model does not support the check. difference: the largest. position: the first token whose
-    logits differ by more than the tolerance, or None.
+    """passed: None if the model rejects the inputs of the check. difference: the largest; ∞ if the model crashes.
+    position: the first token whose logits differ by more than the tolerance, or None. note: the model's error.
     """
 
     name: str
@@ -60,9 +60,10 @@ def check_model(model: Any, length: int = 64, seed: int = 0) -> list[CheckResult
     for name, check in CHECKS.items():
         try:
             pairs = list(check(model, tokens, whole))
-        except (TypeError, ValueError, RuntimeError, NotImplementedError, AttributeError) as error:
+        except (TypeError, ValueError, RuntimeError, AttributeError) as error:
             note = " ".join(str(error).split())[:120] or type(error).__name__
-            results.append(CheckResult(name, None, 0.0, None, note))
+            broken = isinstance(error, RuntimeError) and not isinstance(error, NotImplementedError)
+            results.append(CheckResult(name, False if broken else None, torch.inf if broken else 0.0, None, note))
             continue
         difference, position = 0.0, None
         for first, a, b in pairs:  # logits (L, V) of the tokens from position `first` on
@@ -166,7 +167,7 @@ def table(results: list[CheckResult]) -> str:
     lines = [f"{'check':24}{'':6}{'difference':>12}  first token"]
     for result in results:
         verdict = {True: "PASS", False: "FAIL", None: "n/a"}[result.passed]
-        figures = result.note if result.passed is None else f"{result.difference:12.1e}"
+        figures = result.note or f"{result.difference:12.1e}"
         position = "" if result.position is None else f"  {result.position}"
         lines.append(f"{result.name:24}{verdict:6}{figures}{position}".rstrip())
     return "\n".join(lines)

@@ -122,8 +122,8 @@ def best_bucket(
         score = _projected(x, token, length, D, weight, bucket, buckets, buckets, D, DEPTH)
         constant = tl.where(bucket < buckets, 0.0, float("-inf"))
         for number in tl.static_range(BIASES):
-            place = bias + number * heads * buckets + bucket
-            constant += tl.load(place, mask=bucket < buckets, other=0).to(tl.float32)
+            address = bias + number * heads * buckets + bucket
+            constant += tl.load(address, mask=bucket < buckets, other=0).to(tl.float32)
         best, at = tl.max(score + constant[None, :], 1, return_indices=True)
         code = tl.where(best > high, first + at, code)
         high = tl.maximum(high, best)

@@ -181,7 +181,7 @@ def column(values: Sequence[Any]) -> np.ndarray:
 def cut(parts: list[np.ndarray], room: int) -> list[np.ndarray]:
     """Truncate the parts to `room` tokens in total, longest first, as Hugging Face's tokenizers do.
 
-    Of two parts only the longer one is truncated, but not below half; of equal ones the second is the longer one.
+    The shorter of two parts keeps up to half of the room, the longer one the rest; of equal parts the second is cut.
     """
     lengths = [len(part) for part in parts]
     if len(parts) == 1:

@@ -103,10 +103,19 @@ def test_a_faulty_model_fails_the_check_of_its_fault(name):
     assert faults <= {key for key, result in results.items() if result.passed is False}, results
     for fault in faults:
         assert results[fault].difference > 1e-3 and results[fault].position is not None
+    cached = results["decoding from a cache"]
     if name == "sorted chunks":
-        assert results["decoding from a cache"].passed is None
+        assert cached.passed is None  # it has no cache
     if name == "cached positions":
-        assert results["decoding from a cache"].position == 32  # half of the row is read at once
+        assert cached.position == 32  # half of the row is read at once
+
+
+def test_a_model_that_crashes_fails():
+    model = llama()
+    model.model.layers[1].register_forward_hook(lambda layer, inputs, out: out.view(-1, 64, 32))
+    results = {result.name: result for result in check_model(model)}
+    cached = results["decoding from a cache"]
+    assert results["later tokens"].passed and cached.passed is False and cached.note.startswith("shape '[-1, 64, 32]'")
 
 
 def test_the_command_prints_a_table_and_ends_with_an_error_after_a_failure(tmp_path, capsys):

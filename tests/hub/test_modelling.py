@@ -92,8 +92,7 @@ def test_text_is_generated_from_nothing():
 def test_positions_of_packed_documents_are_an_error(kind):
     hf, tokens = wrapped(kind, decoder("lsh")), random_tokens(2, 30)
     positions = torch.arange(30).expand(2, -1)
-    whole = hf(tokens)[0]
-    assert whole.equal(hf(tokens, position_ids=positions)[0])  # also what `generate` passes
+    assert hf(tokens)[0].equal(hf(tokens, position_ids=positions)[0])  # as `generate` passes them
     with pytest.raises(ValueError, match="position_ids restart: packed documents"):
         hf(tokens, position_ids=positions % 17)
 

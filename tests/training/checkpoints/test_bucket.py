@@ -207,7 +207,7 @@ def test_a_failed_upload_is_a_warning_if_configured(store, tmp_path, capsys):
 def test_a_rejected_request_is_not_retried(store, tmp_path):
     saver, engine = prepare(tmp_path)
     store.faults = [("put_file", PermissionError("AccessDenied"))]
-    with pytest.raises(CheckpointError, match=r"the store answers: AccessDenied.*what the credentials here may do"):
+    with pytest.raises(CheckpointError, match=r"the store answers: AccessDenied.*permissions of the credentials"):
         save(saver, engine, 1)
     assert not store.faults
 
