@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,11 +22,12 @@ KEYS = 1 << 11
 """Keys per tile. Random draws depend on it, because each tile uses a separate random key."""
 WIDEST = 16
 """The largest d that the kernels support: a thread keeps all coordinates of its rows in registers."""
-_SCORE_ELEMENTS = 1 << 20  # scores per tile
+_SCORE_ELEMENTS = 1 << 21  # scores per tile
 _PROJECTED = 1 << 12  # tokens projected at a time in float64
 _WIDE = 1 << 15  # keys per tile without noise
 _BEHIND = 2.0**-24  # subtracted from a rank per position, in steps: of equal scores the smaller position wins
 _STEPS = 256  # without noise, products are rounded to multiples of 1/256
+_LARGEST = 2.0**28  # of a rank without noise: 24 bits remain for the position
 _NOTHING = torch.iinfo(torch.int64).min  # rank below every key
 _LOW = (1 << 32) - 1
 
@@ -261,20 +263,19 @@ def _chosen_keys(
             of_keys = k[:, first_key : first_key + len(keys)].double().transpose(-1, -2)
             score = scores[: batch * len(positions) * len(keys)].view(batch, -1, len(keys))
             torch.bmm(q[:, rows].double(), of_keys, out=score)
+            ranks, nothing = score[:, None], -torch.inf
             if noise is not None:
                 log_p = _log_p(score.mul_(width**-0.5), spec.sampling, None if lse is None else lse[:, rows, None])
-                ranks = _ranks(
-                    _log_uniform(noise, rows, first_key // tile, len(keys)).add_(log_p.float()[:, None]), keys
-                )
-                nothing: float = _NOTHING
-            else:
-                ranks = rounded_ranks(score, width, keys)[:, None]
-                nothing = -torch.inf
+                draws = _log_uniform(noise, rows, first_key // tile, len(keys))
+                ranks, nothing = _ranks(draws.add_(log_p.float()[:, None]), keys), _NOTHING
             start = first_query + rows.start
             if not sight.hides_nothing(start, first_key + len(keys) - 1):
                 first = max(0, start - first_key) if sight.hides_nothing(start, start) else 0  # that may be hidden
                 ranks[..., first:].masked_fill_(~sight.pairs(positions, keys[first:])[:, None], nothing)
-            values, slot = top_k(ranks, count)
+            if noise is None and q.device.type == "cpu":
+                values, slot = _top_products(ranks, width, first_key, count)
+            else:
+                values, slot = top_k(ranks if noise is not None else rounded_ranks(ranks, width, keys), count)
             tokens = torch.where(values == nothing, -1, slot + first_key)
             if first_key:
                 values, tokens = torch.cat([best, values], dim=-1), torch.cat([chosen, tokens], dim=-1)
@@ -303,6 +304,32 @@ def top_k(ranks: Tensor, count: int) -> tuple[Tensor, Tensor]:
     candidates = torch.cat([blocks.gather(-1, best).flatten(-2), ranks[..., width * number :]], dim=-1)
     values, chosen = candidates.topk(count, dim=-1)
     return values, torch.cat([slots.flatten(-2), rest], dim=-1).gather(-1, chosen)
+
+
+def _top_products(products: Tensor, width: int, first: int, count: int) -> tuple[Tensor, Tensor]:
+    """Compute `top_k` of `rounded_ranks` of products (B, 1, T, C) of the keys from position `first` on, on a CPU.
+
+    Only products that reach the K-th largest maximum of a row's blocks, or round to the same number, are ranked: about
+    1.4·K of them. A rank includes its position, so that numbers are sorted, not pairs.
+    """
+    size, scale = products.shape[-1], _STEPS * width**-0.5
+    bound = products.new_full((), torch.finfo(products.dtype).min)  # hidden keys are −∞
+    if size > count:
+        number = max(1, 2 * size // (3 * count))
+        maxima = products[..., : size // number * number].unflatten(-1, (number, -1)).amax(-2).numpy()
+        maxima.partition(size // number - count)
+        bound = torch.from_numpy(maxima[..., size // number - count, None]).sub_(1.01 / scale).clamp_min_(bound)
+    chosen = torch.from_numpy(np.flatnonzero((products >= bound).numpy()))
+    rows = torch.arange(0, products.numel() + 1, size)
+    starts = torch.searchsorted(chosen, rows)
+    slots = starts[:-1, None] + torch.arange(int(starts.diff().max()))
+    chosen = chosen[slots.clamp_max(len(chosen) - 1)]  # (B·T, about 1.4·K)
+    ranks = products.flatten()[chosen].clamp_(-_LARGEST / scale, _LARGEST / scale)
+    ranks = rounded_ranks(ranks, width, chosen.sub_(rows[:-1, None] - first))
+    ranks.masked_fill_(slots >= starts[1:, None], -torch.inf)
+    ranks.numpy().sort()
+    values = ranks.flip(-1)[:, :count].unflatten(0, products.shape[:-1])
+    return values, ((values.ceil() - values) / _BEHIND).nan_to_num_().long() - first
 
 
 def rounded_ranks(products: Tensor, width: int, keys: Tensor) -> Tensor:
