@@ -28,6 +28,7 @@ _WIDE = 1 << 15  # keys per tile without noise
 _BEHIND = 2.0**-24  # subtracted from a rank per position, in steps: of equal scores the smaller position wins
 _STEPS = 256  # without noise, products are rounded to multiples of 1/256
 _LARGEST = 2.0**28  # of a rank without noise: 24 bits remain for the position
+_FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)  # supported by the kernels of the choice
 _NOTHING = torch.iinfo(torch.int64).min  # rank below every key
 _LOW = (1 << 32) - 1
 
@@ -138,8 +139,7 @@ def chosen_keys(
         (B, H, Lq, K) int32, H = 1 without noise; −1 if fewer than K keys are visible.
     """
     rows = MOST_PAIRS // (1 if noise is None else len(noise.heads))
-    # The kernels also support q and k in float64.
-    chosen = implementation(q.float(), largest_width=WIDEST, most_rows=rows)
+    chosen = implementation(q, _FLOATS, WIDEST, rows)
     if chosen == "triton":
         from megasparse.ops import sketch_kernels
 
@@ -155,13 +155,13 @@ def exact_projection(x: Tensor, weight: Tensor) -> Tensor:
     Each row is independent of the number of rows, so that equal tokens tie and are ordered by position; otherwise
     decoding could choose other tokens than a full pass.
     """
-    floats = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-    if weight.shape[-2] <= WIDEST and implementation(x, floats, largest_width=None) == "triton":
+    if weight.shape[-2] <= WIDEST and implementation(x, _FLOATS, largest_width=None) == "triton":
         from megasparse.ops.sketch_kernels import exact_projection as project
 
         return torch.stack([*map(project, x.unbind(1), weight)], dim=1) if x.dim() == 4 else project(x, weight)
     wide = weight.double().mT
-    return torch.cat([part.double() @ wide for part in x.split(_PROJECTED, dim=-2)], dim=-2)
+    parts = [part.double() @ wide for part in x.split(_PROJECTED, dim=-2)]
+    return torch.cat(parts, dim=-2) if len(parts) > 1 else parts[0]
 
 
 class _Sight(NamedTuple):
@@ -273,10 +273,10 @@ def _chosen_keys(
                 first = max(0, start - first_key) if sight.hides_nothing(start, start) else 0  # that may be hidden
                 ranks[..., first:].masked_fill_(~sight.pairs(positions, keys[first:])[:, None], nothing)
             if noise is None and q.device.type == "cpu":
-                values, slot = _top_products(ranks, width, first_key, count)
+                values, tokens = _top_products(ranks, width, first_key, count)
             else:
                 values, slot = top_k(ranks if noise is not None else rounded_ranks(ranks, width, keys), count)
-            tokens = torch.where(values == nothing, -1, slot + first_key)
+                tokens = torch.where(values == nothing, -1, slot + first_key).to(torch.int32)
             if first_key:
                 values, tokens = torch.cat([best, values], dim=-1), torch.cat([chosen, tokens], dim=-1)
                 values, slot = top_k(values, count)
@@ -307,29 +307,29 @@ def top_k(ranks: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 def _top_products(products: Tensor, width: int, first: int, count: int) -> tuple[Tensor, Tensor]:
-    """Compute `top_k` of `rounded_ranks` of products (B, 1, T, C) of the keys from position `first` on, on a CPU.
+    """Return the `count` largest `rounded_ranks` of products (B, 1, T, C) of the keys from position `first` on, or all,
+    in falling order, and their positions, −1 for hidden keys, whose products are −∞. On a CPU.
 
     Only products that reach the K-th largest maximum of a row's blocks, or round to the same number, are ranked: about
     1.4·K of them. A rank includes its position, so that numbers are sorted, not pairs.
     """
-    size, scale = products.shape[-1], _STEPS * width**-0.5
-    bound = products.new_full((), torch.finfo(products.dtype).min)  # hidden keys are −∞
+    size, scale, bound = products.shape[-1], _STEPS * width**-0.5, np.finfo(np.float64).min
     if size > count:
         number = max(1, 2 * size // (3 * count))
         maxima = products[..., : size // number * number].unflatten(-1, (number, -1)).amax(-2).numpy()
         maxima.partition(size // number - count)
-        bound = torch.from_numpy(maxima[..., size // number - count, None]).sub_(1.01 / scale).clamp_min_(bound)
-    chosen = torch.from_numpy(np.flatnonzero((products >= bound).numpy()))
-    rows = torch.arange(0, products.numel() + 1, size)
-    starts = torch.searchsorted(chosen, rows)
-    slots = starts[:-1, None] + torch.arange(int(starts.diff().max()))
-    chosen = chosen[slots.clamp_max(len(chosen) - 1)]  # (B·T, about 1.4·K)
-    ranks = products.flatten()[chosen].clamp_(-_LARGEST / scale, _LARGEST / scale)
-    ranks = rounded_ranks(ranks, width, chosen.sub_(rows[:-1, None] - first))
-    ranks.masked_fill_(slots >= starts[1:, None], -torch.inf)
-    ranks.numpy().sort()
-    values = ranks.flip(-1)[:, :count].unflatten(0, products.shape[:-1])
-    return values, ((values.ceil() - values) / _BEHIND).nan_to_num_().long() - first
+        bound = np.maximum(maxima[..., size // number - count, None] - 1.01 / scale, bound)
+    chosen = np.flatnonzero((products >= torch.as_tensor(bound)).numpy())
+    rows = np.arange(0, products.numel() + 1, size)
+    starts = chosen.searchsorted(rows)
+    slots = starts[:-1, None] + np.arange(np.diff(starts).max())
+    chosen = chosen[np.minimum(slots, len(chosen) - 1)]  # (B·T, about 1.4·K)
+    steps = np.rint(np.clip(products.numpy().reshape(-1)[chosen] * scale, -_LARGEST, _LARGEST))
+    ranks = np.where(slots < starts[1:, None], steps - _BEHIND * (chosen - (rows[:-1, None] - first)), -np.inf)
+    ranks.sort()
+    values = torch.from_numpy(ranks[:, : -count - 1 : -1].copy()).view(*products.shape[:-1], -1)
+    tokens = values.ceil().sub_(values).div_(_BEHIND)
+    return values, tokens.masked_fill_(values == -torch.inf, -1).to(torch.int32)
 
 
 def rounded_ranks(products: Tensor, width: int, keys: Tensor) -> Tensor:

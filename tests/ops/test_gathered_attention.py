@@ -55,7 +55,9 @@ def test_heads_share_keys_and_indices(groups, lists):
     k, v, index = k[:, :groups], v[:, :groups, :6], random_index(5, 6, 3, (2, lists)).to(torch.int32)
     for keys in (k[:, :, :6], k[:, :, 1:].contiguous()):
         check((q, keys, v), index)
-        torch.testing.assert_close(*(f(q, keys, v, index, scale=0.3) for f in (gathered_attention, reference)))
+        for enabled in (True, False):  # without gradients in one block
+            with torch.set_grad_enabled(enabled):
+                torch.testing.assert_close(*(f(q, keys, v, index, scale=0.3) for f in (gathered_attention, reference)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
