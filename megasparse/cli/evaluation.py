@@ -90,7 +90,7 @@ def evaluate(args: argparse.Namespace) -> None:
         options |= {"split": args.split or "test", "hash_seeds": args.hash_seeds or 1, "batch": args.batch or 1}
         result, text = evaluate_split(args.checkpoint[0], args.data, overrides=args.set, **options)
     else:
-        from megasparse.tasks.evaluate import evaluate_checkpoints, summary, write_predictions
+        from megasparse.tasks.run import evaluate_checkpoints, summary, write_predictions
 
         overrides = args.set + ([f"evaluation.batch={args.batch}"] if args.batch else [])
         result, rows = evaluate_checkpoints(args.checkpoint, overrides, args.task, args.source, args.split, log)
@@ -201,8 +201,7 @@ def predict(args: argparse.Namespace) -> None:
     are printed as JSON lines.
     """
     from megasparse.evaluation.outputs import require_writable
-    from megasparse.tasks.evaluate import predict, predict_texts, require_form, write_predictions
-    from megasparse.tasks.run import restore_task
+    from megasparse.tasks.run import predict, predict_texts, require_form, restore_task, write_predictions
 
     if args.output is not None:
         require_form(args.output)

@@ -187,8 +187,7 @@ def predict(directory: str | Path, *inputs: str) -> dict[str, Any]:
         >>> row["predicted"] in row["probabilities"]
         True
     """
-    from megasparse.tasks.evaluate import predict_texts
-    from megasparse.tasks.run import restore_task
+    from megasparse.tasks.run import predict_texts, restore_task
 
     return dict(predict_texts(restore_task(directory), inputs, lambda line: print(line, file=sys.stderr)))
 

@@ -14,9 +14,8 @@ from megasparse.ops.random import RngContext
 from megasparse.planning.dry_run import peak, reset_peak
 from megasparse.planning.flops import warn_if_long
 from megasparse.tasks.batches import fingerprint
-from megasparse.tasks.evaluate import predict_examples, validation
 from megasparse.tasks.metrics import LOWER_IS_BETTER
-from megasparse.tasks.run import TaskRun, open_run
+from megasparse.tasks.run import TaskRun, open_run, predict_examples, validation
 from megasparse.training.checkpoints.manifest import RunIdentity
 from megasparse.training.engines import build_engine
 from megasparse.training.loop import Selection, train

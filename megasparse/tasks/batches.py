@@ -19,18 +19,18 @@ from megasparse.errors import DataError
 from megasparse.tasks.task import SourceLocation
 from megasparse.training.ranks import Ranks
 
+MULTIPLE = 8  # lengths of batches are rounded up to a multiple of this, for fewer shapes, and full tiles on GPUs
+
 
 class Segments(NamedTuple):
-    """A sequence of one or two segments."""
+    """A sequence of one or two segments: tokens, int64 (L,), and types, 1 in the second segment, else 0."""
 
-    tokens: np.ndarray  # tokens, int64 (L,)
-    types: np.ndarray  # segments, int64 (L,): 1 in the second segment, 0 elsewhere
+    tokens: np.ndarray
+    types: np.ndarray
 
 
 @dataclass(frozen=True)
 class EncodedExample:
-    """An example in the form that the model reads."""
-
     sequences: tuple[Segments, ...]  # one sequence, or two if the task has towers
     label: Any
     location: SourceLocation
@@ -46,6 +46,15 @@ class EncodedExample:
         yield f"{self.label!r} {[len(sequence.tokens) for sequence in self.sequences]}\n".encode()
         for sequence in self.sequences:
             yield sequence.tokens.tobytes()
+
+
+def fingerprint(examples: Sequence[EncodedExample]) -> str:
+    """Return the SHA-256 of the training data: tokens and labels, in order."""
+    digest = hashlib.sha256()
+    for example in examples:
+        for piece in example.content():
+            digest.update(piece)
+    return digest.hexdigest()
 
 
 @dataclass
@@ -93,15 +102,10 @@ class ExampleCounts:
         return notes
 
 
-MULTIPLE = 8  # lengths of batches are rounded up to a multiple of this, for fewer shapes, and full tiles on GPUs
-
-
 class Movable:
     """Dataclass of tensors and other values, nested or not, that can be moved to a device."""
 
     def to(self, device: torch.device) -> Any:
-        """Return a copy on a device."""
-
         def moved(value: Any) -> Any:
             if isinstance(value, tuple):
                 return tuple(map(moved, value))
@@ -112,18 +116,22 @@ class Movable:
 
 @dataclass(frozen=True)
 class Padded(Movable):
-    """The sequences of a batch, padded to one length."""
+    """The sequences of a batch, padded to one length: tokens and types as in Segments, (B, L), 0 for padding."""
 
-    tokens: Tensor  # tokens, int64 (B, L), 0 for padding
-    types: Tensor  # segments, int64 (B, L): 1 in the second segment
+    tokens: Tensor
+    types: Tensor
     lengths: Tensor  # number of real tokens, int64 (B,), at least 1; they come first
 
     @property
     def mask(self) -> Tensor | None:
         """Mask of real tokens, bool (B, L); None if all are real."""
-        positions = torch.arange(self.tokens.shape[1], device=self.tokens.device)
-        mask = positions < self.lengths.unsqueeze(1)
+        mask = first(self.lengths, self.tokens.shape[1])
         return None if bool(mask.all()) else mask
+
+
+def first(counts: Tensor, width: int) -> Tensor:
+    """Return a mask (…, width) of the first `counts` entries."""
+    return torch.arange(width, device=counts.device) < counts.unsqueeze(-1)
 
 
 @dataclass(frozen=True)
@@ -132,18 +140,19 @@ class Inputs(Movable):
 
     sequences: tuple[Padded, ...]  # one sequence per example, or two if the task has towers
     labels: Tensor | None  # (B,) int64 classes or fp32 numbers; None without labels
-    marks: Tensor | None = None
-    """Positions, int64 (B, K), of the scores of each example's candidates in a choice, padded with -1."""
+    marks: Tensor | None = None  # int64 (B, K): positions of the candidates' scores in a choice, padded with -1
 
     def numel(self) -> int:
         """Return the number of tokens without padding."""
         return sum(int(sequence.lengths.sum()) for sequence in self.sequences)
 
 
-def side_by_side(rows: Sequence[Any], limit: int) -> tuple[Tensor, Tensor]:
-    """Stack rows of integers to (B, W) int64, padded with 0, W a multiple of 8 or the limit. Return lengths too."""
-    width = min(limit, -(-max(1, *map(len, rows)) // MULTIPLE) * MULTIPLE)
-    table = np.zeros((len(rows), width), dtype=np.int64)
+def side_by_side(rows: Sequence[Any], limit: int | None = None, fill: int = 0) -> tuple[Tensor, Tensor]:
+    """Stack rows of integers to (B, W) int64, padded with `fill`, W a multiple of 8, at most the limit, or without a
+    limit the longest row. Return lengths too."""
+    longest = max(map(len, rows))
+    width = longest if limit is None else min(limit, -(-max(1, longest) // MULTIPLE) * MULTIPLE)
+    table = np.full((len(rows), width), fill, dtype=np.int64)
     for number, row in enumerate(rows):
         table[number, : len(row)] = row
     return torch.from_numpy(table), torch.tensor([len(row) for row in rows])
@@ -167,25 +176,16 @@ class ExampleBatches(Steps):
 
     The i-th example is a pure function of (seed, i), and the ranks split each global batch, whatever their number.
     Within a global batch, examples are sorted by length, so that micro-batches contain little padding; each example
-    keeps its global sample number, on which random draws depend.
+    keeps its global sample number, on which random draws depend. start: first sample number, a checkpoint's position.
     """
 
     def __init__(
-        self,
-        examples: Sequence[EncodedExample],
-        *,
-        seed: int,
-        global_batch: int,
-        micro_batch: int,
-        ranks: Ranks,
-        collate: Callable[[Sequence[EncodedExample]], Any],
-        start: int = 0,
-    ):
-        """Prepare the batches of a run. start: first global sample number, a checkpoint's position."""
+        self, examples: Sequence[Any], *, seed: int, global_batch: int, micro_batch: int, ranks: Ranks,
+        collate: Callable[[Sequence[Any]], Any], start: int = 0,
+    ):  # fmt: skip
         self.examples, self.seed, self.collate = examples, seed, collate
         self.global_batch, self.micro_batch, self.ranks = global_batch, micro_batch, ranks
-        self.position = start
-        self._epoch: tuple[int, np.ndarray] | None = None
+        self.position, self._epoch = start, -1
 
     def __next__(self) -> Step:
         micro_batches = self._deal()
@@ -195,24 +195,15 @@ class ExampleBatches(Steps):
             batches.append(Batch(inputs, torch.tensor([sample for _, sample in share])))
         return Step(batches, self.position, 0.0)
 
-    def _deal(self) -> list[list[tuple[EncodedExample, int]]]:
+    def _deal(self) -> list[list[tuple[Any, int]]]:
         """Return the micro-batches of all ranks, as examples with their sample numbers, and advance the position."""
         samples = range(self.position, self.position + self.global_batch)
         self.position = samples.stop
         located = sorted(((self._locate(sample), sample) for sample in samples), key=lambda pair: pair[0].length)
         return [located[first : first + self.micro_batch] for first in range(0, len(samples), self.micro_batch)]
 
-    def _locate(self, sample: int) -> EncodedExample:
+    def _locate(self, sample: int) -> Any:
         epoch, index = divmod(sample, len(self.examples))
-        if self._epoch is None or self._epoch[0] != epoch:
-            self._epoch = (epoch, permutation(len(self.examples), self.seed, epoch))
-        return self.examples[int(self._epoch[1][index])]
-
-
-def fingerprint(examples: Sequence[EncodedExample]) -> str:
-    """Return the SHA-256 of the training data: tokens and labels, in order."""
-    digest = hashlib.sha256()
-    for example in examples:
-        for piece in example.content():
-            digest.update(piece)
-    return digest.hexdigest()
+        if self._epoch != epoch:
+            self._epoch, self._order = epoch, permutation(len(self.examples), self.seed, epoch)
+        return self.examples[int(self._order[index])]

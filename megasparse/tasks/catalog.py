@@ -47,9 +47,7 @@ from megasparse.tasks.task import HUB, Example, SourceLocation, Task, examples_o
 class Entry:
     """A task whose files contain one example per row."""
 
-    files: Sequence[Mapping[str, str | Sequence[str]]] = (
-        {"train": "train.tsv", "validation": "dev.tsv", "test": "test.tsv"},
-    )
+    files: Sequence[Mapping[str, Any]] = ({"train": "train.tsv", "validation": "dev.tsv", "test": "test.tsv"},)
     """Official files of each split, or alternatives, of which the first that exists is read. Files of the split "" are
     split by position."""
     rows: str = "tab_separated()"  # reader of a file, one of FUNCTIONS
@@ -57,12 +55,10 @@ class Entry:
     mark: str = ""  # separator of the fields if it is not a tab
     text: Sequence[str] = ()  # column of each input, or a function of the row; () reads `task.text` and `task.label`
     label: str = "label"  # column of the label, or a function of the row
-    classes: Sequence[str] | None = None
-    """Names of the classes by number; None if the label is a number from 0 to 5, or a text."""
+    classes: Sequence[str] | None = None  # by number; None if the label is a number from 0 to 5, or a text
     metrics: Sequence[str] = ("accuracy",)
     inner: str = ""  # folders, separated by |, that an archive of the files unpacks to
-    identifier: str = "index|idx|id"
-    """Column, or columns separated by spaces, of the official ids; without one, rows are numbered."""
+    identifier: str = "index|idx|id"  # column, or columns separated by spaces, of the ids; without, rows are numbered
     hub: str = ""  # OWNER/NAME/CONFIGURATION of the dataset with the same columns on the Hub
     form: str = "labels"
     towers: bool = False
@@ -77,14 +73,13 @@ class RowTask(Task):
 
     def __init__(self, config: TaskConfig, entry: Entry):
         super().__init__(config)
-        self.text, self.label, self.configured = tuple(entry.text), entry.label, not entry.text
-        if self.configured:
-            self.text, self.label = tuple(config.text), config.label
-            if entry.form == "texts" and len(self.text) != 1:
-                problem = f'{len(self.text)} names, but "{config.name}" reads one text'
-                raise ConfigError("task.text", problem, 'Use one: task.text=["NAME"]')
-            if self.label in self.text:
-                raise ConfigError("task.label", f'"{self.label}" is also task.text', "Use different names")
+        self.configured = not entry.text
+        self.text, self.label = (config.text, config.label) if self.configured else (entry.text, entry.label)
+        if self.configured and entry.form == "texts" and len(self.text) != 1:
+            problem = f'{len(self.text)} names, but "{config.name}" reads one text'
+            raise ConfigError("task.text", problem, 'Use one: task.text=["NAME"]')
+        if self.configured and self.label in self.text:
+            raise ConfigError("task.label", f'"{self.label}" is also task.text', "Use different names")
         self.name, self.entry, self.metrics, self.form = config.name, entry, tuple(entry.metrics), entry.form
         self.segments, self.towers, self.vocabulary = len(self.text), entry.towers, entry.vocabulary
         self._numbers = {name: i for i, names in enumerate(entry.classes or ()) for name in names.split("|")}
@@ -107,12 +102,10 @@ class RowTask(Task):
 
     def read(self, file: Path) -> Iterator[Example]:
         file, part = split_name(file)
-        if is_dataset(file):
-            yield from examples_of(file, dataset_rows(file, part or "train"), self.example)
-            return
-        incomplete = []
-        for example in examples_of(file, self.rows(file), self.example, part):
-            if part and self.entry.whole and not (str(example.inputs[0]).strip() and example.label):
+        incomplete, of_dataset = [], is_dataset(file)
+        rows = dataset_rows(file, part or "train") if of_dataset else self.rows(file)
+        for example in examples_of(file, rows, self.example, None if of_dataset else part):
+            if part and not of_dataset and self.entry.whole and not (str(example.inputs[0]).strip() and example.label):
                 incomplete.append(str(example.location.line))
             else:
                 yield example
@@ -157,27 +150,29 @@ class RowTask(Task):
             return value.strip() if isinstance(value, str) else None
         if value is None and not self.configured:
             return None
-        if self.configured:
-            value = label_text(value, name, location)
-        text = value if isinstance(value, str) else json.dumps(value)
+        text = label_text(value, name, location) if self.configured else json_text(value)
         if self.classes is not None:
             return self._numbers[text] if text in self._numbers else self.class_of(text, location)
         number = parse_number(text if self.configured else text.strip())
-        if number is None and self.configured:
-            hint = "Write one, such as 3.5; or treat labels as classes: --set task.labels=null"
-            raise DataError(str(location), f'"{text[:80]}" in the column "{name}" is not a number', hint)
         if number is None or not (self.configured or 0.0 <= number <= 5.0):
-            raise DataError(str(location), f'"{text[:80]}" is not a similarity from 0 to 5', "Correct it")
+            kind, hint = "similarity from 0 to 5", "Correct it"
+            if self.configured:
+                kind, hint = "number", "Write one, such as 3.5; or treat labels as classes: --set task.labels=null"
+            raise DataError(str(location), f'"{text[:80]}" in the column "{name}" is not a {kind}', hint)
         return number
+
+
+def json_text(value: Any) -> str:
+    """Return a text unchanged, and any other value as JSON."""
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def label_text(value: Any, column: str, location: SourceLocation) -> str:
     """Return the text of a label: unchanged in CSV and TSV; in JSON as JSON, without quotation marks."""
     if value is None or isinstance(value, dict | list):
-        problem = f'{json.dumps(value, ensure_ascii=False)[:80]} in the column "{column}" is not a label'
+        problem = f'{json_text(value)[:80]} in the column "{column}" is not a label'
         raise DataError(str(location), problem, "Write a text, a number, true or false")
-    text = value if isinstance(value, str) else json.dumps(value)
-    if not text.strip():
+    if not (text := json_text(value)).strip():
         raise DataError(str(location), f'no label in the column "{column}"', "Write one, or remove the row")
     return text
 
@@ -186,14 +181,13 @@ class Table(RowTask):
     """A CSV file (quoted as in RFC 4180) or TSV file (no quoting) with column names in its first line, a file of JSON
     objects, one per line (.jsonl), or a Hugging Face dataset. The label column is optional.
 
-    Labels are classes, given by their text (in JSON, numbers, true and false too); or numbers to predict, if
-    task.labels is []; or the answers of `text_table`. An empty class or number is an error.
+    Labels are classes, given by their text (in JSON, numbers, true and false too), those of the training file if
+    task.labels is null; or numbers to predict, if task.labels is []; or the answers of `text_table`.
     """
 
     source_is_file = True
 
     def __init__(self, config: TaskConfig, entry: Entry):
-        """Read the labels of the training file if task.labels is null. Raises DataError too."""
         super().__init__(config, entry)
         labels = config.labels
         if self.form == "texts":
@@ -203,7 +197,7 @@ class Table(RowTask):
             return
         if labels is not None and (len(set(labels)) < len(labels) or len(labels) < 2):
             hint = "List two classes or more, each once; [] predicts numbers, null uses the training file's classes"
-            raise ConfigError("task.labels", f"{json.dumps(labels, ensure_ascii=False)[:80]} is not valid", hint)
+            raise ConfigError("task.labels", f"{json_text(labels)[:80]} is not valid", hint)
         self.classes = tuple(labels) if labels is not None else self._classes_of(find_file(config.source))
         self.config = config.model_copy(update={"labels": list(self.classes)})
         numbers = [parse_number(label) for label in self.classes]
@@ -222,8 +216,7 @@ class Table(RowTask):
     def _classes_of(self, file: Path) -> tuple[str, ...]:
         """Return the labels in a file, sorted by number if all are numbers, else by text."""
         column = self.config.label
-        labels = ((location, field(row, column, location, "task.label")) for location, row in table_rows(file))
-        names = {label_text(label, column, location) for location, label in labels}
+        names = {label_text(field(row, column, at, "task.label"), column, at) for at, row in table_rows(file)}
         if len(names) < 2:
             problem = f'{len(names)} labels in the column "{column}" ({", ".join(names)[:80]})'
             raise DataError(file, problem, "Use a file with two classes or more, or list them in task.labels")
@@ -257,9 +250,10 @@ class ParallelText(RowTask):
         if splits := super().files(folder):
             return splits
         for file in sorted(folder.iterdir()):
-            stem = file.name.removesuffix(".gz").removesuffix(f".{self.source}")
+            name = file.name.removesuffix(".gz")
+            stem = name.removesuffix(f".{self.source}")
             split = self.stems.get(stem, stem if stem.startswith("test") else None)
-            if split is None or file.name.removesuffix(".gz") != f"{stem}.{self.source}":
+            if split is None or stem == name:
                 continue
             if split in splits:
                 problem = f"{splits[split][0].name} and {file.name} are both in its {split} split"
@@ -296,10 +290,9 @@ class ParallelText(RowTask):
         if name.endswith(f".{self.target}"):
             problem = f'its suffix is the target\'s, task.label = "{self.target}"'
             raise DataError(file, problem, f"Use the source's file, *.{self.source}")
-        if not name.endswith(f".{self.source}"):
-            return None
         other = f"{name.removesuffix(self.source)}{self.target}"
-        return next((path for path in (file.with_name(other), file.with_name(f"{other}.gz")) if path.exists()), None)
+        paths = [file.with_name(other), file.with_name(f"{other}.gz")] if name.endswith(f".{self.source}") else []
+        return next((path for path in paths if path.exists()), None)
 
 
 DIGITS = tuple("0123456789")
@@ -336,11 +329,8 @@ def sts_rows(file: Path) -> Rows:
 
 
 def xml_pairs(file: Path) -> Rows:
-    """Read the <pair>s of an RTE challenge's XML file: attributes, and texts by element.
-
-    Nothing outside the file is read. Entity declarations are an error, because with them a small file can expand to a
-    large one. Raises DataError also if the file is not XML.
-    """
+    """Read the <pair>s of an RTE challenge's XML file: attributes, and texts by element. Entity declarations are an
+    error, because with them a small file can expand to a large one."""
     data = whole_bytes(file)
     try:
         if b"<!ENTITY" in data:
@@ -352,26 +342,24 @@ def xml_pairs(file: Path) -> Rows:
         raise DataError(file, f"is in an encoding that cannot be read ({error})", "Convert it to UTF-8") from None
     for number, pair in enumerate(root.iter("pair"), 1):
         location, texts = SourceLocation(file, number), {part.tag: part.text or "" for part in pair}
-        if len(texts) < len(pair) or any(len(part) for part in pair) or "id" not in pair.attrib:
-            problem = "a pair without an id, or with a repeated or nested element"
-            yield location, DataError(str(location), problem, HINT)
-        else:
-            yield location, {**pair.attrib, **texts}
+        wrong = len(texts) < len(pair) or any(len(part) for part in pair) or "id" not in pair.attrib
+        problem = "a pair without an id, or with a repeated or nested element"
+        yield location, DataError(str(location), problem, HINT) if wrong else {**pair.attrib, **texts}
 
 
 def review_files(path: Path) -> Rows:
     """Read one review per file: those in neg/ and pos/ by the numbers in their names, or a single one of them."""
     files = [path]
     if path.is_dir():
-        files = []
-        for folder in (path / "neg", path / "pos"):
-            if not (reviews := sorted(folder.glob("*.txt"), key=lambda review: natural(review.name))):
-                raise DataError(folder, "contains no *.txt", "Use a folder with neg/*.txt and pos/*.txt")
-            files += reviews
+        folders = [sorted((path / name).glob("*.txt"), key=lambda file: natural(file.name)) for name in ("neg", "pos")]
+        if not all(folders):
+            folder = path / ("pos" if folders[0] else "neg")
+            raise DataError(folder, "contains no *.txt", "Use a folder with neg/*.txt and pos/*.txt")
+        files = [*folders[0], *folders[1]]
     for file in files:
-        label, location = file.resolve().parent.name, SourceLocation(file)
+        label = file.resolve().parent.name
         row = {"text": whole_text(file), "id": f"{label}/{file.stem}" if path.is_dir() else file.stem}
-        yield location, row | ({"label": label} if label in ("neg", "pos") else {})
+        yield SourceLocation(file), row | ({"label": label} if label in ("neg", "pos") else {})
 
 
 def polarity_rows(file: Path) -> Rows:
@@ -382,8 +370,8 @@ def polarity_rows(file: Path) -> Rows:
     except UnicodeDecodeError:
         text = data.decode("latin-1")
     label = {"label": name} if name in ("neg", "pos") else {}
-    sentences = text.split("\n")  # splitlines would also split at a Latin-1 control character
-    for number, sentence in enumerate(sentences[: -1 if not sentences[-1] else None], 1):
+    # splitlines would also split at a Latin-1 control character
+    for number, sentence in enumerate(text.removesuffix("\n").split("\n") if text else [], 1):
         yield SourceLocation(file, number), {"text": sentence.removesuffix("\r"), **label}
 
 
@@ -394,30 +382,26 @@ def every_33rd(file: Path) -> Rows:
 
 
 def sentences(row: dict[str, Any], column: str) -> list[str]:
-    """Return the sentences of a paper. Raises ValueError if the column contains something else."""
+    """Return the sentences of a paper. Raises ValueError for others."""
     values = row[column]
     if not isinstance(values, list) or not all(isinstance(sentence, str) for sentence in values):
         raise ValueError(f'"{column}" is not a list of sentences')
     return [sentence.strip() for sentence in values]
 
 
-def abstract(row: dict[str, Any]) -> str | None:
-    """Return the sentences of an abstract by line, without the tags <S> and </S> around them."""
-    if "abstract_text" not in row:
-        return None
-    return "\n".join(one.removeprefix("<S>").removesuffix("</S>").strip() for one in sentences(row, "abstract_text"))
-
-
 READERS = (
     *(tab_separated, comma_separated, json_lines, cola_rows, sts_rows, xml_pairs, review_files, polarity_rows),
-    *(every_33rd, class_folders, token_ids, grey_pixels, abstract),
+    *(every_33rd, class_folders, token_ids, grey_pixels),
 )
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     **{f"{function.__name__}()": function for function in READERS},
-    "paper()": lambda row: " ".join(sentences(row, "article_text")),
-    "article()": lambda row: " ".join(
-        [row[name] for name in (["text"] if "text" in row else ["title", "description"])]
+    "abstract()": lambda row: (
+        "\n".join(one.removeprefix("<S>").removesuffix("</S>").strip() for one in sentences(row, "abstract_text"))
+        if "abstract_text" in row
+        else None
     ),
+    "paper()": lambda row: " ".join(sentences(row, "article_text")),
+    "article()": lambda row: " ".join([row["text"]] if "text" in row else [row["title"], row["description"]]),
     "title_and_abstract()": lambda row: " ".join(filter(None, (row["title"], row["abstract"]))),
     "joined_sentences()": lambda row: " ".join(map(str.strip, row["text"].split("<sssss>"))),
     "stripped_text()": lambda row: str(row["text"]).strip(),

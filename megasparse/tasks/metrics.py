@@ -28,9 +28,8 @@ def bootstrap_interval(
     seed: int,
     step: Callable[[], object] = lambda: None,
 ) -> tuple[float | None, float | None]:
-    """Return the percentile interval (Efron 1979) of a metric over resampled pairs of label and answer.
-
-    labels, predicted: (N,). step: called after each of RESAMPLES. Returns (None, None) for a single example.
+    """Return the percentile interval (Efron 1979) of a metric over resampled pairs of label and answer, (N,) each;
+    (None, None) for a single example. step: called after each of RESAMPLES.
     """
     from scipy.stats import bootstrap
 
@@ -60,38 +59,23 @@ def t_interval(values: Sequence[float]) -> tuple[float | None, float | None]:
 cached = lru_cache(1 << 19)  # decorator with a cache that fits the impressions of MIND's validation set
 
 
-def _mean(labels: np.ndarray, predicted: np.ndarray, metric: Callable[..., float]) -> float:
-    """Return the mean of a metric over impressions."""
-    return statistics.fmean(map(metric, labels, predicted))
-
-
 def ranking(scores: Sequence[float]) -> np.ndarray:
     """Return the candidates' indices, (C,) int64, highest score first."""
     return np.argsort(np.asarray(scores), kind="stable")[::-1]
 
 
 @cached
-def _auc(clicked: tuple[int, ...], scores: tuple[float, ...]) -> float:
-    from sklearn.metrics import roc_auc_score
+def _of_impression(clicked: tuple[int, ...], scores: tuple[float, ...], name: str) -> float:
+    """Compute AUC; the reciprocal rank, Σ y_i/rank_i ÷ Σ y_i; or nDCG from ranks, so without ties."""
+    from sklearn.metrics import ndcg_score, roc_auc_score
 
-    return float(roc_auc_score(clicked, scores))
-
-
-@cached
-def _mrr(clicked: tuple[int, ...], scores: tuple[float, ...]) -> float:
-    """Compute Σ y_i/rank_i ÷ Σ y_i."""
-    hits = np.asarray(clicked)[ranking(scores)]
-    return float((hits / np.arange(1, len(hits) + 1)).sum() / hits.sum())
-
-
-@cached
-def _ndcg(clicked: tuple[int, ...], scores: tuple[float, ...], k: int) -> float:
-    """Compute nDCG from ranks: without ties, over which scikit-learn would average."""
-    from sklearn.metrics import ndcg_score
-
-    order = np.empty(len(scores))
-    order[ranking(scores)] = np.arange(len(scores), 0, -1)
-    return float(ndcg_score([clicked], [order], k=k))
+    if name == "auc":
+        return float(roc_auc_score(clicked, scores))
+    order, ranks = ranking(scores), np.arange(1, len(scores) + 1)
+    hits = np.asarray(clicked)[order]
+    if name == "mrr":
+        return float((hits / ranks).sum() / hits.sum())
+    return float(ndcg_score([hits], [-ranks], k=int(name.removeprefix("ndcg"))))
 
 
 SACREBLEU: dict[str, tuple[str, dict[str, Any]]] = {
@@ -104,18 +88,6 @@ SACREBLEU: dict[str, tuple[str, dict[str, Any]]] = {
 in Reformer's Table 4."""
 ROUGE = ("rouge1", "rouge2", "rougeL", "rougeLsum")
 """Words, word pairs, longest common subsequence, union of subsequences over sentences (CNN/DailyMail's ROUGE-L)."""
-
-
-def _corpus_score(labels: np.ndarray, predicted: np.ndarray, name: str) -> float:
-    """Compute corpus BLEU (Papineni et al. 2002, Post 2018) or chrF (F2 of character n-grams to 6, Popović 2015), 0 to
-    100."""
-    sums = np.array([_counts(name, *pair) for pair in zip(labels, predicted, strict=True)]).sum(0).tolist()
-    return float(_scorer(name)._compute_score_from_stats(sums).score)
-
-
-def _mean_rouge(labels: np.ndarray, predicted: np.ndarray, name: str) -> float:
-    """Compute the mean F1 over examples (Lin 2004), 0 to 1, of stemmed words of the letters a to z and digits."""
-    return float(np.mean([_rouge(label, answer)[name] for label, answer in zip(labels, predicted, strict=True)]))
 
 
 def signature(name: str) -> str | None:
@@ -144,16 +116,12 @@ def _scorer(name: str) -> Any:
 
 
 @cached
-def _counts(name: str, reference: str, hypothesis: str) -> tuple[int, ...]:
-    """Return the statistics of a pair, whose sums determine the score, as sacrebleu's resampling does."""
+def _of_texts(reference: str, hypothesis: str, name: str) -> Any:
+    """Return the F1 of each of ROUGE, or the statistics whose sums determine a score, as in sacrebleu's resampling."""
+    if name in ROUGE:
+        scores = _scorer(ROUGE[0]).score(reference, hypothesis)
+        return {name: scores[name].fmeasure for name in ROUGE}
     return tuple(_scorer(name)._extract_corpus_statistics([hypothesis], [[reference]])[0])
-
-
-@cached
-def _rouge(reference: str, hypothesis: str) -> dict[str, float]:
-    """Return the F1 of each of ROUGE."""
-    scores = _scorer(ROUGE[0]).score(reference, hypothesis)
-    return {name: scores[name].fmeasure for name in ROUGE}
 
 
 SKLEARN: dict[str, tuple[str, dict[str, Any]]] = {
@@ -167,36 +135,40 @@ SKLEARN: dict[str, tuple[str, dict[str, Any]]] = {
 """Functions of scikit-learn and their settings by metric. f1 is for class 1, as in GLUE's MRPC and QQP; macro_f1 is the
 mean over classes that occur among labels or predictions; Matthews' correlation is CoLA's metric."""
 CORRELATIONS = ("matthews", "pearson", "spearman")
-LOWER_IS_BETTER = ("mse", "mae")
-"""Metrics for which lower is better. They are computed over all numbers of all examples."""
+LOWER_IS_BETTER = ("mse", "mae")  # computed over all numbers of all examples
+RANKING = ("auc", "mrr", "ndcg5", "ndcg10")
 
 
-def _of_labels(labels: np.ndarray, predicted: np.ndarray, name: str) -> float:
-    from scipy import stats
-    from sklearn import metrics
-
+def _score(labels: np.ndarray, predicted: np.ndarray, name: str) -> float:
+    pairs = zip(labels, predicted, strict=True)
+    if name in RANKING:
+        return statistics.fmean(_of_impression(*pair, name) for pair in pairs)
+    if name in ROUGE:
+        return float(np.mean([_of_texts(*pair, ROUGE[0])[name] for pair in pairs]))
+    if name in SACREBLEU:
+        sums = np.array([_of_texts(*pair, name) for pair in pairs]).sum(0).tolist()
+        return float(_scorer(name)._compute_score_from_stats(sums).score)
     if name in CORRELATIONS and not (len(labels) > 1 and np.ptp(labels) > 0 and np.ptp(predicted) > 0):
         return 0.0
     if name in LOWER_IS_BETTER:
         labels, predicted = (np.concatenate([*map(np.ravel, values)]) for values in (labels, predicted))
     if name in SKLEARN:
+        from sklearn import metrics
+
         function, settings = SKLEARN[name]
         return float(getattr(metrics, function)(labels, predicted, **settings))
+    from scipy import stats
+
     return float(getattr(stats, f"{name}r")(labels, predicted).statistic)
 
 
 METRICS: dict[str, Callable[[np.ndarray, np.ndarray], float]] = {
-    **{name: partial(_of_labels, name=name) for name in (*SKLEARN, "pearson", "spearman")},
-    **{name: partial(_corpus_score, name=name) for name in SACREBLEU},
-    **{name: partial(_mean_rouge, name=name) for name in ROUGE},
-    "auc": partial(_mean, metric=_auc),
-    "mrr": partial(_mean, metric=_mrr),
-    "ndcg5": partial(_mean, metric=partial(_ndcg, k=5)),
-    "ndcg10": partial(_mean, metric=partial(_ndcg, k=10)),
+    name: partial(_score, name=name) for name in (*SKLEARN, "pearson", "spearman", *SACREBLEU, *ROUGE, *RANKING)
 }
 """Metric of (labels (N,), answers (N,)): class numbers, numbers, or objects of another form, such as texts. A
-correlation with a constant is undefined and returns 0. BLEU and chrF range from 0 to 100, as usual, ROUGE from 0 to
-1."""
+correlation with a constant is undefined and returns 0. BLEU (Papineni et al. 2002, Post 2018) and chrF (F2 of character
+n-grams to 6, Popović 2015) range from 0 to 100, as usual; ROUGE is the mean F1 over examples (Lin 2004), from 0 to 1,
+of stemmed words of the letters a to z and digits."""
 
 
 def require_metrics(names: Sequence[str]) -> None:

@@ -1,35 +1,47 @@
-"""Preparation of a fine-tuning run (task, examples, model, configuration), and loading of a finished one."""
+"""Fine-tuning runs: their preparation (task, examples, model, configuration), the loading of a finished one, and its
+evaluation: predictions, official metrics with intervals, and files. N examples.
+"""
 
+import csv
+import io
 import json
 import math
 import os
+import platform
+import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from importlib.metadata import distributions
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
+import torch
 from tqdm import tqdm
 
+from megasparse import __version__
 from megasparse.config.files import find_file
 from megasparse.config.finetuning import FinetuneConfig
 from megasparse.config.load import build_settings
 from megasparse.data.batches import Steps, check_shares
 from megasparse.data.order import permutation
-from megasparse.errors import CheckpointError, ConfigError, DataError, did_you_mean
-from megasparse.tasks.backbones import add_adapters
+from megasparse.errors import CheckpointError, ConfigError, DataError, UserError, did_you_mean
+from megasparse.evaluation.outputs import whole_file
+from megasparse.ops.random import EVALUATION_STEP, RngContext
 from megasparse.tasks.batches import EncodedExample, ExampleBatches
 from megasparse.tasks.catalog import build_task
-from megasparse.tasks.form import Form
+from megasparse.tasks.form import ChoiceForm, Form, LabelForm, column
 from megasparse.tasks.forms.forecast import ForecastForm
-from megasparse.tasks.forms.labels import ChoiceForm, LabelForm
 from megasparse.tasks.forms.ranking import RankingForm
 from megasparse.tasks.forms.texts import TextForm, TokenBatches, packed, sizes_of
-from megasparse.tasks.metrics import require_metrics
-from megasparse.tasks.start import FOLDER, Start, body_of_run, open_start, require_length
-from megasparse.tasks.task import Example, Task, split_files
+from megasparse.tasks.metrics import METRICS, RESAMPLES, bootstrap_interval, require_metrics, signature, t_interval
+from megasparse.tasks.start import COPY, FOLDER, Start, add_adapters, body_of_run, open_start, require_length
+from megasparse.tasks.task import Example, SourceLocation, Task, chosen_files, sha256_of, split_files
 from megasparse.training.checkpoints.checkpoint import Checkpoint, find_checkpoint, load_weights
 from megasparse.training.checkpoints.manifest import read_manifest
-from megasparse.training.ranks import Ranks, start_ranks
+from megasparse.training.engines.contract import Engine
+from megasparse.training.ranks import Ranks, RunHooks, check_stop, start_ranks
+from megasparse.training.run import Evaluate
 
 FORMS: dict[str, type[Form]] = {
     "labels": LabelForm, "choice": ChoiceForm, "forecast": ForecastForm, "ranking": RankingForm, "texts": TextForm,
@@ -66,11 +78,9 @@ def restore_task(directory: str | Path, overrides: Sequence[str] = (), task: str
         hint = "Evaluate it with megasparse evaluate --data, or fine-tune it first: megasparse finetune"
         raise CheckpointError(checkpoint.path, "belongs to a pretrained model, without a task", hint)
     trained = build_task(settings.task)
-    changes = []
-    if task not in (None, trained.name):
-        changes.append(f"task.name={json.dumps(task)}")
-        if task == "table":
-            changes.append(f"task.labels={json.dumps(list(trained.classes or ()))}")
+    changes = [] if task in (None, trained.name) else [f"task.name={json.dumps(task)}"]
+    if changes and task == "table":
+        changes.append(f"task.labels={json.dumps(list(trained.classes or ()))}")
     config = build_settings(settings.model_dump(mode="json"), [*overrides, *changes], FinetuneConfig)
     for key in ("model", "lora"):
         if getattr(config, key) != getattr(settings, key):
@@ -84,8 +94,7 @@ def restore_task(directory: str | Path, overrides: Sequence[str] = (), task: str
     form = FORMS[chosen.form](chosen, config)
     body, tokenizer = body_of_run(run, settings.model_copy(update={"start": config.start}), form, checkpoint)
     if tokenizer.sha256 != checkpoint.manifest["tokenizer"].get("sha256"):
-        hint = "Copy the whole run folder again"
-        raise CheckpointError(run / FOLDER, "its tokenizer is not the one of the checkpoint's training", hint)
+        raise CheckpointError(run / FOLDER, "its tokenizer is not the one of the checkpoint's training", COPY)
     require_length(config, body)
     ranks = start_ranks(config.run.model_copy(update={"engine": "torch"}))
     model = form.model(body)
@@ -100,10 +109,8 @@ def restore_task(directory: str | Path, overrides: Sequence[str] = (), task: str
 def chosen_checkpoint(directory: Path) -> Path:
     """Return `directory` if it is a checkpoint, else a run's best checkpoint by validation, else its newest."""
     newest = find_checkpoint(directory)
-    if newest == directory:
-        return directory
-    best = (read_manifest(newest).get("state", {}).get("selection") or {}).get("step")
-    return newest if best is None else newest.with_name(f"{best:08d}")
+    best = newest != directory and (read_manifest(newest).get("state", {}).get("selection") or {}).get("step")
+    return newest.with_name(f"{best:08d}") if best else newest
 
 
 HELD_OUT = 1 << 20  # key of the permutation that selects held-out examples; not the number of an epoch
@@ -113,8 +120,7 @@ HELD_OUT = 1 << 20  # key of the permutation that selects held-out examples; not
 class TaskRun:
     """Parts of a fine-tuning run."""
 
-    config: FinetuneConfig
-    """Configuration with the number of steps, labels and digest of the pretrained weights filled in."""
+    config: FinetuneConfig  # with the number of steps, labels and digest of the pretrained weights filled in
     form: Form
     start: Start
     model: Any  # the model of `form.model` around the start's body
@@ -177,22 +183,18 @@ def encode_all(form: Form, split: str, examples: Iterable[Example], say: Callabl
 def read_examples(task: Task, config: FinetuneConfig) -> tuple[list[Example], list[Example]]:
     """Return training and validation examples. Raises DataError if there are none, or if one lacks a label."""
     settings, seed, source = config.task, config.run.seed, find_file(config.task.source)
-    files = split_files(task, source, "train")
-    held_out_files = None  # the official split of the source, or your own folder or file
-    if settings.validation is not None and not (other := Path(settings.validation)).is_dir():
-        held_out_files = [other]
-    elif settings.validation is not None or "validation" in task.files(source):
-        held_out_files = split_files(task, Path(settings.validation or source), "validation")
-    train = list(read_files(task, files))
-    if held_out_files is not None:
-        held_out = list(read_files(task, held_out_files))
+    train = list(read_files(task, split_files(task, source, "train")))
+    other = None if settings.validation is None else Path(settings.validation)
+    if other is not None and not other.is_dir():
+        held_out = list(task.read(other))
+    elif other is not None or "validation" in task.files(source):  # the official split of the source, or your folder
+        held_out = list(read_files(task, split_files(task, other or source, "validation")))
     else:
         order = permutation(len(train), seed, HELD_OUT)
         count = max(1, round(settings.validation_fraction * len(train)))
         if count >= len(train):
             raise DataError(settings.source, f"{len(train)} examples are too few to hold some out", "Add examples")
-        held_out = [train[i] for i in sorted(order[:count])]
-        train = [train[i] for i in sorted(order[count:])]
+        held_out, train = ([train[i] for i in sorted(part)] for part in (order[:count], order[count:]))
     if settings.limit and settings.limit < len(train):
         train = [train[i] for i in sorted(permutation(len(train), seed, HELD_OUT, 1)[: settings.limit])]
     return list(labelled(train, "training", source)), list(labelled(held_out, "validation", source))
@@ -206,14 +208,13 @@ def read_files(task: Task, files: Sequence[Path]) -> Iterator[Example]:
 
 def labelled(examples: Iterable[Example], name: str, source: str | Path) -> Iterator[Example]:
     """Yield the examples. Raises DataError if there are none, or if one lacks a label."""
-    empty = True
+    example = None
     for example in examples:
-        empty = False
         if example.label is None:
             hint = "Use a labelled file; megasparse predict labels others"
             raise DataError(str(example.location), "lacks a label to learn from or to compare with", hint)
         yield example
-    if empty:
+    if example is None:
         raise DataError(source, f"contains no {name} examples", "Use files with examples")
 
 
@@ -227,14 +228,264 @@ def _resolved(config: FinetuneConfig, task: Task, start: Start, model: Any, trai
     if training.epochs:
         steps = max(1, math.ceil(training.epochs * number / batch))
     warmup = round(optimizer.warmup_fraction * steps) if optimizer.warmup_fraction else optimizer.warmup_steps
+    every, metric = evaluation.every or math.ceil(number / batch), evaluation.metric or task.metrics[0]
     changes = {
-        "training": {"steps": steps},
-        "optimizer": {"warmup_steps": warmup},
-        "evaluation": {
-            "every": evaluation.every or math.ceil(number / batch), "metric": evaluation.metric or task.metrics[0],
-        },
-        "start": {"sha256": start.sha256},
-        "head": {"pooling": getattr(model, "pooling", None)},
+        "training": {"steps": steps}, "optimizer": {"warmup_steps": warmup}, "start": {"sha256": start.sha256},
+        "evaluation": {"every": every, "metric": metric}, "head": {"pooling": getattr(model, "pooling", None)},
     }  # fmt: skip
     sections = {name: getattr(config, name).model_copy(update=values) for name, values in changes.items()}
     return config.model_copy(update={**sections, "task": task.config})
+
+
+Row = dict[str, Any]
+"""A prediction: `name` of the example, its `file` and `line` (null if it is the whole file), `label` (null if unknown),
+`predicted`, and fields of the task's form, such as `probabilities` of classes."""
+
+
+class Prediction(NamedTuple):
+    """The model's output for an example."""
+
+    values: np.ndarray  # flat float64, the input of the form's `answer`
+    cost: float
+    weight: float  # the loss is the sum of costs divided by the sum of weights; both are NaN without a label
+
+
+def predict_examples(
+    score: Callable[[Any, RngContext], tuple[Any, dict[str, Any]]],
+    form: Form,
+    examples: Sequence[EncodedExample],
+    config: FinetuneConfig,
+    ranks: Ranks,
+    pause: Callable[[], object] = lambda: None,
+) -> list[Prediction]:
+    """Return the model's predictions for all examples, on every rank.
+
+    score: a form's model in evaluation, or its engine. The ranks split the batches; each scores the same number.
+    Predictions do not depend on the batch or rank of an example. pause: called before each batch.
+    """
+    order = sorted(range(len(examples)), key=lambda i: -examples[i].length)
+    size = config.evaluation.batch
+    batches = [order[first : first + size] for first in range(0, len(order), size)]
+    batches += batches[:1] * (-len(batches) % ranks.world_size)
+    share: list[list[Any]] = []
+    for numbers in batches[ranks.rank :: ranks.world_size]:
+        pause()
+        batch = form.collate([examples[i] for i in numbers]).to(ranks.device)
+        rng = RngContext(config.run.seed, EVALUATION_STEP, torch.tensor(numbers), training=False)
+        statistics = score(batch, rng)[1]
+        unknown = torch.full((len(numbers),), math.nan)
+        sums = (statistics.get(name, unknown).tolist() for name in ("costs", "weights"))
+        values = [output.double().flatten().tolist() for output in statistics["predicted"]]
+        share += [list(row) for row in zip(numbers, values, *sums, strict=True)]
+    table = {row[0]: row[1:] for rows in ranks.gather(share) for row in rows}
+    return [Prediction(np.array(table[i][0], dtype=np.float64), *table[i][1:]) for i in range(len(examples))]
+
+
+def answers(form: Form, examples: Sequence[EncodedExample], table: Sequence[Prediction]) -> list[Any]:
+    """Return the answers that metrics compare with labels."""
+    return [form.answer(example, output.values) for example, output in zip(examples, table, strict=True)]
+
+
+def validation(run: TaskRun, engine: Engine, hooks: RunHooks) -> Evaluate:
+    """Return a validation function for the training loop, called after every step.
+
+    When a validation is due, it returns evaluation/loss (the examples' weighted mean cost) and evaluation/METRIC for
+    each metric of the task. Raises StopWanted as `check_stop` does.
+    """
+    config, form, examples, model = run.config, run.form, run.validation, engine.module
+
+    def validate(step: int) -> dict[str, float]:
+        if step % config.evaluation.every and step != config.training.steps:
+            return {}
+        model.eval()
+        try:
+            pause = lambda: check_stop(hooks, engine.ranks, "validation")  # noqa: E731
+            table = predict_examples(engine.evaluate, form, examples, config, engine.ranks, pause)
+        finally:
+            model.train()
+        loss = math.fsum(output.cost for output in table) / math.fsum(output.weight for output in table)
+        measures = {"loss": loss, **form.measures(examples, answers(form, examples, table))}
+        return {f"evaluation/{name}": value for name, value in measures.items()}
+
+    return validate
+
+
+def predicted(model: Finetuned, examples: Sequence[EncodedExample]) -> list[Prediction]:
+    """Predict with a progress bar. Raises UserError if a prediction is not finite."""
+    total = -(-len(examples) // model.config.evaluation.batch)
+    with torch.no_grad(), tqdm(total=total, desc="scoring", unit="batch", leave=False, disable=None) as bar:
+        table = predict_examples(model.model, model.form, examples, model.config, model.ranks, bar.update)
+    if not all(np.isfinite(output.values).all() for output in table):
+        hint = "Use an earlier checkpoint, or --set training.precision=fp32"
+        raise UserError(f"{model.checkpoint.path}: the predictions are not finite. {hint}")
+    return table
+
+
+def predictions(form: Form, examples: Sequence[EncodedExample], table: Sequence[Prediction]) -> list[Row]:
+    """Return the rows of a prediction file, in the order of the examples."""
+    rows = []
+    for example, output in zip(examples, table, strict=True):
+        location = {"file": str(example.location.file), "line": example.location.line}
+        rows.append({"name": example.name, **location, **form.row(example, output.values)})
+    return rows
+
+
+def predict(model: Finetuned, sources: Sequence[str], say: Callable[[str], None]) -> list[Row]:
+    """Predict all examples of the files, in order, whatever their labels. Raises DataError if there are no examples."""
+    task = model.form.task
+    task.needs_labels, task.config = False, task.config.model_copy(update={"empty": "keep"})
+    if rows := _predict(model, read_files(task, chosen_files(task, sources, None)[1]), say):
+        return rows
+    raise DataError(sources[0], "contains no examples", "Use files with examples")
+
+
+def predict_texts(model: Finetuned, texts: Sequence[str], say: Callable[[str], None]) -> Row:
+    """Predict one example from its texts. Raises ConfigError if the task has other inputs."""
+    return _predict(model, [model.form.example(texts)], say)[0]
+
+
+def _predict(model: Finetuned, examples: Iterable[Example], say: Callable[[str], None]) -> list[Row]:
+    encoded = encode_all(model.form, "new", examples, say)
+    return predictions(model.form, encoded, predicted(model, encoded))
+
+
+SUFFIXES = (".jsonl", ".json", ".csv", ".tsv")
+
+
+def require_form(path: Path) -> None:
+    """Raise ConfigError if the suffix is not one of SUFFIXES."""
+    if path.suffix not in SUFFIXES:
+        problem = f'"{path.suffix}" is not a known format of predictions: {path}'
+        raise ConfigError("--output", problem, f"Use a name that ends in {', '.join(SUFFIXES)}")
+
+
+def write_predictions(path: Path, rows: Sequence[Row]) -> None:
+    """Write a file in the format of its suffix.
+
+    .jsonl: one object per line; .json: an object of `predicted` by name, WikiHop's submission format; .csv: `name`,
+    `predicted` and `probability of CLASS`; .tsv: GLUE's submission format, `index` and `prediction`. Raises DataError
+    for a name that a .tsv cannot contain, or that a .json would contain twice.
+    """
+    require_form(path)
+    suffix, classes, out, unique = path.suffix, rows[0].get("probabilities") or (), io.StringIO(), dict[str, Any]()
+    table = csv.writer(out, lineterminator="\n")
+    if suffix == ".csv":
+        table.writerow(["name", "predicted", *(f"probability of {name}" for name in classes)])
+    out.write("index\tprediction\n" if suffix == ".tsv" else "")
+    for row in rows:
+        name, value, location = row["name"], row["predicted"], SourceLocation(Path(row["file"]), row["line"])
+        text = json.dumps(value) if isinstance(value, list | dict) else str(value)
+        if suffix == ".tsv" and any(mark in f"{name}{text}" for mark in "\t\r\n"):
+            problem = f"{[name, text]} contains a tab or a line end, which a .tsv cannot contain"
+            raise DataError(str(location), problem, "Write a .csv")
+        if suffix == ".json" and name in unique:
+            raise DataError(str(location), f'"{name}" occurs twice, which a .json cannot contain', "Write a .jsonl")
+        unique[name] = value
+        if suffix == ".csv":
+            table.writerow([name, text, *(row["probabilities"][one] for one in classes)])
+        else:
+            out.write({".jsonl": json.dumps(row) + "\n", ".tsv": f"{name}\t{text}\n"}.get(suffix, ""))
+    with whole_file(path) as stream:
+        stream.write((json.dumps(unique, indent=1) + "\n" if suffix == ".json" else out.getvalue()).encode())
+
+
+LIBRARIES = ("torch", "numpy", "scipy", "scikit-learn", "sacrebleu", "rouge-score", "tokenizers")
+"""Packages whose versions are part of a result."""
+
+
+def evaluate_checkpoints(
+    directories: Sequence[str],
+    overrides: Sequence[str],
+    name: str,
+    sources: Sequence[str],
+    split: str | None = None,
+    say: Callable[[str], None] = lambda line: None,
+) -> tuple[dict[str, Any], list[Row]]:
+    """Score checkpoints of a task on files with labels.
+
+    Args:
+        directories, overrides, name: See `restore_task`.
+        sources, split: See `chosen_files`.
+        say: Prints the counts of the examples.
+
+    Returns:
+        The result and the first checkpoint's predictions. Each metric has `value`, `low` and `high`: for one checkpoint
+        the bootstrap interval over examples, for several the mean with Student's t interval, and their
+        `standard_deviation`. `signatures`: settings and version of a metric's library.
+
+    Raises:
+        ConfigError: The same checkpoint is given twice; errors of `restore_task` and the task's reader.
+    """
+    paths = [chosen_checkpoint(Path(directory)).resolve() for directory in directories]
+    if repeated := [path for number, path in enumerate(paths) if path in paths[:number]]:
+        hint = "Name each once: they are treated as independent runs"
+        raise ConfigError("--checkpoint", f"{repeated[0]} is given twice", hint)
+    runs: list[dict[str, Any]] = []
+    first: Any = None
+    for directory in directories:
+        model = restore_task(directory, overrides, name)
+        form, task = model.form, model.form.task
+        require_metrics(task.metrics)
+        chosen, files = chosen_files(task, sources, split)
+        if first and first[0].task.classes != task.classes:
+            raise ConfigError("--checkpoint", f"{directory} was trained on other classes", "Evaluate it separately")
+        title = chosen or "given"
+        encoded = encode_all(form, title, labelled(read_files(task, files), title, files[0]), say)
+        table, counts = predicted(model, encoded), form.counts
+        outputs = answers(form, encoded, table)
+        runs.append({
+            "checkpoint": str(model.checkpoint.path),
+            "step": model.checkpoint.step,
+            "seed": model.config.run.seed,
+            "metrics": form.measures(encoded, outputs),
+            "attention": model.model.body.attention(),
+            "precision": model.config.training.precision,
+            "max_length": model.config.task.max_length,
+            "inputs": {"cut": counts.cut, "empty": counts.empty, "longest": counts.longest},
+        })  # fmt: skip
+        first = first or (form, encoded, table, outputs)
+    form, encoded, table, outputs = first
+    metrics, several, labels = {}, len(runs) > 1, column([example.label for example in encoded])
+    for metric in form.task.metrics:
+        values = [entry["metrics"][metric] for entry in runs]
+        if several:
+            low, high = t_interval(values)
+        else:
+            with tqdm(total=RESAMPLES, desc=f"resampling {metric}", leave=False, disable=None) as bar:
+                low, high = bootstrap_interval(METRICS[metric], labels, column(outputs), runs[0]["seed"], bar.update)
+        deviation = statistics.stdev(values) if several else None
+        value = {"value": statistics.fmean(values), "low": low, "high": high, "standard_deviation": deviation}
+        metrics[metric] = value
+    kind = f"Student's t over {len(runs)} runs" if several else f"bootstrap over examples, {RESAMPLES:,} resamples"
+    versions = {name: one.version for name in LIBRARIES for one in distributions(name=name)}
+    result = {
+        "task": form.task.name,
+        "split": chosen,
+        "files": [{"file": str(file), "sha256": sha256_of(file)} for file in files],
+        "examples": len(encoded),
+        "metrics": metrics,
+        "signatures": {name: text for name in form.task.metrics if (text := signature(name)) is not None},
+        "interval": f"95 %, {kind}",
+        "runs": runs,
+        "versions": {"python": platform.python_version(), "megasparse": __version__, **versions},
+    }
+    return result, predictions(form, encoded, table)
+
+
+def summary(result: dict[str, Any]) -> str:
+    """Return the summary that megasparse evaluate prints."""
+    source = result["split"] or ", ".join(file["file"] for file in result["files"])
+    runs = result["runs"]
+    title = f"step {runs[0]['step']} of {runs[0]['checkpoint']}"
+    if len(runs) > 1:
+        title = f"{len(runs)} runs, seeds {', '.join(str(run['seed']) for run in runs)}"
+    lines = [f"{result['task']}, {source}: {result['examples']:,} examples; {title}"]
+    for name, metric in result["metrics"].items():
+        line = f"{name} {metric['value']:.4f}"
+        if metric["low"] is not None:
+            line += f" ({result['interval']}: {metric['low']:.4f} to {metric['high']:.4f})"
+        if metric["standard_deviation"] is not None:
+            values = ", ".join(f"{run['metrics'][name]:.4f}" for run in runs)
+            line += f"; standard deviation {metric['standard_deviation']:.4f}; each: {values}"
+        lines.append(line)
+    return "\n".join(lines)

@@ -1,28 +1,36 @@
-"""The start of fine-tuning: a megasparse checkpoint, a Hugging Face model, initial weights, or a run's own start."""
+"""Models without their heads, tokens to final states (B batch, L length, E width), and the start of fine-tuning: a
+megasparse checkpoint, a Hugging Face model, initial weights, or a run's own start.
+"""
 
 import hashlib
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import torch
+from torch import Tensor, nn
 
-from megasparse.config.attention import AttentionConfig
+from megasparse.attention.contract import Targets
+from megasparse.attention.heads import Padding
+from megasparse.config.attention import AttentionConfig, evaluation_rounds, kinds, predicts
 from megasparse.config.checks import check_model
 from megasparse.config.finetuning import FinetuneConfig
 from megasparse.config.messages import show
-from megasparse.config.schema import ModelConfig
+from megasparse.config.schema import LoRAConfig, ModelConfig
 from megasparse.data.tokenizers import NAMED, Tokenizer, build_tokenizer, words_of
 from megasparse.errors import CheckpointError, ConfigError, FileError, HubError
 from megasparse.files import file_sha256, read_file, write_file
+from megasparse.model import adapters
 from megasparse.model.build import empty_model, initialise
 from megasparse.model.embedding import initialise_from_glove
-from megasparse.tasks.backbones import Backbone, HuggingFaceBody, add_adapters, checkpoint_layers
-from megasparse.tasks.form import Form
+from megasparse.model.stack import Stack
+from megasparse.ops.random import RngContext
+from megasparse.tasks.batches import Padded
 from megasparse.training.checkpoints.checkpoint import Checkpoint, on_meta, open_newest, persistent_buffers
 
 FOLDER, RECORD = "start", "body.json"
@@ -30,6 +38,140 @@ FOLDER, RECORD = "start", "body.json"
 OURS = ("megasparse", "reformer", "yoso")
 """`model_type` of Hugging Face models that are converted to megasparse models; others remain transformers models."""
 COPY = "Copy the whole run folder again"
+
+
+class Backbone(nn.Module, ABC):
+    """A model from sequences to states, the input of a head."""
+
+    width: int  # width of a state, E
+    causal: bool  # True if a token's state depends only on the token and earlier ones
+    vocabulary: int
+    longest: int  # longest sequence in tokens
+    separators: int = 1  # number of separators between two segments
+    task_weight: float = 1.0  # weight of the task's loss relative to the mechanisms'
+    pooler: tuple[Tensor, Tensor] | None = (
+        None  # weight and bias of a pretrained dense layer on the first token's state
+    )
+
+    @abstractmethod
+    def forward(self, read: Padded, rng: RngContext, classes: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return the states (B, L, E) fp32, and the sum of the mechanisms' auxiliary losses.
+
+        classes: (B,) int64 labels for Smart Bird's sketch (objective "pooled").
+        """
+
+    @abstractmethod
+    def attention(self) -> dict[str, Any] | None:
+        """Return the settings of the self-attention as in a configuration; None for the original attention."""
+
+
+class MegasparseBody(Backbone):
+    """Embedding and blocks of a megasparse model, and a new norm on its final streams unless a pooler reads them."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.stack = Stack(config)
+        self.causal, self.vocabulary, self.longest = config.kind != "encoder", config.vocabulary, config.max_length
+        self.width = config.d_model * (2 if config.blocks == "reversible" else 1)
+        self.norm: nn.LayerNorm | None = nn.LayerNorm(self.width, eps=config.norm_eps)
+        self.task_weight = min(mechanism.task_weight for _, mechanism in self.stack.mechanisms())
+        self.pooled_sketch = predicts(config, "pooled")
+
+    def forward(self, read: Padded, rng: RngContext, classes: Tensor | None) -> tuple[Tensor, Tensor]:
+        mask = read.mask
+        if self.causal and mask is not None:  # the start vector precedes the first token
+            mask = nn.functional.pad(mask, (1, 0), value=True)
+        targets = Targets(classes, None) if classes is not None and self.pooled_sketch else None
+        streams, auxiliary, _ = self.stack.streams(read.tokens, rng, Padding(mask), targets)
+        states = torch.cat([x.float() for x in streams], dim=-1)
+        states = states[:, 1:] if self.causal else states  # position p follows p tokens
+        if (norm := self.norm) is not None:
+            states = nn.functional.layer_norm(states, (self.width,), norm.weight.float(), norm.bias.float(), norm.eps)
+        return states, auxiliary
+
+    def attention(self) -> dict[str, Any]:
+        return attention_settings(self.stack.config)
+
+
+class HuggingFaceBody(Backbone):
+    """A transformers model without its head, whose attention may be replaced.
+
+    Its dropout uses torch's generators, seeded by step and samples in each pass, so that a resumed run draws the same
+    values.
+    """
+
+    def __init__(self, model: Any, causal: bool, longest: int):
+        super().__init__()
+        self.model = model.train()  # transformers loads models in evaluation mode, without dropout
+        self.causal, self.longest, self.offload = causal, longest, False
+        self.vocabulary, self.width = model.config.vocab_size, model.config.hidden_size
+        self.separators = 2 if model.config.model_type in ("roberta", "xlm-roberta") else 1
+        self.replaced = hasattr(model, "_megasparse")
+        self.typed = getattr(model.config, "type_vocab_size", 0) > 1
+        if self.replaced:
+            from megasparse.hub.replace import mechanisms
+
+            self.task_weight = min(mechanism.task_weight for mechanism in mechanisms(model))
+
+    def forward(self, read: Padded, rng: RngContext, classes: Tensor | None) -> tuple[Tensor, Tensor]:
+        mask = read.mask
+        arguments: dict[str, Any] = {"input_ids": read.tokens, "attention_mask": None if mask is None else mask.long()}
+        arguments |= {"token_type_ids": read.types} if self.typed else {}
+        arguments |= {"use_cache": False} if self.causal else {}
+        if self.replaced:
+            from megasparse.hub.replace import DRAWS, TARGETS
+
+            arguments |= {DRAWS: rng, TARGETS: None if classes is None else Targets(classes, None)}
+        if not rng.training:
+            return self._states(arguments)
+        devices = [read.tokens.device] if read.tokens.device.type == "cuda" else []
+        with torch.random.fork_rng(devices):
+            key = rng.key(-1, f"transformers {rng.samples.tolist()}")
+            assert isinstance(key, int), "transformers draws from torch's generator, not from the steps of a graph"
+            torch.manual_seed(key >> 1)
+            return self._states(arguments)
+
+    def _states(self, arguments: dict[str, Any]) -> tuple[Tensor, Tensor]:
+        with torch.autograd.graph.save_on_cpu() if self.offload and torch.is_grad_enabled() else nullcontext():
+            states = self.model(**arguments).last_hidden_state.float()
+        if not self.replaced:
+            return states, torch.zeros((), device=states.device)
+        from megasparse.hub.replace import auxiliary_loss
+
+        return states, auxiliary_loss(self.model)
+
+    def checkpoint_layers(self, offload_to_cpu: bool) -> None:
+        """Recompute every layer in the backward pass. offload_to_cpu: store the layers' inputs in CPU memory. Raises
+        ConfigError if the model does not support it.
+        """
+        if not self.model.supports_gradient_checkpointing:
+            problem = f"{type(self.model).__name__} does not support recomputation of its layers"
+            raise ConfigError("start.activations", problem, 'Set it to "stored"')
+        self.model.gradient_checkpointing_enable({"use_reentrant": False})
+        self.offload = offload_to_cpu
+
+    def attention(self) -> dict[str, Any] | None:
+        from megasparse.hub.replace import ENTRY
+
+        entry = getattr(self.model.config, ENTRY, None)
+        return None if entry is None else entry["attention"]
+
+
+def attention_settings(config: ModelConfig) -> dict[str, Any]:
+    """Return the attention settings of a megasparse model."""
+    attention = config.attention.model_dump(mode="json", include={"pattern", *kinds(config)})
+    return {**attention, "evaluation_rounds": evaluation_rounds(config)}
+
+
+def add_adapters(body: Backbone, config: LoRAConfig, seed: int) -> None:
+    """Add adapters to a body. A new norm on the states is trained as well, because it is not pretrained."""
+    norm, kinds = getattr(body, "norm", None), adapters.LINEAR
+    if not isinstance(body, MegasparseBody):
+        from transformers.pytorch_utils import Conv1D  # GPT-2's linear layers
+
+        norm, kinds = None, (*kinds, Conv1D)
+    new = () if norm is None else norm.parameters()
+    adapters.add_adapters(body, config, seed, kinds=kinds, new=new, draws=isinstance(body, HuggingFaceBody))
 
 
 @dataclass(frozen=True)
@@ -43,27 +185,29 @@ class Start:
 
     def write(self, run: Path) -> None:
         """Write the record, and the tokenizer's file if there is one, to RUN/start."""
-        folder = run / FOLDER
+        folder, record, body = run / FOLDER, self.record, cast(Any, self.body)
         folder.mkdir(parents=True, exist_ok=True)
         name, file = self.tokenizer.name, self.tokenizer.file
         if file is not None:
             name = f"tokenizer{file.suffix}"
             write_file(folder / name, read_file(file))
-        record, body = self.record, cast(Any, self.body)
         if record is None:
             record = {"kind": "megasparse", "model": json.loads(body.stack.config.model_dump_json())}
             record |= {} if body.pooler is None else {"pooler": True}
         write_file(folder / RECORD, json.dumps({**record, "tokenizer": name}, indent=2) + "\n")
 
 
-def open_start(config: FinetuneConfig, form: Form, labels: int) -> Start:
+def open_start(config: FinetuneConfig, form: Any, labels: int) -> Start:
     """Build the body of a configuration, for tasks of a form.
 
     labels: number of classes that a Smart Bird sketch learns. Raises ConfigError, CheckpointError and HubError if the
     weights are missing, damaged, too short for `task.max_length`, or do not match `start.sha256`.
     """
     if config.model is not None:
-        start = _initial(config, config.model, form, labels)
+        body, tokenizer = _megasparse_body(config, config.model, form, labels), build_tokenizer(config.task.tokenizer)
+        if config.start.glove is not None:
+            initialise_from_glove(body.stack, config.start.glove, words_of(tokenizer))
+        start = Start(body, tokenizer)
     elif config.start.checkpoint is not None:
         start = _of_checkpoint(config, Path(config.start.checkpoint), form, labels)
     else:
@@ -83,7 +227,7 @@ def require_length(config: FinetuneConfig, body: Backbone) -> None:
         raise ConfigError("task.max_length", problem, "Lower it, or use a model trained on longer inputs")
 
 
-def rebuild(run: Path, form: Form, checkpoint: Checkpoint) -> tuple[Backbone, Tokenizer]:
+def rebuild(run: Path, form: Any, checkpoint: Checkpoint) -> tuple[Backbone, Tokenizer]:
     """Build a run's body, without its weights, and its tokenizer.
 
     Raises CheckpointError if the record cannot be read or does not describe the checkpoint's weights.
@@ -134,7 +278,7 @@ def _record_of(run: Path) -> Iterator[tuple[dict[str, Any], Tokenizer]]:
         raise CheckpointError(folder / RECORD, problem, COPY) from None
 
 
-def body_of_run(run: Path, config: FinetuneConfig, form: Form, checkpoint: Checkpoint) -> tuple[Backbone, Tokenizer]:
+def body_of_run(run: Path, config: FinetuneConfig, form: Any, checkpoint: Checkpoint) -> tuple[Backbone, Tokenizer]:
     """Build a run's body, without its trained weights, and its tokenizer.
 
     Checkpoints of adapters do not contain the frozen weights, which are loaded from `start` again. Raises
@@ -161,15 +305,7 @@ def body_of_run(run: Path, config: FinetuneConfig, form: Form, checkpoint: Check
     return body, tokenizer
 
 
-def _initial(config: FinetuneConfig, model: ModelConfig, form: Form, labels: int) -> Start:
-    body = _megasparse_body(config, model, form, labels)
-    tokenizer = build_tokenizer(config.task.tokenizer)
-    if config.start.glove is not None:
-        initialise_from_glove(body.stack, config.start.glove, words_of(tokenizer))
-    return Start(body, tokenizer)
-
-
-def _of_checkpoint(config: FinetuneConfig, path: Path, form: Form, labels: int) -> Start:
+def _of_checkpoint(config: FinetuneConfig, path: Path, form: Any, labels: int) -> Start:
     from megasparse.evaluation.results import trained_tokenizer
 
     checkpoint = open_newest(path, build=empty_model)
@@ -182,7 +318,7 @@ def _of_checkpoint(config: FinetuneConfig, path: Path, form: Form, labels: int) 
     return Start(body, trained_tokenizer(pretrained, checkpoint), checkpoint.manifest["sha256"])
 
 
-def _of_huggingface(config: FinetuneConfig, named: Path, form: Form, labels: int) -> Start:
+def _of_huggingface(config: FinetuneConfig, named: Path, form: Any, labels: int) -> Start:
     from megasparse.hub import require_transformers
     from megasparse.hub.importing import HFModel, find_folder, read_config
     from megasparse.hub.tokenizer_files import found_tokenizer
@@ -253,11 +389,11 @@ def _huggingface_body(model: Any, causal: bool, activations: str) -> HuggingFace
         model.pooler = None  # the head reads the states; checkpoints contain no weights without gradients
     body = HuggingFaceBody(model, causal, positions(model))
     if activations != "stored":
-        checkpoint_layers(body, offload_to_cpu=activations == "checkpoint_cpu")
+        body.checkpoint_layers(offload_to_cpu=activations == "checkpoint_cpu")
     return body
 
 
-def _megasparse_body(config: FinetuneConfig, model: ModelConfig, form: Form, labels: int) -> Any:
+def _megasparse_body(config: FinetuneConfig, model: ModelConfig, form: Any, labels: int) -> Any:
     """Build a megasparse model with initial weights, its configuration adapted to a task.
 
     A Smart Bird sketch gets the task's objective, unless that is to predict tokens as in pretraining. Lengths are
@@ -296,7 +432,7 @@ def _with_sketch_labels(attention: AttentionConfig, labels: int) -> AttentionCon
 
 
 def _filled_body(
-    config: FinetuneConfig, model: ModelConfig, form: Form, labels: int, tensors: Any, error: Callable[..., FileError]
+    config: FinetuneConfig, model: ModelConfig, form: Any, labels: int, tensors: Any, error: Callable[..., FileError]
 ) -> Any:
     """Build a megasparse model with pretrained weights; a sketch's objective keeps its initial weights.
 

@@ -24,6 +24,7 @@ MOST_LINES = 20
 MAX_SKIPPED = 0.01  # largest fraction of malformed rows in an official file
 PARTS = ("train", "validation", "test")
 HUB = "hf:/datasets/"  # prefix of the path of a dataset on the Hub, hf://datasets/OWNER/NAME/CONFIGURATION
+Input = str | np.ndarray  # a text, or int64 token ids (L,) of the task's vocabulary
 
 
 def is_remote(path: Path) -> bool:
@@ -46,16 +47,12 @@ def split_name(file: Path) -> tuple[Path, str | None]:
     return file, None
 
 
-Input = str | np.ndarray  # A text, or int64 token ids (L,) of the task's vocabulary
-
-
 @dataclass(frozen=True)
 class SourceLocation:
-    """File and line of an example, for messages and predictions."""
+    """File of an example, and its first line or number of record, from 1; None if the example is the whole file."""
 
     file: Path
     line: int | None = None
-    """First line of the example, or number of its record, from 1; None if the example is the whole file."""
 
     def __str__(self) -> str:
         return str(self.file) if self.line is None else f"{self.file}:{self.line}"
@@ -63,34 +60,30 @@ class SourceLocation:
 
 @dataclass(frozen=True)
 class Example:
-    inputs: tuple[Input, ...]  # one input, or two for a pair
-    label: Any
-    """Class number, number to predict, or label of another form; None without a label, as in official test files."""
+    inputs: tuple[Any, ...]  # one Input, or two for a pair, or the inputs of another form
+    label: Any  # class number, number to predict, or label of another form; None in unlabelled test files
     location: SourceLocation
     name: str  # official id, else the index in the file
 
 
 class Task(ABC):
-    """A downstream task. Most are rows of tasks/catalog.py; a task with files in a special format is a subclass."""
+    """A downstream task. Most are rows of tasks/catalog.py; a task with files in a special format is a subclass.
+
+    `config` is completed from the training file, so that the task can be built without it; `warnings` are about
+    probable mistakes.
+    """
 
     name: str
     metrics: tuple[str, ...]  # names in tasks/metrics.py; the first one selects the best checkpoint
-    form: str = "labels"
-    """Name in FORMS of tasks/run.py: the kind of labels and model. The attributes below are for the form "labels"."""
+    form = "labels"  # name in FORMS of tasks/run.py; the attributes below are for the form "labels"
     segments: int = 1  # number of inputs per example
-    towers: bool = False
-    """True to encode the two inputs of a pair separately and compare them, instead of as one sequence."""
-    source_is_file: bool = False
-    """True if `task.source` is the training file, False if it is the folder of the official files."""
+    towers: bool = False  # True to encode the two inputs of a pair separately, instead of as one sequence
+    source_is_file: bool = False  # True if `task.source` is the training file instead of a folder of official files
     vocabulary: int | None = None  # number of token ids if the inputs are ids; None if they are texts
-    classes: tuple[str, ...] | None = None
-    """Names of the classes in the files, by number; None if a number is predicted."""
+    classes: tuple[str, ...] | None = None  # names of the classes in the files, by number; None for numbers
     needs_labels: bool = True  # False for prediction: labels that cannot be read are None instead of an error
 
     def __init__(self, config: TaskConfig):
-        """Raise ConfigError if a setting does not fit the task. `config` is completed from the training file, so that
-        the task can be built without it; `warnings` are about probable mistakes.
-        """
         self.config, self.warnings = config, list[str]()
 
     @abstractmethod
@@ -99,10 +92,7 @@ class Task(ABC):
 
     @abstractmethod
     def read(self, file: Path) -> Iterator[Example]:
-        """Read the examples of one of `files`, or of another file in the same format, in order.
-
-        Raises DataError for missing or malformed content, naming file, line and remedy.
-        """
+        """Read the examples of a file, in order. Raises DataError naming file, line and remedy."""
 
     def class_of(self, label: str, location: SourceLocation) -> int:
         """Return the number of a class, given its name. Raises DataError naming the location."""
@@ -121,12 +111,8 @@ def examples_of(
 ) -> Iterator[Example]:
     """Yield the examples of a part of an official file. Malformed rows are skipped, and listed on stderr at the end.
 
-    Args:
-        rows: Rows with their locations; a DataError for a malformed row.
-        convert: Converts a row, its location and its index to an example. Raises DataError for a malformed row.
-
-    Raises:
-        DataError: The first malformed row, if more than MAX_SKIPPED are malformed.
+    rows: with their locations; a DataError for a malformed row. convert: converts a row, its location and its index.
+    Raises the DataError of the first malformed row if more than MAX_SKIPPED are malformed.
     """
     errors: list[DataError] = []
     total = number = 0
@@ -164,10 +150,9 @@ def split_files(task: Task, folder: Path, split: str) -> list[Path]:
 
 
 def existing(folder: Path, names: Mapping[str, str | Sequence[str]], inner: str = "") -> dict[str, list[Path]]:
-    """Return the splits whose files all exist.
+    """Return the splits whose files, given by names or patterns, all exist.
 
-    names: the official file or files of each split, or patterns of them. inner: folders, separated by |, that an
-    archive unpacks to; the first that exists is read.
+    inner: folders, separated by |, that an archive unpacks to; the first that exists is read.
     """
     folder = next((folder / name for name in inner.split("|") if (folder / name).is_dir()), folder)
     splits = {}
@@ -181,9 +166,8 @@ def existing(folder: Path, names: Mapping[str, str | Sequence[str]], inner: str 
 def chosen_files(task: Task, sources: Sequence[str], split: str | None) -> tuple[str | None, list[Path]]:
     """Return the split and its files.
 
-    sources: the folder of the task's official files, or files in their format, without splits. split: by default "test"
-    if its examples are labelled, else "validation". Raises DataError if there are no such files, and ConfigError for a
-    split of files.
+    sources: the folder of the official files, or files in their format, without splits. split: by default "test" if its
+    examples are labelled, else "validation". Raises DataError if there are none, ConfigError for a split of files.
     """
     paths = [find_file(source) for source in sources]
     folder = next((path for path in paths if path.is_dir() or is_remote(path)), None)

@@ -11,8 +11,7 @@ import torch
 
 from megasparse.ops.random import RngContext
 from megasparse.optimizers import learning_rate
-from megasparse.tasks.evaluate import predict_examples, validation
-from megasparse.tasks.run import open_run
+from megasparse.tasks.run import open_run, predict_examples, validation
 from megasparse.training.engines import build_engine
 from megasparse.training.ranks import Ranks, RunHooks, start_ranks
 from tests.helpers.finetuning import ENCODER, configured, reviews

@@ -13,11 +13,10 @@ from megasparse.errors import CheckpointError, ConfigError
 from megasparse.hub.replace import replace_attention
 from megasparse.model.build import initialise
 from megasparse.ops.random import RngContext
-from megasparse.tasks.backbones import HuggingFaceBody, MegasparseBody, add_adapters, checkpoint_layers
 from megasparse.tasks.batches import Inputs, Padded
-from megasparse.tasks.evaluate import answers, predict_examples
-from megasparse.tasks.forms.labels import TaskModel
-from megasparse.tasks.run import restore_task
+from megasparse.tasks.form import TaskModel
+from megasparse.tasks.run import answers, predict_examples, restore_task
+from megasparse.tasks.start import HuggingFaceBody, MegasparseBody, add_adapters
 from megasparse.training.checkpoints.checkpoint import Checkpoint, find_checkpoint
 from tests.helpers import finetuning
 from tests.helpers.peak_memory import PeakMemory
@@ -190,7 +189,7 @@ def one_pass(model, passes=1):
 @pytest.mark.parametrize("offload", [False, True])
 def test_gradients_equal_stored_activations(name, kind, offload):
     stored, again = built(name, kind), built(name, kind)
-    checkpoint_layers(again.body, offload)
+    again.body.checkpoint_layers(offload)
     assert stored.state_dict().keys() == again.state_dict().keys()
     (loss, expected), (own_loss, own) = one_pass(stored, passes=2), one_pass(again, passes=2)
     torch.testing.assert_close(own_loss, loss, rtol=1e-6, atol=1e-6)
@@ -202,7 +201,7 @@ def test_gradients_equal_stored_activations(name, kind, offload):
 @pytest.mark.parametrize("kind", ["lha", "smart_bird"])
 def test_auxiliary_losses_are_counted_once(kind):
     model = built("bert", kind)
-    checkpoint_layers(model.body, False)
+    model.body.checkpoint_layers(False)
     rng = RngContext(3, 0, torch.arange(3), training=True)
     auxiliary = [model.predicted(inputs(), rng, inputs().labels)[1] for _ in range(2)]
     assert auxiliary[0].requires_grad and auxiliary[0] == auxiliary[1] > 0
@@ -212,7 +211,7 @@ def test_auxiliary_losses_are_counted_once(kind):
 
 def test_frozen_embeddings_and_frozen_layers():
     stored, again = built("bert"), built("bert")
-    checkpoint_layers(again.body, False)
+    again.body.checkpoint_layers(False)
     for model in (stored, again):
         model.body.requires_grad_(False)
         model.body.model.encoder.layer[1].output.dense.requires_grad_(True)
@@ -229,7 +228,7 @@ def test_only_inputs_of_layers_are_kept():
     model, live = built("bert"), []
     for checkpointed in (False, True):
         if checkpointed:
-            checkpoint_layers(model.body, False)
+            model.body.checkpoint_layers(False)
         with PeakMemory() as memory:
             objective = model(inputs(), RngContext(3, 0, torch.arange(3), training=True))[0]
             live.append(memory.live)

@@ -15,7 +15,7 @@ from megasparse.errors import ConfigError, DataError
 from megasparse.evaluation.generate import BeamSettings
 from megasparse.ops.random import RngContext
 from megasparse.tasks.batches import EncodedExample, ExampleBatches, Inputs, Segments, collate, fingerprint
-from megasparse.tasks.forms.labels import TaskModel
+from megasparse.tasks.form import TaskModel
 from megasparse.tasks.forms.texts import Texts, TokenBatches, packed, padded, sizes_of
 from megasparse.tasks.task import SourceLocation
 from megasparse.training.ranks import Ranks

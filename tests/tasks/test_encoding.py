@@ -13,7 +13,7 @@ from megasparse.config.finetuning import FinetuneConfig, TaskConfig
 from megasparse.data.tokenizers import build_tokenizer
 from megasparse.errors import ConfigError, DataError
 from megasparse.tasks.batches import EncodedExample, Segments
-from megasparse.tasks.forms.labels import LabelForm
+from megasparse.tasks.form import LabelForm
 from megasparse.tasks.task import Example, SourceLocation, Task
 from tests.helpers.finetuning import bert_tokenizer, write_tokenizer
 from tests.helpers.tokenizers import byte_level, written

@@ -11,8 +11,8 @@ import pytest
 from megasparse.errors import ConfigError, DataError, UserError
 from megasparse.evaluation.outputs import require_writable, whole_file
 from megasparse.tasks.batches import EncodedExample, Segments
-from megasparse.tasks.evaluate import Prediction, predictions, write_predictions
 from megasparse.tasks.form import column
+from megasparse.tasks.run import Prediction, predictions, write_predictions
 from megasparse.tasks.task import Example, SourceLocation
 from tests.helpers.finetuning import ENCODER, configured, form_for
 

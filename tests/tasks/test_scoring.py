@@ -12,8 +12,8 @@ import torch
 
 from megasparse.config.finetuning import FinetuneConfig
 from megasparse.tasks.batches import EncodedExample, Segments
-from megasparse.tasks.evaluate import Prediction, answers, predict_examples, validation
 from megasparse.tasks.form import Form
+from megasparse.tasks.run import Prediction, answers, predict_examples, validation
 from megasparse.tasks.task import SourceLocation
 from megasparse.training.ranks import Ranks, RunHooks, StopWanted
 from tests.helpers.finetuning import ENCODER, configured, form_for, opened, reviews

@@ -19,11 +19,9 @@ from megasparse.errors import CheckpointError, ConfigError, HubError, UserError
 from megasparse.hub.export import to_hf
 from megasparse.hub.replace import mechanisms, replace_attention, save_replaced
 from megasparse.ops.random import EVALUATION_STEP, RngContext
-from megasparse.tasks.backbones import Backbone, HuggingFaceBody, MegasparseBody
 from megasparse.tasks.batches import Inputs, Padded, collate
-from megasparse.tasks.evaluate import answers, predicted
-from megasparse.tasks.run import encode_all, restore_task
-from megasparse.tasks.start import Start, rebuild
+from megasparse.tasks.run import answers, encode_all, predicted, restore_task
+from megasparse.tasks.start import Backbone, HuggingFaceBody, MegasparseBody, Start, rebuild
 from megasparse.training.checkpoints.checkpoint import Checkpoint, Fragment, load_weights, persistent_buffers
 from megasparse.training.checkpoints.manifest import RunIdentity
 from megasparse.training.checkpoints.saving import Saver

@@ -26,12 +26,10 @@ from megasparse.model.decoder import SourceEncoder
 from megasparse.model.embedding import Positions
 from megasparse.model.stack import Stack
 from megasparse.ops.random import RngContext
-from megasparse.tasks.backbones import Backbone, attention_settings
 from megasparse.tasks.batches import EncodedExample, Movable
-from megasparse.tasks.form import Form
-from megasparse.tasks.forms.labels import DEVIATION, draw_normal
-from megasparse.tasks.readers.series import Series
-from megasparse.tasks.task import Example, Task
+from megasparse.tasks.form import DEVIATION, Form, draw_normal
+from megasparse.tasks.start import Backbone, attention_settings
+from megasparse.tasks.task import Example
 
 
 @dataclass(frozen=True)
@@ -48,10 +46,9 @@ class Windows(Movable):
 
 
 class VectorEmbedding(nn.Module):
-    """Embedding of rows: a linear map of row t and its time features, plus position t."""
+    """Embedding of rows: a linear map of row t and its time features, plus position t. width: C + F."""
 
     def __init__(self, config: ModelConfig, width: int, shared: nn.Linear | None = None):
-        """Build an embedding of rows. width: C + F. shared: linear map of another embedding."""
         super().__init__()
         self.linear = projection(width, config.d_model, biased=False) if shared is None else shared
         self.positions = Positions(config)
@@ -81,16 +78,6 @@ class VectorStacks(Stack):
         self.encoder = SourceEncoder(source, VectorEmbedding(source, width, shared))
         self.norm = Norm(config)
 
-    def forward(
-        self, encoder_rows: Tensor, decoder_rows: Tensor, rng: RngContext, targets: Targets | None
-    ) -> tuple[Tensor, Tensor]:
-        """Run both stacks. encoder_rows: (B, L, C + F). decoder_rows: (B, O + H, C + F). Returns the normalised mean of
-        the decoder's streams, (B, O + H, E) fp32, and the sum of auxiliary losses.
-        """
-        memory, of_encoder, _ = self.encoder(encoder_rows, rng, None, targets)
-        streams, of_decoder, _ = self.streams(decoder_rows, rng, Padding(), targets, source=EncoderOutput(memory, None))
-        return self.norm(mean_stream(streams)), of_encoder + of_decoder
-
 
 class ForecastBody(Backbone):
     """Body that reads windows. The decoder reads the last O rows, then H rows of zeros with known time features."""
@@ -98,7 +85,6 @@ class ForecastBody(Backbone):
     causal, vocabulary = True, 1
 
     def __init__(self, config: ModelConfig, width: int, overlap: int):
-        """Build the model. width: C + F. overlap: O."""
         super().__init__()
         assert config.source is not None
         self.stack, self.overlap = VectorStacks(config, width), overlap
@@ -108,15 +94,18 @@ class ForecastBody(Backbone):
         self.pooled_sketch = any(predicts(side, "pooled") for side in (config, encoder_part(config)))
 
     def forward(self, read: Any, rng: RngContext, classes: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Run the model on windows. read: Windows. Returns the states of the rows to predict, (B, H, E) fp32."""
+        """Run the model on Windows. Returns the normalised mean of the decoder's streams at the rows to predict,
+        (B, H, E) fp32, and the sum of auxiliary losses."""
         length = read.values.shape[1]
         first, horizon = max(0, length - self.overlap), read.marks.shape[1] - length
         encoder_rows = torch.cat([read.values, read.marks[:, :length]], dim=-1)
         rows = F.pad(read.values[:, first:], (0, 0, 0, horizon))
         decoder_rows = torch.cat([rows, read.marks[:, first:]], dim=-1)
         targets = Targets(classes, None) if classes is not None and self.pooled_sketch else None
-        states, auxiliary = self.stack(encoder_rows, decoder_rows, rng, targets)
-        return states[:, -horizon:], auxiliary
+        memory, of_encoder, _ = self.stack.encoder(encoder_rows, rng, None, targets)
+        source = EncoderOutput(memory, None)
+        streams, of_decoder, _ = self.stack.streams(decoder_rows, rng, Padding(), targets, source=source)
+        return self.stack.norm(mean_stream(streams))[:, -horizon:], of_encoder + of_decoder
 
     def attention(self) -> dict[str, Any]:
         config = self.stack.config
@@ -124,14 +113,13 @@ class ForecastBody(Backbone):
 
 
 class Forecaster(nn.Module):
-    """Model that predicts the targets of every row of the forecast by a linear layer; with `anchors` as
-    x̂ = level + f(x − level), with the last row read as the level (Zeng et al. 2023).
+    """Model that predicts the targets of every row of the forecast by a linear layer; with `anchors`, the column of
+    each target, as x̂ = level + f(x − level), with the last row read as the level (Zeng et al. 2023).
     """
 
     varying_token_counts = False
 
-    def __init__(self, body: ForecastBody, targets: int, seed: int, anchors: list[int] | None = None):
-        """Build the model and its output layer. anchors: column of each target; None predicts absolute values."""
+    def __init__(self, body: Backbone, targets: int, seed: int, anchors: list[int] | None = None):
         super().__init__()
         self.anchors = anchors
         self.body, self.output = body, projection(body.width, targets, biased=True)
@@ -143,10 +131,8 @@ class Forecaster(nn.Module):
 
         Smart Bird's sketches learn whether an example's targets are above their training mean.
         """
-        labels, classes = windows.labels, None
-        if labels is not None and rng.training:
-            classes = (labels.mean((1, 2)) > 0).long()
-        read, level = windows, windows.values[:, -1:]
+        labels, read, level = windows.labels, windows, windows.values[:, -1:]
+        classes = (labels.mean((1, 2)) > 0).long() if labels is not None and rng.training else None
         if self.anchors is not None:
             read = replace(windows, values=windows.values - level)
         states, auxiliary = self.body(read, rng, classes)
@@ -172,8 +158,7 @@ class ForecastWindow(EncodedExample):
 
     def content(self) -> Iterator[bytes]:
         for part in (self.values, self.marks, self.label):
-            yield f"{part.shape}\n".encode()
-            yield np.ascontiguousarray(part).tobytes()
+            yield f"{part.shape}\n".encode() + np.ascontiguousarray(part).tobytes()
 
 
 class ForecastForm(Form):
@@ -181,9 +166,8 @@ class ForecastForm(Form):
 
     two_sided = True
 
-    def __init__(self, task: Task, config: FinetuneConfig):
+    def __init__(self, task: Any, config: FinetuneConfig):
         super().__init__(task, config)
-        assert isinstance(task, Series)
         self.series, settings = task, config.task.forecast
         if config.model is None:
             problem = "names a pretrained model, but these do not read rows of numbers"
@@ -194,7 +178,6 @@ class ForecastForm(Form):
         if settings.relative and (unread := [column for column in task.targets if column not in task.inputs]):
             problem = f'true, but "{unread[0]}" is predicted and not read'
             raise ConfigError("task.forecast.relative", problem, "Add it to task.forecast.inputs, or set it to false")
-        self.shape = (settings.horizon, len(task.targets))
 
     def body(self, model: ModelConfig) -> Backbone:
         settings = self.config.task.forecast
@@ -208,40 +191,34 @@ class ForecastForm(Form):
         """Do nothing: the task has scaled the windows, which have equal lengths."""
 
     def encoded(self, example: Example) -> ForecastWindow:
-        inputs: Any = example.inputs
-        return ForecastWindow((), example.label, example.location, example.name, *inputs)
+        return ForecastWindow((), example.label, example.location, example.name, *example.inputs)
 
     def lines(self, split: str) -> list[str]:
         return [f"{split}: {self.counts.examples:,} windows of {self.task.config.max_length:,} rows"]
 
     def model(self, body: Backbone) -> nn.Module:
-        assert isinstance(body, ForecastBody)
-        relative = self.config.task.forecast.relative
-        anchors = [self.series.inputs.index(column) for column in self.series.targets] if relative else None
-        return Forecaster(body, len(self.series.targets), self.config.run.seed, anchors)
+        relative, targets = self.config.task.forecast.relative, self.series.targets
+        anchors = [self.series.inputs.index(column) for column in targets] if relative else None
+        return Forecaster(body, len(targets), self.config.run.seed, anchors)
 
     def collate(self, examples: Sequence[Any]) -> Windows:
-        read = len(self.series.inputs)
-        windows = [(example.values[:, :read], example.marks, example.label) for example in examples]
-        return Windows(*map(_stack, zip(*windows, strict=True)))
+        def stacked(parts: list[Any]) -> Any:
+            return torch.from_numpy(np.stack(parts).astype(np.float32)) if parts[0] is not None else None
+
+        values = [example.values[:, : len(self.series.inputs)] for example in examples]
+        marks, labels = [example.marks for example in examples], [example.label for example in examples]
+        return Windows(stacked(values), stacked(marks), stacked(labels))
 
     def answer(self, example: EncodedExample, predicted: np.ndarray) -> np.ndarray:
-        return predicted.reshape(self.shape)
+        return predicted.reshape(-1, len(self.series.targets))
 
     def row(self, example: EncodedExample, predicted: np.ndarray) -> dict[str, Any]:
-        """Return `label` and `predicted`: forecasts by column; `name` is the date of the first row."""
-        label = example.label
-        return {
-            "label": None if label is None else self.in_units(label),
-            "predicted": self.in_units(self.answer(example, predicted)),
-        }
+        """Return `label` and `predicted` by column, in the units of the file; `name` is the date of the first row."""
+        rows = {"label": example.label, "predicted": self.answer(example, predicted)}
+        return {name: None if scaled is None else self.in_units(scaled) for name, scaled in rows.items()}
 
     def in_units(self, scaled: np.ndarray) -> dict[str, list[float]]:
         """Return targets (rows, T) by column, in the units of the file."""
         indices = self.series.target_places
         values = scaled * self.series.scale[indices] + self.series.mean[indices]
         return {column: values[:, i].tolist() for i, column in enumerate(self.series.targets)}
-
-
-def _stack(parts: Sequence[Any]) -> Any:
-    return None if any(part is None for part in parts) else torch.from_numpy(np.stack(parts).astype(np.float32))

@@ -1,7 +1,7 @@
 """Tasks that rank the items shown to a user, given the items chosen before: NRMS (Wu et al. 2019).
 
 A pretrained body encodes news, and attention over clicked news encodes users. B impressions, N distinct news of a
-batch, L length, H clicked news, C candidates, K negatives, M clicks, E width.
+batch, L length, H clicked news, C candidates, M clicks, E width.
 """
 
 import zlib
@@ -23,26 +23,24 @@ from megasparse.config.schema import ModelConfig, PositionsConfig
 from megasparse.errors import ConfigError
 from megasparse.model.build import initialise
 from megasparse.ops.random import RngContext, derive, random_bits
-from megasparse.tasks.backbones import Backbone
-from megasparse.tasks.batches import EncodedExample, Movable, Padded, Segments, collate, side_by_side
-from megasparse.tasks.form import Form
-from megasparse.tasks.forms.labels import draw_normal, dropped
+from megasparse.tasks.batches import EncodedExample, Movable, Padded, Segments, collate, first, side_by_side
+from megasparse.tasks.form import Form, draw_normal, dropped
+from megasparse.tasks.start import Backbone
 from megasparse.tasks.task import Example
 
 HISTORY_LAYER = -2  # layer number for random draws of the attention over clicked news; not a layer of the body
-NEGATIVES = 4  # K, news of the same impression without a click, as negatives of a clicked one; NRMS' value
+NEGATIVES = 4  # news of the same impression without a click, as negatives of a clicked one; NRMS' value
 
 
 @dataclass(frozen=True)
 class Impressions(Movable):
-    """A micro-batch: distinct news, and the rows of them that each impression shows or has clicked."""
+    """A micro-batch: distinct news, and the rows of them that each impression shows or has clicked, padded with 0."""
 
     news: Padded  # tokens of the news, (N, L)
-    numbers: Tensor
-    """(N,) int64 below 2^31: a hash of the news' tokens, which seeds its dropout independently of its row."""
-    history: Tensor  # (B, H) int64 rows of `news`, padded with 0
+    numbers: Tensor  # (N,) int64: a hash of the news' tokens, which seeds its dropout independently of its row
+    history: Tensor  # (B, H) int64 rows of `news`
     clicks: Tensor  # (B,) int64: number of news in each history, possibly 0
-    candidates: Tensor  # (B, C) int64 rows of `news`, padded with 0
+    candidates: Tensor  # (B, C) int64 rows of `news`
     shown: Tensor  # (B,) int64: number of candidates of each impression
     clicked: Tensor | None  # (B, C) bool; None without labels
 
@@ -79,7 +77,6 @@ class NewsRecommender(nn.Module):
     varying_token_counts = True
 
     def __init__(self, body: Backbone, config: RecommendationConfig, head: HeadConfig, seed: int):
-        """Raise ConfigError for invalid settings of the attention over clicked news."""
         super().__init__()
         self.body, self.rate = body, head.dropout
         hidden, model = head.hidden or body.width, history_model(body.width, config)
@@ -91,31 +88,26 @@ class NewsRecommender(nn.Module):
         weights = (self.attention.mechanism(kind).task_weight for kind in self.attention.split)
         self.task_weight = min(body.task_weight, *weights)
 
-    def forward(
-        self, batch: Impressions, rng: RngContext, divisor: float | None = None
-    ) -> tuple[Tensor, dict[str, Tensor | list[Tensor]]]:
+    def forward(self, batch: Any, rng: RngContext, divisor: float | None = None) -> tuple[Tensor, dict[str, Any]]:
         """Return the objective, auxiliary losses included, and the statistics of tasks/form.py.
 
-        In training every click is an example of weight 1, with cost −ln softmax of its score among itself and K news of
-        its impression without a click. divisor: replaces M as the divisor of the sum of costs. In evaluation all
-        candidates are scored: `predicted` is one tensor (its candidates,) of scores per impression, and the cost of an
-        impression is the sum over its clicks of −ln softmax among the click and all its news without a click.
+        In training every click is an example of weight 1, with cost −ln softmax of its score among itself and NEGATIVES
+        news of its impression without a click. divisor: replaces M as the divisor of the sum of costs. In evaluation
+        `predicted` is one tensor of the scores of all candidates per impression, and the cost of an impression is the
+        sum over its clicks of −ln softmax among the click and all its news without a click.
         """
         if rng.training:
-            assert batch.clicked is not None
             rows, chosen = drawn_negatives(batch, rng, NEGATIVES)
             vectors, users, auxiliary = self._read(batch, chosen, rng)
             scores = (users[rows].unsqueeze(1) * vectors[chosen]).sum(-1)
             costs = -scores.log_softmax(-1)[:, 0]
-            count = torch.tensor(len(costs), device=costs.device)
-            loss = costs.sum() / (len(costs) if divisor is None else divisor)
+            loss, count = costs.sum() / (divisor or len(costs)), torch.tensor(len(costs), device=costs.device)
             return self.task_weight * loss + auxiliary, {"nats": costs.sum().detach(), "tokens": count}
-        real = _first(batch.shown, batch.candidates.shape[1])
+        real = first(batch.shown, batch.candidates.shape[1])
         vectors, users, auxiliary = self._read(batch, batch.candidates[real], rng)
         scores = (users.unsqueeze(1) * vectors[batch.candidates]).sum(-1)
-        statistics: dict[str, Any] = {
-            "predicted": [row[:count] for row, count in zip(scores, batch.shown.tolist(), strict=True)]
-        }
+        predicted = [row[:count] for row, count in zip(scores, batch.shown.tolist(), strict=True)]
+        statistics: dict[str, Any] = {"predicted": predicted}
         loss, count = scores.new_zeros(()), scores.new_tensor(float(len(scores)))
         if batch.clicked is not None:
             others = scores.masked_fill(~real | batch.clicked, -torch.inf).logsumexp(-1, keepdim=True)
@@ -125,17 +117,16 @@ class NewsRecommender(nn.Module):
             statistics |= {"costs": costs, "weights": weights}
         return self.task_weight * loss + auxiliary, statistics | {"nats": loss.detach() * count, "tokens": count}
 
-    def count_scored(self, batch: Impressions) -> Tensor:
+    def count_scored(self, batch: Any) -> Tensor:
         """Return the number of clicks to predict."""
-        assert batch.clicked is not None
-        return batch.clicked.sum()
+        count: Tensor = batch.clicked.sum()
+        return count
 
-    def _read(self, batch: Impressions, candidates: Tensor, rng: RngContext) -> tuple[Tensor, Tensor, Tensor]:
+    def _read(self, batch: Any, candidates: Tensor, rng: RngContext) -> tuple[Tensor, Tensor, Tensor]:
         """Return the vectors of the news (N, E), 0 if not needed, the users' (B, E), and the auxiliary losses."""
-        mask, news, popular = _first(batch.clicks, batch.history.shape[1]), batch.news, None
+        mask, news, popular = first(batch.clicks, batch.history.shape[1]), batch.news, None
         needed = torch.cat([batch.history[mask], candidates.flatten()]).unique()
         if rng.training:  # a sketch learns which news any user of the batch has clicked, now or before: 1, others 0
-            assert batch.clicked is not None
             popular = batch.numbers.new_zeros(len(batch.numbers))
             popular[batch.history[mask]] = 1
             popular[batch.candidates[batch.clicked]] = 1
@@ -143,7 +134,7 @@ class NewsRecommender(nn.Module):
         read = Padded(news.tokens[needed], news.types[needed], news.lengths[needed])
         rng_of_news = replace(rng, samples=batch.numbers[needed])
         states, auxiliary = self.body(read, rng_of_news, popular)
-        real = _first(read.lengths, read.tokens.shape[1])
+        real = first(read.lengths, read.tokens.shape[1])
         pooled = self.news_pooling(dropped(states, self.rate, rng_of_news, "news dropout"), real)
         vectors = pooled.new_zeros(len(news.tokens), self.body.width).index_copy(0, needed, pooled)
         users, further = self._users(vectors[batch.history], mask, rng)
@@ -154,8 +145,8 @@ class NewsRecommender(nn.Module):
         visible = mask.clone()
         visible[:, 0] = True  # without it, the softmax of a user without clicks is NaN, which would spread
         x = torch.where(mask.unsqueeze(-1), clicked, 0.0).to(self.attention.query.weight.dtype)
-        context = AttentionContext(HISTORY_LAYER, rng)
-        out, auxiliary, *_ = self.attention(x, context, Padding(None if bool(visible.all()) else visible))
+        padding = Padding(None if bool(visible.all()) else visible)
+        out, auxiliary, *_ = self.attention(x, AttentionContext(HISTORY_LAYER, rng), padding)
         users = self.user_pooling(dropped(out.float(), self.rate, rng, "user dropout"), visible)
         users = torch.where(mask.any(-1, keepdim=True), users, self.unknown_user.float())
         return users, users.new_zeros(()) if auxiliary is None else auxiliary
@@ -180,26 +171,20 @@ def history_model(width: int, config: RecommendationConfig) -> ModelConfig:
     return model
 
 
-def drawn_negatives(batch: Impressions, rng: RngContext, count: int) -> tuple[Tensor, Tensor]:
+def drawn_negatives(batch: Any, rng: RngContext, count: int) -> tuple[Tensor, Tensor]:
     """Return the impression of each click (M,), and its news to score, (M, 1 + count): the click, then its negatives.
 
     Negatives are drawn without replacement from the impression's news without a click; if there are fewer, all of them
     repeat in random order. A draw depends only on seed, step, the impression's sample number and the click's column.
     """
-    assert batch.clicked is not None
     width = batch.candidates.shape[1]
     rows, column = batch.clicked.nonzero(as_tuple=True)
     bits = random_bits(rng.key(-1, "negatives"), rng.rows(width, rows.device)[rows, column], width)
-    free = (_first(batch.shown, width) & ~batch.clicked)[rows]
+    free = (first(batch.shown, width) & ~batch.clicked)[rows]
     order = bits.to(torch.int64).masked_fill(~free, 2**31).argsort(dim=-1, stable=True)
     turns = torch.arange(count, device=rows.device) % free.sum(-1, keepdim=True)
     chosen = torch.cat([column.unsqueeze(1), order.gather(1, turns)], dim=1)
     return rows, batch.candidates[rows].gather(1, chosen)
-
-
-def _first(counts: Tensor, width: int) -> Tensor:
-    """Return a mask (…, width) of the first `counts` entries."""
-    return torch.arange(width, device=counts.device) < counts.unsqueeze(-1)
 
 
 @dataclass(frozen=True)
@@ -214,8 +199,7 @@ class Impression(EncodedExample):
 
     def content(self) -> Iterator[bytes]:
         read = (*self.history, *self.sequences)
-        lengths = [len(text.tokens) for text in read]
-        yield f"{self.label!r} {len(self.history)} {lengths}\n".encode()
+        yield f"{self.label!r} {len(self.history)} {[len(text.tokens) for text in read]}\n".encode()
         yield b"".join([text.tokens.tobytes() for text in read])
 
 
@@ -234,8 +218,7 @@ class RankingForm(Form):
         self.histories: dict[tuple[str, ...], tuple[Segments, ...]] = {}
 
     def encoded(self, example: Example) -> Impression:
-        inputs: Any = example.inputs
-        history, shown = inputs
+        history, shown = example.inputs
         kinds, location = self.counts.kinds, example.location
         kinds["clicks"] += sum(example.label or ())
         kinds["users without clicks"] += not history
@@ -253,27 +236,18 @@ class RankingForm(Form):
             raise ConfigError("head.pooling", problem, "Remove it")
         return NewsRecommender(body, self.config.task.recommendation, self.config.head, self.config.run.seed)
 
-    def collate(self, examples: Sequence[EncodedExample]) -> Impressions:
+    def collate(self, examples: Sequence[Any]) -> Impressions:
         """Batch the examples, each distinct text once."""
-        rows: dict[int, int] = {}
-        distinct: list[EncodedExample] = []
-
-        def row(text: Segments, example: EncodedExample) -> int:
-            if id(text) not in rows:
-                rows[id(text)] = len(rows)
-                distinct.append(EncodedExample((text,), None, example.location, example.name))
-            return rows[id(text)]
-
-        histories, shown, labels = [], [], []
-        for example in examples:
-            assert isinstance(example, Impression)
-            histories.append([row(text, example) for text in example.history])
-            shown.append([row(text, example) for text in example.sequences])
-            labels.append(example.label)
-        (news,) = collate(distinct, self.config.task.max_length).sequences
-        numbers = [zlib.crc32(text.sequences[0].tokens.tobytes()) >> 1 for text in distinct]
+        distinct = {id(text): text for example in examples for text in (*example.history, *example.sequences)}
+        rows = {key: row for row, key in enumerate(distinct)}
+        encoded = [EncodedExample((text,), None, examples[0].location, "") for text in distinct.values()]
+        news = collate(encoded, self.config.task.max_length).sequences[0]
+        numbers = [zlib.crc32(text.tokens.tobytes()) >> 1 for text in distinct.values()]
+        histories = [[rows[id(text)] for text in example.history] for example in examples]
+        shown = [[rows[id(text)] for text in example.sequences] for example in examples]
         history, clicks = side_by_side(histories, self.config.task.recommendation.history)
         candidates, counts = side_by_side(shown, max(map(len, shown)))
+        labels = [example.label for example in examples]
         clicked = None if None in labels else side_by_side(labels, candidates.shape[1])[0].bool()
         return Impressions(news, torch.tensor(numbers), history, clicks, candidates, counts, clicked)
 

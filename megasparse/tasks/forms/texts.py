@@ -25,10 +25,12 @@ from megasparse.evaluation.generate import BeamSettings, search_with
 from megasparse.model.decoder import EncoderDecoder
 from megasparse.model.stack import mean_cost
 from megasparse.ops.random import RngContext
-from megasparse.tasks.backbones import Backbone, attention_settings
 from megasparse.tasks.batches import EncodedExample, ExampleBatches, ExampleCounts, Movable, Padded, side_by_side
 from megasparse.tasks.form import Form, require_vocabulary
+from megasparse.tasks.start import Backbone, attention_settings
 from megasparse.tasks.task import Example, Task
+
+LENGTH_PENALTY = 0.6  # exponent of ((5 + length)/6), the divisor of a hypothesis' log-probability (Wu et al. 2016)
 
 
 @dataclass(frozen=True)
@@ -36,18 +38,17 @@ class Texts(Movable):
     """A micro-batch of sources and targets."""
 
     source: Padded
-    target: Padded | None  # targets; None if any example has none
+    target: Padded | None  # None if any example has none
     rule: BeamSettings  # settings of beam search
 
     def numel(self) -> int:
         """Return the number of tokens read and predicted, without padding."""
-        target = 0 if self.target is None else int(self.target.lengths.sum())
-        return int(self.source.lengths.sum()) + target
+        return sum(int(side.lengths.sum()) for side in (self.source, self.target) if side is not None)
 
 
 def padded(sequences: Sequence[np.ndarray]) -> Padded:
     """Pad sequences of token ids, of at least 1 each, to the longest."""
-    tokens, lengths = side_by_side(sequences, max(map(len, sequences)))
+    tokens, lengths = side_by_side(sequences)
     return Padded(tokens, torch.zeros_like(tokens), lengths)
 
 
@@ -71,7 +72,6 @@ class SequenceToSequenceBody(Backbone):
         return states, auxiliary
 
     def attention(self) -> dict[str, Any]:
-        """Return the settings of both sides."""
         config = self.stack.config
         return {**attention_settings(config), "source": attention_settings(encoder_part(config))}
 
@@ -85,10 +85,10 @@ class TextModel(nn.Module):
         super().__init__()
         self.body = body
 
-    def count_scored(self, batch: Texts) -> Tensor:
+    def count_scored(self, batch: Any) -> Tensor:
         """Return the number of target tokens."""
-        assert batch.target is not None
-        return batch.target.lengths.sum()
+        lengths: Tensor = batch.target.lengths
+        return lengths.sum()
 
     def forward(self, batch: Texts, rng: RngContext, divisor: float | None = None) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the objective, mean nats per target token (with label smoothing in training) plus auxiliary losses,
@@ -97,14 +97,13 @@ class TextModel(nn.Module):
         In evaluation `predicted` contains the token ids (n,) of each example's best hypothesis, without its end, or one
         NaN if the model's probabilities are not finite.
         """
-        stack = self.body.stack
-        answer = None if batch.target is None else Targets(batch.target.tokens, batch.target.mask, answer=True)
+        stack, target = self.body.stack, batch.target
+        answer = None if target is None else Targets(target.tokens, target.mask, answer=True)
         states, auxiliary = self.body(batch.source, rng, None, answer)
         memory = EncoderOutput(states, batch.source.mask)
         loss = torch.zeros((), device=states.device)
         sums: dict[str, Any] = {"nats": loss, "tokens": loss}
-        if batch.target is not None:
-            target = batch.target
+        if target is not None:
             scores, cost, losses, statistics = stack.score_targets(target.tokens, rng, target.mask, memory)
             loss, predicted = mean_cost(scores, cost, divisor)
             auxiliary, sums = auxiliary + losses, statistics | predicted
@@ -112,15 +111,11 @@ class TextModel(nn.Module):
                 sums["costs"] = torch.where(scores.scored, scores.nats, 0.0).sum(1)
                 sums["weights"] = target.lengths.float()
         if not rng.training:
-            prompt = torch.zeros(len(memory.states), 0, dtype=torch.int64, device=memory.states.device)
+            prompt = torch.zeros(len(states), 0, dtype=torch.int64, device=states.device)
             best = search_with(stack, prompt, stack.cache_beside(memory, rng), batch.rule)
-            sums["predicted"] = [
-                torch.tensor(beams[0].tokens if beams else [math.nan], dtype=torch.float64) for beams in best
-            ]
+            ids = (beams[0].tokens if beams else [math.nan] for beams in best)
+            sums["predicted"] = [torch.tensor(tokens, dtype=torch.float64) for tokens in ids]
         return self.body.task_weight * loss + auxiliary, sums
-
-
-LENGTH_PENALTY = 0.6  # exponent of ((5 + length)/6), the divisor of a hypothesis' log-probability (Wu et al. 2016)
 
 
 @dataclass(frozen=True)
@@ -137,8 +132,7 @@ class EncodedText(EncodedExample):
 
     def content(self) -> Iterator[bytes]:
         yield from super().content()
-        if self.target is not None:
-            yield self.target.tobytes()
+        yield b"" if self.target is None else self.target.tobytes()
 
 
 class TextForm(Form):
@@ -202,8 +196,7 @@ class TextForm(Form):
     def _frame(self, segments: int) -> list[np.ndarray]:
         return [self.end[:0], self.end]
 
-    def model(self, body: Backbone) -> TextModel:
-        assert isinstance(body, SequenceToSequenceBody)
+    def model(self, body: Any) -> TextModel:
         return TextModel(body)
 
     def collate(self, examples: Sequence[Any]) -> Texts:
@@ -242,28 +235,25 @@ def packed(sizes: np.ndarray, most: int, seed: int, epoch: int) -> list[np.ndarr
     for first in range(0, len(order), POOL):
         pool = order[first : first + POOL]
         pool = pool[np.lexsort((sizes[pool, 1], sizes[pool, 0]))]
-        begin = longest_source = longest_target = 0
-        for index, (source, target) in enumerate(sizes[pool].tolist()):
-            longest_source, longest_target = max(longest_source, source), max(longest_target, target)
-            if (index + 1 - begin) * (longest_source + longest_target) > most:
+        begin, longest = 0, [0, 0]
+        for index, size in enumerate(sizes[pool].tolist()):
+            longest = [*map(max, longest, size)]
+            if (index + 1 - begin) * sum(longest) > most:
                 packs.append(pool[begin:index])
-                begin, longest_source, longest_target = index, source, target
+                begin, longest = index, size
         packs.append(pool[begin:])
     return [packs[i] for i in permutation(len(packs), seed, epoch, PACKS)]
 
 
 class TokenBatches(ExampleBatches):
-    """Endless iterator of `Step`s over examples in memory, one epoch of packs after another.
+    """Endless iterator of `Step`s over examples in memory, one epoch of packs after another, with batches in tokens.
 
     A step takes the next global_batch/micro_batch packs, whatever the number of ranks; rank r gets every world_size-th,
     starting at the r-th. The position counts examples, and each keeps the global sample number for its random draws.
+    Raises DataError as `sizes_of` does, and ConfigError if the start is not the end of a batch of these sizes.
     """
 
     def __init__(self, examples: Sequence[EncodedText], **settings: Any):
-        """Prepare the batches of a run. settings: arguments of ExampleBatches, with batches in tokens.
-
-        Raises DataError as `sizes_of` does, and ConfigError if the start is not the end of a batch of these sizes.
-        """
         super().__init__(examples, **settings)
         self.sizes = sizes_of(examples, self.micro_batch)
         epoch, passed = divmod(self.position, len(examples))
@@ -276,7 +266,7 @@ class TokenBatches(ExampleBatches):
             hint = "Restore the value that the run started with"
             raise ConfigError("training.micro_batch", f"{problem} such a size", hint)
 
-    def _deal(self) -> list[list[tuple[EncodedExample, int]]]:
+    def _deal(self) -> list[list[tuple[Any, int]]]:
         micro_batches = []
         for pack in islice(self._packs, self.global_batch // self.micro_batch):
             micro_batches.append([(self.examples[i], self.position + offset) for offset, i in enumerate(pack)])

@@ -33,8 +33,7 @@ def class_folders(folder: Path) -> Rows:
             hint = f"Use a folder with one folder of images per class: {', '.join(CIFAR10)}"
             raise DataError(folder / name, "contains no images", hint)
         for path in sorted(paths, key=lambda path: natural(path.name)):
-            row = {"img": image(path), "label": name, "id": f"{name}/{path.stem}"}
-            yield SourceLocation(path), row
+            yield SourceLocation(path), {"img": image(path), "label": name, "id": f"{name}/{path.stem}"}
 
 
 def grey_pixels(row: dict[str, Any]) -> np.ndarray:
@@ -51,38 +50,30 @@ def grey(colours: np.ndarray) -> np.ndarray:
     ⌊(0.2989·R + 0.5870·G + 0.1140·B)·255.5/255⌋, the rounding of TensorFlow's rgb_to_grayscale in Tay et al., without
     floating point (float32 is off by 1 for 237 of the 256³ colours). Grey pixels keep their value.
     """
-    weighted = colours.astype(np.int64) @ np.array(WEIGHTS)
-    return (weighted * 511 // (510 * 10_000)).reshape(-1)
+    return (colours.astype(np.int64) @ np.array(WEIGHTS) * 511 // (510 * 10_000)).reshape(-1)
 
 
 LEVELS = ("curv_baseline", "curv_contour_length_9", "curv_contour_length_14")
-NUMPY = b"\x93NUMPY"
-FOLDER, FILE = re.compile(r"imgs/[0-9]+"), re.compile(r"sample_[0-9]+\.png")
+LINE = re.compile(r"(imgs/[0-9]+) (sample_[0-9]+\.png) [^ ]* ([^ ]*)( .*)?")
 
 
 class Pathfinder(Task):
     """Pathfinder of Long Range Arena (Linsley et al. 2018; Tay et al. 2021): are two dots joined by a dashed path?
 
-    Official files: one level's folder in lra_release/pathfinder32, such as curv_contour_length_14 ("hard", reported by
-    Tay et al.), with metadata/N.npy and imgs/N/sample_M.png, 32×32 grey pixels, read row by row. Despite their names,
-    metadata files are text, one line per image: `imgs/N sample_M.png M LABEL` and drawing settings, separated by
-    spaces.
+    Official files: one level's folder in lra_release/pathfinder32, with metadata/N.npy and imgs/N/sample_M.png, 32×32
+    grey pixels, read row by row. Despite their names, metadata files are text, one line per image: `imgs/N sample_M.png
+    M LABEL` and drawing settings, separated by spaces.
 
     Tay et al. train on the first 80 % of a level's images, validate on the next 10 % and test on the rest, in the
-    shuffled order of their conversion. Here the split is by metadata files in numeric order (of 200 files with 1,000
-    images each: 160, 20 and 20); labels were drawn independently per image. Both skip images with an empty file, such
-    as one in curv_baseline.
+    shuffled order of their conversion. Here the split is by metadata files in numeric order; labels were drawn
+    independently per image. Both skip images with an empty file, such as one in curv_baseline.
     """
 
-    name = "pathfinder"
-    metrics = ("accuracy",)
-    vocabulary = 256
-    classes = ("0", "1")
+    name, metrics, vocabulary, classes = "pathfinder", ("accuracy",), 256, ("0", "1")
 
     def files(self, folder: Path) -> dict[str, list[Path]]:
         """Return the metadata files by split. Raises DataError for the folder of all levels."""
-        levels = [level for level in LEVELS if (folder / level).is_dir()]
-        if levels:
+        if levels := [level for level in LEVELS if (folder / level).is_dir()]:
             hint = f"Use one of them: {folder / levels[-1]}"
             raise DataError(folder, f"contains {len(levels)} levels, but a run reads one", hint)
         paths = sorted((folder / "metadata").glob("*.npy"), key=lambda path: natural(path.name))
@@ -91,17 +82,16 @@ class Pathfinder(Task):
         return {split: files for split, files in splits.items() if files}
 
     def read(self, file: Path) -> Iterator[Example]:
-        if whole_bytes(file).startswith(NUMPY):
+        if whole_bytes(file).startswith(b"\x93NUMPY"):
             problem = "a numpy array, which can contain pickles, and loading these could run any code"
             raise DataError(file, problem, "Use lra_release's, which is text, or write text: imgs/0 sample_7.png 7 1")
         return examples_of(file, lines(file), self.example)
 
     def example(self, row: str, location: SourceLocation, number: str) -> Example:
-        fields = row.split(" ")
-        if len(fields) < 4 or not FOLDER.fullmatch(fields[0]) or not FILE.fullmatch(fields[1]):
+        if (match := LINE.fullmatch(row)) is None:
             hint = "Write: imgs/0 sample_7.png 7 1"
             raise DataError(str(location), f'"{row[:80]}" is not a line of metadata', hint)
-        folder, name, _, label = fields[:4]
+        folder, name, label, _ = match.groups()
         path = location.file.parent.parent / folder / name
         if not path.is_file() or not path.stat().st_size:
             hint = "Unpack lra_release again, or delete this line, as Long Range Arena does for empty images"

@@ -12,8 +12,6 @@ from megasparse.tasks.task import Example, SourceLocation, Task, examples_of, ex
 NEWS_COLUMNS = ("id", "category", "subcategory", "title", "abstract", "url", "title entities", "abstract entities")
 BEHAVIOR_COLUMNS = ("impression id", "user id", "time", "history", "impressions")
 NEWS, BEHAVIORS = "news.tsv", "behaviors.tsv"
-RELEASES = ("MINDlarge_", "MINDsmall_", "")
-FOLDERS = {"train": "train", "validation": "dev", "test": "test"}
 
 
 class MIND(Task):
@@ -26,17 +24,13 @@ class MIND(Task):
     are one object in memory.
     """
 
-    name = "mind"
-    form = "ranking"
-    metrics = ("auc", "mrr", "ndcg5", "ndcg10")
-    segments = 2
+    name, form, metrics, segments = "mind", "ranking", ("auc", "mrr", "ndcg5", "ndcg10"), 2
 
     def files(self, folder: Path) -> dict[str, list[Path]]:
-        for release in RELEASES:
-            names = {split: f"{release}{inner}/{BEHAVIORS}" for split, inner in FOLDERS.items()}
-            if files := existing(folder, names):
-                return files
-        return {}
+        folders = {"train": "train", "validation": "dev", "test": "test"}
+        releases = ({split: f"{release}{inner}/{BEHAVIORS}" for split, inner in folders.items()}
+                    for release in ("MINDlarge_", "MINDsmall_", ""))  # fmt: skip
+        return next((files for names in releases if (files := existing(folder, names))), {})
 
     def read(self, file: Path) -> Iterator[Example]:
         """Read the impressions of a behaviors.tsv.
@@ -46,19 +40,17 @@ class MIND(Task):
         """
         titles = self._titles(file.with_name(NEWS))
         cache: dict[tuple[Any, ...], tuple[Any, ...]] = {}
-        last = self.config.recommendation.history
 
         def titles_of(names: list[str], location: SourceLocation) -> tuple[str, ...]:
-            for name in names:
-                if name not in titles:
-                    hint = "Correct it, or use both files of one official folder"
-                    raise DataError(str(location), f'"{name[:80]}" is not in {file.with_name(NEWS)}', hint)
+            if lost := [name for name in names if name not in titles]:
+                hint = "Correct it, or use both files of one official folder"
+                raise DataError(str(location), f'"{lost[0][:80]}" is not in {file.with_name(NEWS)}', hint)
             return tuple(titles[name] for name in names)
 
         def example(row: dict[str, str], location: SourceLocation, number: str) -> Example:
-            clicked = titles_of(row["history"].split(), location)[-last:]
+            clicked = titles_of(row["history"].split(), location)[-self.config.recommendation.history :]
             names, label = _shown(row["impressions"].split(), location)
-            inputs: Any = (cache.setdefault(clicked, clicked), titles_of(names, location))
+            inputs = (cache.setdefault(clicked, clicked), titles_of(names, location))
             return Example(inputs, cache.setdefault(label, label) if label else None, location, row["impression id"])
 
         return examples_of(file, tab_separated(file, BEHAVIOR_COLUMNS), example)

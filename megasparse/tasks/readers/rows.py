@@ -10,7 +10,7 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
@@ -85,17 +85,15 @@ def tab_separated(file: Path, columns: Sequence[str] | None = None, mark: str = 
     """Read rows of tab-separated fields, in which quotation marks are ordinary characters (GLUE's files).
 
     columns: their names; None if they are in the first line. mark: separator of fields; if it is not a tab, the last
-    field may contain it. Raises DataError for a file without lines.
+    field may contain it.
     """
-    for location, line in lines(file):
-        if isinstance(line, DataError):
-            yield location, line
-        elif columns is None:
-            columns = _column_names(line.split(mark), location)
-        else:
-            yield location, _row(columns, line.split(mark, -1 if mark == "\t" else len(columns) - 1), location)
-    if columns is None:
-        raise DataError(file, "is empty", "Its first line must contain the names of the columns")
+
+    def fields() -> Rows:
+        for location, line in lines(file):
+            most = -1 if mark == "\t" or columns is None else len(columns) - 1
+            yield location, line.split(mark, most) if isinstance(line, str) else line
+
+    yield from _by_column(file, fields(), columns, HINT)
 
 
 def comma_separated(file: Path, columns: Sequence[str] | None = None) -> Rows:
@@ -112,32 +110,62 @@ def comma_separated(file: Path, columns: Sequence[str] | None = None) -> Rows:
         for _, line in strict(lines(file, ends=True)):
             yield line
 
-    reader = csv.reader(read_lines(), strict=True)
-    while True:
-        location = SourceLocation(file, reader.line_num + 1)
-        try:
-            fields = next(reader, None)
-        except csv.Error as error:
-            hint = "Close the quotation mark, or double it inside a quoted field"
-            if "\r" in line.removesuffix("\n").removesuffix("\r"):
-                hint = "A line ends in CR: convert line ends to LF, as tr '\\r' '\\n' does"
-            elif columns is None and (";" in line or "\t" in line):
-                hint = separator_hint
-            raise DataError(str(location), f"not CSV ({error})", hint) from None
-        if fields is None:
-            break
-        if columns is None:
-            columns = _column_names(fields, location)
-            if len(columns) == 1 and (";" in columns[0] or "\t" in columns[0]):
-                raise DataError(str(location), f'contains one column, "{columns[0][:80]}"', separator_hint)
-        elif fields:
-            yield location, _row(columns, fields, location, "Correct it: a field with a comma needs quotation marks")
+    def fields() -> Rows:
+        reader = csv.reader(read_lines(), strict=True)
+        while True:
+            location = SourceLocation(file, reader.line_num + 1)
+            try:
+                row = next(reader, None)
+            except csv.Error as error:
+                hint = "Close the quotation mark, or double it inside a quoted field"
+                if "\r" in line.removesuffix("\n").removesuffix("\r"):
+                    hint = "A line ends in CR: convert line ends to LF, as tr '\\r' '\\n' does"
+                elif location.line == 1 and (";" in line or "\t" in line):
+                    hint = separator_hint
+                raise DataError(str(location), f"not CSV ({error})", hint) from None
+            if row is None:
+                return
+            if columns is None and location.line == 1 and len(row) == 1 and (";" in row[0] or "\t" in row[0]):
+                raise DataError(str(location), f'contains one column, "{row[0][:80]}"', separator_hint)
+            if row or location.line == 1:
+                yield location, row
+
+    yield from _by_column(file, fields(), columns, "Correct it: a field with a comma needs quotation marks")
+
+
+def _by_column(file: Path, rows: Rows, columns: Sequence[str] | None, hint: str) -> Rows:
+    for location, fields in rows:
+        if isinstance(fields, DataError):
+            yield location, fields
+        elif columns is None:
+            columns = fields
+            if repeated := _repeated(fields):
+                problem = f'the column name "{repeated[0][:80]}" occurs twice'
+                raise DataError(str(location), problem, "Rename one of them in the first line")
+        elif len(fields) == len(columns):
+            yield location, dict(zip(columns, fields, strict=True))
+        else:
+            problem = f"{len(fields)} fields instead of {len(columns)} ({', '.join(columns)[:100]})"
+            yield location, DataError(str(location), problem, hint)
     if columns is None:
         raise DataError(file, "is empty", "Its first line must contain the names of the columns")
 
 
+def _repeated(names: Sequence[str]) -> list[str]:
+    return [name for name, number in Counter(names).items() if number > 1]
+
+
 def json_lines(file: Path) -> Rows:
     """Read JSON objects, one per line, without empty lines. Repeated keys, NaN and infinity are malformed."""
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        if repeated := _repeated([key for key, _ in pairs]):
+            raise ValueError(f'the key "{repeated[0]}" occurs twice')
+        return dict(pairs)
+
+    def refuse(constant: str) -> None:
+        raise ValueError(f"{constant} is not a JSON number")
+
     for location, line in lines(file):
         if isinstance(line, str) and not line.strip():
             continue
@@ -145,42 +173,13 @@ def json_lines(file: Path) -> Rows:
             try:
                 if len(line) > MOST_VALUES and has_many_values(line.encode()):
                     raise ValueError(f"more than {MOST_VALUES:,} values")
-                line = json.loads(line, object_pairs_hook=_without_repeats, parse_constant=_refuse)
+                line = json.loads(line, object_pairs_hook=unique, parse_constant=refuse)
             except (ValueError, RecursionError) as error:
                 line = DataError(str(location), f"not JSON ({error})", "Write one object per line: {...}")
         if not isinstance(line, dict | DataError):
             hint = 'Write one object per line: {"text": "...", "label": "..."}'
             line = DataError(str(location), "not a JSON object", hint)
         yield location, line
-
-
-def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    values = dict(pairs)
-    if len(values) < len(pairs):
-        raise ValueError(f'the key "{_repeated(key for key, _ in pairs)[0]}" occurs twice')
-    return values
-
-
-def _repeated(names: Iterable[str]) -> list[str]:
-    return [name for name, number in Counter(names).items() if number > 1]
-
-
-def _refuse(constant: str) -> None:
-    raise ValueError(f"{constant} is not a JSON number")
-
-
-def _row(columns: Sequence[str], fields: Sequence[str], location: SourceLocation, hint: str = HINT) -> Any:
-    if len(fields) == len(columns):
-        return dict(zip(columns, fields, strict=True))
-    problem = f"{len(fields)} fields instead of {len(columns)} ({', '.join(columns)[:100]})"
-    return DataError(str(location), problem, hint)
-
-
-def _column_names(names: list[str], location: SourceLocation) -> list[str]:
-    if repeated := _repeated(names):
-        problem = f'the column name "{repeated[0][:80]}" occurs twice'
-        raise DataError(str(location), problem, "Rename one of them in the first line")
-    return names
 
 
 def is_dataset(path: Path) -> bool:

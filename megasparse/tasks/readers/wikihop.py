@@ -1,15 +1,14 @@
 """WikiHop (Welbl et al. 2018): questions with candidates and paragraphs, in QAngaroo's format, as MedHop's."""
 
 import json
+from collections import Counter
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from megasparse.errors import DataError
-from megasparse.tasks.forms.labels import Choice
 from megasparse.tasks.readers.rows import HINT, whole_text
 from megasparse.tasks.task import Example, SourceLocation, Task, examples_of, existing
 
@@ -35,49 +34,43 @@ class WikiHop(Task):
     candidates, name its files: --source dev.masked.json.
 
     Longformer (Beltagy et al. 2020) removes spaces before punctuation, shuffles the paragraphs in training, and reads
-    paragraphs beyond its length in further windows, each with the candidates, whose logits it adds. Here texts are read
-    unchanged, in order, and truncated to `task.max_length`.
+    paragraphs beyond its length in further windows. Here texts are read unchanged, in order, and truncated.
     """
 
-    name = "wikihop"
-    form = "choice"
-    metrics = ("accuracy",)
+    name, form, metrics = "wikihop", "choice", ("accuracy",)
 
     def files(self, folder: Path) -> dict[str, list[Path]]:
         return existing(folder, {"train": "train.json", "validation": "dev.json", "test": "test.json"}, "wikihop")
 
     def read(self, file: Path) -> Iterator[Example]:
-        names: set[str] = set()
         try:
             rows = json.loads(whole_text(file).removeprefix("\ufeff"))
         except (ValueError, RecursionError) as error:
             raise DataError(file, f"not JSON ({error})", HINT) from None
         if not isinstance(rows, list):
             raise DataError(file, "not a JSON array of examples", f"Write [EXAMPLE, ...]. {FORM}")
+        names: set[str] = set()
 
-        numbered = ((SourceLocation(file, number), row) for number, row in enumerate(rows, 1))
-        return examples_of(file, numbered, partial(_example, names))
+        def example(row: Any, location: SourceLocation, number: str) -> Example:
+            def wrong(problem: str, hint: str) -> DataError:
+                return DataError(str(location), f"example {location.line}{problem}", hint)
 
+            try:
+                question = Question.model_validate(row)
+            except ValidationError as error:
+                first = error.errors()[0]
+                key = ".".join(map(str, first["loc"])) or "it"
+                raise wrong(f": {key}: {first['msg']} ({json.dumps(first['input'])[:80]})", FORM) from None
+            candidates, answer, title = question.candidates, question.answer, f' ("{question.id[:80]}"): '
+            if twice := [text for text, number in Counter(candidates).items() if number > 1]:
+                raise wrong(f'{title}"{twice[0][:80]}" occurs twice among the candidates', "Remove one")
+            if answer is not None and answer not in candidates:
+                hint = f"Its candidates are: {', '.join(candidates)[:200]}. Without an answer omit the key"
+                raise wrong(f'{title}the answer "{answer[:80]}" is not among the candidates', hint)
+            if question.id in names:
+                raise wrong(f"{title}the id occurs twice", "Use unique ids")
+            names.add(question.id)
+            label = None if answer is None else candidates.index(answer)
+            return Example((question.query, tuple(candidates), tuple(question.supports)), label, location, question.id)
 
-def _example(names: set[str], row: Any, location: SourceLocation, number: str) -> Choice:
-    """Convert an object to an example. names: earlier ids. Raises DataError naming file, number and key."""
-    try:
-        question = Question.model_validate(row)
-    except ValidationError as error:
-        first = error.errors()[0]
-        key = ".".join(map(str, first["loc"])) or "it"
-        problem = f"example {location.line}: {key}: {first['msg']} ({json.dumps(first['input'])[:80]})"
-        raise DataError(str(location), problem, FORM) from None
-    candidates, answer = question.candidates, question.answer
-    title = f'example {location.line} ("{question.id[:80]}")'
-    if len(set(candidates)) < len(candidates):
-        twice = next(text for text in candidates if candidates.count(text) > 1)
-        raise DataError(str(location), f'{title}: "{twice[:80]}" occurs twice among the candidates', "Remove one")
-    if answer is not None and answer not in candidates:
-        hint = f"Its candidates are: {', '.join(candidates)[:200]}. Without an answer omit the key"
-        raise DataError(str(location), f'{title}: the answer "{answer[:80]}" is not among the candidates', hint)
-    if question.id in names:
-        raise DataError(str(location), f"{title}: the id occurs twice", "Use unique ids")
-    names.add(question.id)
-    label = None if answer is None else candidates.index(answer)
-    return Choice((question.query, *candidates, *question.supports), label, location, question.id, len(candidates))
+        return examples_of(file, ((SourceLocation(file, line), row) for line, row in enumerate(rows, 1)), example)

@@ -12,20 +12,20 @@ import torch
 from megasparse.data.tokenizers import build_tokenizer
 from megasparse.errors import ConfigError, DataError
 from megasparse.ops.random import EVALUATION_STEP, RngContext
-from megasparse.tasks.backbones import Backbone, HuggingFaceBody
 from megasparse.tasks.batches import Padded, Segments
 from megasparse.tasks.catalog import build_task
-from megasparse.tasks.forms.labels import Choice, ChoiceForm, ChoiceModel, EncodedChoice
-from megasparse.tasks.task import SourceLocation
+from megasparse.tasks.form import ChoiceForm, ChoiceModel, EncodedChoice
+from megasparse.tasks.start import Backbone, HuggingFaceBody
+from megasparse.tasks.task import Example, SourceLocation
 from tests.helpers.finetuning import bert, bert_tokenizer, configured, our_body
 from tests.helpers.tokenizers import written
 
 LENGTHS, CANDIDATES = (30, 12, 44, 9), (3, 1, 7, 2)
 
 
-def choice(question: str, candidates: Sequence[str], texts: Sequence[str] = (), label: int | None = 0) -> Choice:
+def choice(question: str, candidates: Sequence[str], texts: Sequence[str] = (), label: int | None = 0) -> Example:
     location = SourceLocation(Path("made.json"), 3)
-    return Choice((question, *candidates, *texts), label, location, "made_3", len(candidates))
+    return Example((question, tuple(candidates), tuple(texts)), label, location, "made_3")
 
 
 def form_with(tmp_path: Path, **sections: Any) -> ChoiceForm:
@@ -40,7 +40,7 @@ def encoder(tmp_path: Path, tokenizer: str = "bytes", vocabulary: int = 264, **t
     return form
 
 
-def one(coder: ChoiceForm, example: Choice) -> EncodedChoice:
+def one(coder: ChoiceForm, example: Example) -> EncodedChoice:
     (made,) = coder.encode([example])
     assert isinstance(made, EncodedChoice)
     return made
@@ -187,7 +187,7 @@ def test_dropout_is_an_examples_own(tmp_path):
 
     def scores(chosen: list[int], step: int = 1) -> torch.Tensor:
         rng = RngContext(3, step, torch.tensor(chosen), training=True)
-        return model.scores(form.collate([given[i] for i in chosen]), rng)[0]
+        return model.predicted(form.collate([given[i] for i in chosen]), rng)[0]
 
     first, swapped = scores([0, 2]), scores([2, 0])
     assert torch.allclose(first.flip(0), swapped, atol=1e-5)

@@ -14,9 +14,9 @@ from transformers import BertModel, GPT2Config, GPT2Model
 from megasparse.config.finetuning import HeadConfig
 from megasparse.hub.replace import mechanisms, replace_attention
 from megasparse.ops.random import EVALUATION_STEP, RngContext
-from megasparse.tasks.backbones import Backbone, HuggingFaceBody
 from megasparse.tasks.batches import EncodedExample, Padded, Segments, collate
-from megasparse.tasks.forms.labels import Head, TaskModel, dropped
+from megasparse.tasks.form import Head, TaskModel, dropped
+from megasparse.tasks.start import Backbone, HuggingFaceBody
 from megasparse.tasks.task import SourceLocation
 from tests.helpers.finetuning import bert, our_body
 

@@ -15,10 +15,9 @@ from megasparse.config.schema import ModelConfig
 from megasparse.errors import ConfigError
 from megasparse.evaluation.generate import BeamSettings, length_penalty
 from megasparse.ops.random import EVALUATION_STEP, RngContext
-from megasparse.tasks.evaluate import answers, predict_examples, predict_texts
 from megasparse.tasks.form import Form
 from megasparse.tasks.forms.texts import EncodedText, TextModel, Texts, padded
-from megasparse.tasks.run import TaskRun, restore_task
+from megasparse.tasks.run import TaskRun, answers, predict_examples, predict_texts, restore_task
 from megasparse.tasks.task import Example, SourceLocation
 from megasparse.training.checkpoints.checkpoint import Checkpoint
 from megasparse.training.ranks import Ranks

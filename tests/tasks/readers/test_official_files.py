@@ -220,11 +220,11 @@ MALFORMED = [
     *[("pubmed", "", json.dumps(PAPER), json.dumps({**PAPER, column: value}), f'"{column}" is not a list of sentences')
       for column, value in (("article_text", "one"), ("article_text", ["x", None]), ("abstract_text", None))],
     ("sts_benchmark", "", sts(), "\t".join(STS_ROW[:6]), "6 fields instead of 7"),
-    ("sts_benchmark", "", sts(), sts(score="much"), '"much" is not a similarity from 0 to 5'),
+    ("sts_benchmark", "", sts(), sts(score="much"), '"much" in the column "score" is not a similarity from 0 to 5'),
     ("rte", f"{PAIR}label", "1\tA\tB\tentailment", "1\tA\tB\tentails", '"entails" is not a label of rte. Did you mean'),
     ("cola", "", "gj04\t1\t\tA", "gj04\t1\t\tA\tB", "5 fields instead of 4"),
     ("qqp", QQP, "7\tA\tB\t1", "7\tA", "2 fields instead of 4"),
-    *[("stsb", f"{PAIR}score", "0\tA\tB\t1", f"0\tA\tB\t{score}", f'"{score}" is not a similarity from 0 to 5')
+    *[("stsb", f"{PAIR}score", "0\tA\tB\t1", f"0\tA\tB\t{score}", f'"{score}" in the column "score" is not a simi')
       for score in ("5.1", "-0.1", "nan", "")],
 ]  # fmt: skip
 
