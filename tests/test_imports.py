@@ -111,7 +111,7 @@ REACHED = {
     "finetune": ("runs.finetuning", RUNS | {"evaluation", "planning", "tasks"}),
     "evaluate": ("runs.api", RUNS | {"evaluation"}),
     "generate": ("evaluation.texts", RUNS | {"evaluation"}),
-    "predict": ("tasks.evaluate", RUNS | {"evaluation", "tasks"}),
+    "predict": ("tasks.run", RUNS | {"evaluation", "tasks"}),
     "prepare-data": ("data.prepare", {"cli", "config", "errors", "files", "data", "optimizers"}),
     "compare": ("runs.comparison", RUNS),
     "report": ("runs.report", RUNS),

@@ -45,7 +45,7 @@ class Series(Task):
     rows (L + H, F). The label is the scaled targets (H, T), the name the date of the first predicted row.
     """
 
-    metrics = ("mse", "mae")
+    name, metrics = "series", ("mse", "mae")
     form = "forecast"
 
     def __init__(self, config: TaskConfig):
