@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megasparse.attention.heads import LLAMA3_TURNS, YARN_TURNS
+from megasparse.config.attention import kinds
 from megasparse.config.schema import Config, ModelConfig, PositionsConfig
 from megasparse.errors import HubError
 from megasparse.hub.formats import (
@@ -28,6 +29,8 @@ from megasparse.hub.formats import (
     sizes_of,
     weights_of,
 )
+from megasparse.hub.megasparse_format import unfilled
+from megasparse.hub.replace import ENTRY, entry_of, mechanisms, replacement
 from megasparse.hub.tensor_file import TensorFile
 from megasparse.hub.tokenizer_files import GENERATION, SPECIAL, chat_files
 
@@ -50,6 +53,7 @@ LLAMA = """
     blocks.{}.attention.attention.output.*              model.layers.{}.self_attn.o_proj.*
     blocks.{}.attention.attention.query_norm.weight     model.layers.{}.self_attn.q_norm.weight
     blocks.{}.attention.attention.key_norm.weight       model.layers.{}.self_attn.k_norm.weight
+    blocks.{}.attention.attention.mechanisms.           model.layers.{}.self_attn.megasparse.
     blocks.{}.feed_forward.norm.weight                  model.layers.{}.post_attention_layernorm.weight
     blocks.{}.feed_forward.feed_forward.gate~           model.layers.{}.mlp.gate_proj.*
     blocks.{}.feed_forward.feed_forward.up~             model.layers.{}.mlp.up_proj.*
@@ -63,6 +67,7 @@ GPT2 = """
     blocks.{}.attention.norm.*                          transformer.h.{}.ln_1.*
     blocks.{}.attention.attention.query|key|value.*     transformer.h.{}.attn.c_attn.*     T
     blocks.{}.attention.attention.output.*              transformer.h.{}.attn.c_proj.*     T
+    blocks.{}.attention.attention.mechanisms.           transformer.h.{}.attn.megasparse.
     blocks.{}.feed_forward.norm.*                       transformer.h.{}.ln_2.*
     blocks.{}.feed_forward.feed_forward.up~             transformer.h.{}.mlp.c_fc.*        T
     blocks.{}.feed_forward.feed_forward.down~           transformer.h.{}.mlp.c_proj.*      T
@@ -78,7 +83,8 @@ class DecoderFormat(Format):
     `model.start_token`. Hugging Face's input is therefore [BOS, token 0, token 1, ...], and its logits at t predict
     token t. A model without a `bos_token_id` starts with its first `eos_token_id`, which separates training documents.
 
-    Settings that only affect training (dropout) or memory (tiles, activations) are not converted.
+    Settings that only affect training (dropout) or memory (tiles, activations) are not converted. Attention other than
+    full is Hugging Face's replaced attention, see hub.replace.
     """
 
     note = "Start every input with the token `bos_token_id`, as in training; its tokenizer may not add it."
@@ -106,6 +112,8 @@ class DecoderFormat(Format):
             **self.hf_config(model),
         }
         self._check_expressible(model)
+        if {*kinds(model)} != {"full"}:
+            hf_config |= replacement(model, config.run.seed)
         weights = weights_of(self.table, model)
         return Exported(hf_config, lambda: ((entry.theirs, entry.write(weight)) for entry in weights), files)
 
@@ -129,7 +137,15 @@ class DecoderFormat(Format):
             "attention": {"pattern": ["full"]},
             **self.section(config, path),
         }
-        model = model_of(section, path)
+        entry = entry_of(config, path) if ENTRY in hf_config else {}
+        section |= {key: value for key, value in entry.items() if key != "seed"}
+        model, longest = model_of(section, path), config.max_position_embeddings
+        if model.positions.kind == "learned" and model.max_length != longest:
+            problem = f"max_length of its replaced attention is not the model's {longest}"
+            raise HubError(path, problem, f"Replace the original model's attention with --max-length {longest}")
+        if any(mechanism.shared_qk for mechanism in mechanisms(unfilled(model))):
+            problem = "its replaced attention has shared queries and keys, so its keys would be lost"
+            raise HubError(path, problem, "Replace the original model's attention by one with separate keys")
         names, weights = tensors.names(), weights_of(self.table, model)
         bare = {entry.theirs: entry.theirs.removeprefix(f"{self.base}.") for entry in weights}
         stored = {theirs: short if short in names else theirs for theirs, short in bare.items()}
@@ -138,7 +154,8 @@ class DecoderFormat(Format):
         read = readers(tensors, weights, stored, ignored)
         if model.tied_embeddings:
             check_tied(tensors, HEAD, next(iter(stored.values())))
-        return Imported({"model": section, "data": {"sequence_length": model.max_length}}, read)
+        run, data = {"seed": entry.get("seed", 0)}, {"sequence_length": model.max_length}
+        return Imported({"model": section, "run": run, "data": data}, read)
 
     @torch.no_grad()
     def logits(self, model: "PreTrainedModel", tokens: Tensor, seed: int) -> Tensor:
@@ -166,8 +183,8 @@ class DecoderFormat(Format):
         if model.start_token is None:
             problem = f"null, a learned start vector, which HuggingFace's {self.name} does not support"
             raise HubError("model.start_token", problem, "Export to another format, such as megasparse")
-        self.check_pattern(model, "full")
-        self.must_be(model, "attention.full.shared_qk", False)
+        if any(mechanism.shared_qk for mechanism in mechanisms(unfilled(model))):
+            raise self.inexpressible("attention.pattern", model.attention.pattern, "separate queries and keys")
 
 
 class LlamaFormat(DecoderFormat):

@@ -28,7 +28,7 @@ from megasparse.hub.formats import (
 )
 from megasparse.hub.importing import identity
 from megasparse.hub.megasparse_format import unfilled
-from megasparse.hub.tensor_file import INDEX, WEIGHTS, appearing, refuse_existing
+from megasparse.hub.tensor_file import ADAPTER, INDEX, WEIGHTS, appearing, refuse_existing
 from megasparse.hub.tokenizer_files import FILE, Files
 from megasparse.model.build import build_model, empty_model
 from megasparse.model.decoder import Causal
@@ -103,9 +103,9 @@ def to_hf(
 
 
 def write_tensors(tensors: Iterable[tuple[str, Tensor]], folder: Path) -> None:
-    """Write model.safetensors, or several files and their index if it would be larger than SHARD_BYTES."""
+    """Write model.safetensors, or several files and their index if it would be larger than SHARD_BYTES, and ADAPTER."""
     shards: list[list[str]] = []
-    total, size, shard = 0, 0, dict[str, Tensor]()
+    total, size, shard, replaced = 0, 0, dict[str, Tensor](), dict[str, Tensor]()
 
     def write() -> None:
         shards.append(list(shard))
@@ -113,12 +113,17 @@ def write_tensors(tensors: Iterable[tuple[str, Tensor]], folder: Path) -> None:
         shard.clear()
 
     for name, tensor in tensors:
+        if ".megasparse." in name:
+            replaced[name] = tensor.contiguous()
+            continue
         if shard and size + tensor.nbytes > SHARD_BYTES:
             write()
             size = 0
         shard[name] = tensor.contiguous()
         size, total = size + tensor.nbytes, total + tensor.nbytes
     write()
+    if replaced:
+        save_file(replaced, folder / ADAPTER, metadata={"format": "pt"})
     if len(shards) == 1:
         (folder / "1.safetensors").rename(folder / WEIGHTS)
         return
@@ -203,6 +208,8 @@ def _use(config: Config, exported: Exported, to: str) -> list[str]:
     if to != "megasparse":
         architecture = exported.config["architectures"][0]
         code = f"from transformers import {architecture}\n\nmodel = {architecture}.from_pretrained(FOLDER)"
+        if "attn_implementation" in exported.config:
+            code = f"import megasparse.hub  # megasparse's attention\n{code}"
         return ["```python", code, "```", "", format_named(to).note]
     auto, name = f"AutoModel{TASKS[config.model.kind]}", str(exported.config["tokenizer"])
     code = f"model = {auto}.from_pretrained(FOLDER, trust_remote_code=True)  # pip install megasparse"

@@ -187,7 +187,7 @@ def read_configuration(name: str, values: dict[str, Any], path: Path) -> Any:
 
     from megasparse.hub.replace import ENTRY
 
-    if ENTRY in values:
+    if ENTRY in values and name not in DECODERS:
         problem = f"its attention was replaced ({ENTRY} in its config.json), which would be lost"
         hint = "Use the original model, or train the model that megasparse.hub.load_replaced loads"
         raise HubError(path, problem, hint)
@@ -254,7 +254,7 @@ def weights_of(table: str, model: ModelConfig) -> list[Weight]:
 
     table: lines of two names, megasparse's and Hugging Face's. `{}` is the number of a layer; `a|b|c` are concatenated;
     a `T` at the end means that Hugging Face's is transposed. `.*`, `_*` and `~`, with `.*` in the second name, are both
-    a weight and its bias.
+    a weight and its bias. Two prefixes, ending in a dot, stand for all names with the first one.
     """
     from megasparse.hub.megasparse_format import shapes
 
@@ -263,14 +263,14 @@ def weights_of(table: str, model: ModelConfig) -> list[Weight]:
         rows = [row for line in lines for row in _rows(line)]
         for layer in range(model.layers) if in_layers else [0]:
             for ours, theirs, transposed in rows:
-                names = tuple(name.format(layer) for name in ours)
-                if names[0] not in sizes:
-                    continue
-                size = sizes[names[0]]
-                shape = (size[0] * len(names), *size[1:])
-                weights.append(
-                    Weight(names, theirs.format(layer), shape[::-1] if transposed else shape, size, transposed)
-                )
+                first = ours[0].format(layer)
+                parts = [name.removeprefix(first) for name in sizes if name.startswith(first)]
+                for part in parts if first.endswith(".") else {""} & {*parts}:
+                    names = tuple(name.format(layer) + part for name in ours)
+                    size = sizes[names[0]]
+                    shape = (size[0] * len(names), *size[1:])
+                    shape = shape[::-1] if transposed else shape
+                    weights.append(Weight(names, theirs.format(layer) + part, shape, size, transposed))
     return weights
 
 

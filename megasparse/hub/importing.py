@@ -325,8 +325,8 @@ def resumed_from(config: Config, source: str | Path, ranks: Ranks) -> str:
         bucket = config.checkpoint.bucket
         has_checkpoints = bool(find_newest(start.parents[1] / "checkpoints") or (bucket and Bucket(bucket).steps()))
         if not start.exists() and (config.lora is not None or not has_checkpoints):
-            new = write_start(config, Path(source), start.parents[1])
-            print(f"started from {source}; new weights: {', '.join(new) or 'none'}", file=sys.stderr)
+            new, unused = (", ".join(names) for names in write_start(config, Path(source), start.parents[1]))
+            print(f"started from {source}; new weights: {new or 'none'}; unused: {unused or 'none'}", file=sys.stderr)
         return has_checkpoints
 
     return "auto" if ranks.on_first_rank(prepare) or config.lora is not None else str(start)
@@ -358,12 +358,12 @@ def adapted(config: Config) -> nn.Module:
     return model
 
 
-def write_start(config: Config, source: Path, output: Path) -> list[str]:
+def write_start(config: Config, source: Path, output: Path) -> tuple[list[str], list[str]]:
     """Write OUTPUT/checkpoints/00000000, the model of `config` before its first step, with the pretrained weights of
-    the same names and initial values for all others. Return the names of the others.
+    the same names and initial values for all others. Return the names of the others, and of unused pretrained weights,
+    such as another attention's.
 
     source: a checkpoint, a run's folder, or a Hugging Face model's folder, with or without the language-modelling head.
-    Pretrained weights that the model lacks, such as another attention's, are ignored.
     Raises HubError if a weight has another shape or the tokenizers differ.
     """
     if (hf_model := _hf_model(source)) is not None:
@@ -394,7 +394,7 @@ def write_start(config: Config, source: Path, output: Path) -> list[str]:
 
     readers = {name: partial(read, name, weight) for name, weight in weights.items()}
     write_checkpoint(config.model_copy(update={"lora": None}), readers, output)
-    return new
+    return new, [name for name in pretrained if name not in weights]
 
 
 def _hf_model(source: Path) -> HFModel | None:

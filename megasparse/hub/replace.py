@@ -28,7 +28,7 @@ from megasparse.config.messages import as_config_error, show
 from megasparse.config.schema import ModelConfig
 from megasparse.errors import ConfigError, HubError, did_you_mean
 from megasparse.hub.replaced_layer import NAME, IndexedLayer, InterfaceCall, Mechanisms, ReplacedPass
-from megasparse.hub.tensor_file import TensorFile, appearing
+from megasparse.hub.tensor_file import ADAPTER, TensorFile, appearing
 from megasparse.model.build import initialise
 
 ENTRY = "megasparse_attention"
@@ -38,8 +38,6 @@ DRAWS, TARGETS = "megasparse_draws", "megasparse_targets"
 number, and labels (B,) for mechanisms to learn from in a model without a head. With the first one, the training loop
 calls the mechanisms' `after_step`.
 """
-ADAPTER = "megasparse.safetensors"
-"""File next to a model's weights with the mechanisms' tensors, named as in the base model."""
 ENCODERS = ("bert", "roberta", "xlm-roberta", "distilbert")
 """`model_type` of the encoders whose attention can be replaced. Decoders may be of any type."""
 HINT = f"Use a decoder such as Llama, Qwen or Gemma, or one of {', '.join(ENCODERS)}"
@@ -103,13 +101,19 @@ def replace_attention(
             whole._megasparse_hooked = True
     base._megasparse = _State(seed)
     model.set_attn_implementation(NAME)
+    for key, value in replacement(config, seed).items():
+        setattr(model.config, key, value)
+    return model
+
+
+def replacement(config: ModelConfig, seed: int) -> dict[str, Any]:
+    """Return the keys of config.json of a model with the attention of `config`."""
     used = {kind: getattr(config.attention, kind).model_dump(mode="json") for kind in kinds(config)}
     common = config.attention.model_dump(mode="json", include={"pattern"})
     if config.attention.dropout > 0.0:
         common["dropout"] = config.attention.dropout
-    setattr(model.config, ENTRY, {"attention": common | used, "max_length": config.max_length, "seed": seed})
-    model.config.attn_implementation = NAME  # in config.json, so that transformers without megasparse rejects it
-    return model
+    entry = {"attention": common | used, "max_length": config.max_length, "seed": seed}
+    return {ENTRY: entry, "attn_implementation": NAME}  # so that transformers without megasparse rejects the folder
 
 
 def auxiliary_loss(model: PreTrainedModel) -> Tensor:
@@ -401,7 +405,7 @@ def _base_state(model: PreTrainedModel) -> dict[str, Tensor]:
 
 def _read_replacement(model: PreTrainedModel, name: str | Path, settings: Mapping[str, Any]) -> None:
     """Replace the attention of a model that transformers has loaded, as specified in its folder or repository."""
-    implementation, entry = model.config._attn_implementation, _entry_of(model.config, name)
+    implementation, entry = model.config._attn_implementation, entry_of(model.config, name)
     options = {key: settings[key] for key in _SOURCE if settings.get(key) is not None}
     adapter = cached_file(str(name), ADAPTER, _raise_exceptions_for_missing_entries=False, **options)
     file = TensorFile.open(name) if adapter is None else TensorFile.one(Path(adapter))
@@ -438,10 +442,10 @@ _register_loader()
 
 def replacement_of(directory: str | Path) -> dict[str, Any]:
     """Return the entry of config.json that describes the replacement. Raises HubError if there is none."""
-    return _entry_of(_config(Path(directory)), directory)
+    return entry_of(_config(Path(directory)), directory)
 
 
-def _entry_of(config: Any, directory: str | Path) -> dict[str, Any]:
+def entry_of(config: Any, directory: str | Path) -> dict[str, Any]:
     entry = getattr(config, ENTRY, None)
     if not isinstance(entry, dict) or entry.keys() != {"attention", "max_length", "seed"}:
         hint = "Replace its attention: megasparse replace-attention"

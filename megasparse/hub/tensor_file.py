@@ -21,11 +21,13 @@ from megasparse.files import open_file, read_file, sync_folder
 LAYERS = {"layers", "num_hidden_layers", "num_layers", "n_layer", "n_layers", "encoder_layers", "decoder_layers"}
 """Keys of config.json for the number of layers."""
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+ADAPTER = "megasparse.safetensors"
+"""File next to a model's weights with the tensors of replaced attention, named as in the base model."""
 _AGAIN = "Copy or download it again"
 
 
 class TensorFile:
-    """The tensors of a model.safetensors, or of the files that model.safetensors.index.json lists."""
+    """The tensors of a model.safetensors, or of the files that model.safetensors.index.json lists, and of ADAPTER."""
 
     def __init__(self, path: Path, files: dict[str, Any]):
         """Store the opened files. path: the folder. files: the opened file of each tensor."""
@@ -41,10 +43,11 @@ class TensorFile:
         folder = Path(folder)
         if not folder.is_dir():
             raise HubError(folder, "no such folder", "Use the folder of a HuggingFace model")
+        replaced = TensorFile.one(folder / ADAPTER)._files if (folder / ADAPTER).exists() else {}
         if (folder / WEIGHTS).exists():
-            return TensorFile(folder, TensorFile.one(folder / WEIGHTS)._files)._of_its_depth()
+            return TensorFile(folder, TensorFile.one(folder / WEIGHTS)._files | replaced)._of_its_depth()
         if (folder / INDEX).exists():
-            return TensorFile(folder, _sharded(folder))._of_its_depth()
+            return TensorFile(folder, _sharded(folder) | replaced)._of_its_depth()
         pickled = sorted(path.name for ending in ("*.bin", "*.pt", "*.pth") for path in folder.glob(ending))
         if pickled:
             hint = "Convert it to safetensors with transformers' save_pretrained, if you trust the file"

@@ -74,6 +74,10 @@ def logits_of(model, tokens):
         return model(tokens).logits
 
 
+def replaced_by(kind, length):
+    return {"megasparse_attention": {"attention": {"pattern": [kind]}, "max_length": length, "seed": 0}}
+
+
 @pytest.mark.parametrize("name", KINDS)
 def test_in_and_out_again_is_the_same_model(tmp_path, name, capsys):
     original, kind = saved(name, tmp_path / "theirs"), name.split()[0]
@@ -165,7 +169,9 @@ def test_old_files_of_gpt2_are_read(tmp_path, buffer):
         ("mistral", {"sliding_window": 40}, 'sliding_window is 40.*Set "max_position_embeddings" to 40'),
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx is True"),
         ("gpt2", {"model_type": "smollm3"}, "model_type is 'smollm3', which cannot be imported"),
-        ("llama", {"megasparse_attention": {}}, "its attention was replaced .*which would be lost.*load_replaced"),
+        ("llama", {"megasparse_attention": {}}, "no valid entry megasparse_attention"),
+        ("gpt2", replaced_by("full", 60), "max_length of its replaced attention is not the model's 70"),
+        ("llama", replaced_by("routing", 70), "its replaced attention has shared queries and keys"),
     ],
 )
 def test_features_that_megasparse_lacks_are_one_line(tmp_path, name, change, problem):
@@ -194,7 +200,7 @@ def test_a_folder_without_its_tokenizer_and_gguf_without_its_package(tmp_path, m
     ("to", "changes", "key"),
     [
         ("llama", {}, "model.blocks"),
-        ("llama", {"attention": {"pattern": ["lsh"]}}, "model.attention.pattern[0]"),
+        ("llama", {"attention": {"pattern": ["lsh"]}}, "model.attention.pattern"),
         ("llama", {"start_token": None}, "model.start_token"),
         ("mistral", {"feed_forward_biases": True}, "model.feed_forward_biases"),
         ("qwen2", {}, "model.attention_biases"),

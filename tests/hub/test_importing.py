@@ -123,19 +123,29 @@ def start(tmp_path, config, *arguments, **sections):
     run(pretrain, "--config", tmp_path / "config.json", *arguments)
 
 
-def test_a_run_starts_from_an_import_on_any_data_and_resumes(tmp_path, capsys):
-    """Step 1 is the first, with new data, another optimizer and another batch; later it resumes from its checkpoint."""
-    config, weights = configured()
-    path = write_checkpoint(config, readers(weights), tmp_path / "imported")
-    start(tmp_path, config, "--resume", path)
-    assert "changed" not in capsys.readouterr().err
+@pytest.mark.parametrize("option", ["--resume", "--start"])
+def test_a_run_starts_from_an_import_on_any_data_and_resumes(tmp_path, capsys, option):
+    """Step 1 is the first, with new data, another optimizer and another batch; later it resumes from its checkpoint.
+    --start allows another attention, whose hash functions are new.
+    """
+    again, lsh = option == "--start", {"pattern": ["lsh"], "lsh": {"chunk": 8, "shared_qk": False}}
+    config, weights = configured(**({"attention": lsh} if again else {}))
+    began = write_checkpoint(config, readers(weights), tmp_path / "imported")
+    words = [option, began.parents[1] if again else began]
+    if again:
+        config, _ = configured(attention={"pattern": ["lha"], "lha": {"chunk": 8}})
+    start(tmp_path, config, *words)
+    message, printed = "new weights: blocks.0.attention.attention.mechanisms.lha.", capsys.readouterr().err
+    assert "changed" not in printed and (message in printed) == again
     assert [line["step"] for line in read_metrics(tmp_path / "trained")] == [1, 2]
     trained = Checkpoint.open(tmp_path / "trained" / "checkpoints" / "00000002")
     assert trained.manifest["data_fingerprint"] != "none" and trained.optimizer_steps == 2
-    for name, value in weights.items():
-        if "centroids" not in name:  # which move without a gradient
-            torch.testing.assert_close(trained.tensor("weight", name), value.detach(), rtol=0, atol=1e-25)
-    start(tmp_path, config, training={"steps": 3, "global_batch": 2})
+    first = Checkpoint.open(tmp_path / "trained" / "start" / "checkpoints" / "00000000" if again else began)
+    for name, value in build_model(config.model, 0).named_parameters():
+        expected = weights.get(name, value).detach()
+        assert torch.equal(first.tensor("weight", name), expected), name
+        torch.testing.assert_close(trained.tensor("weight", name), expected, rtol=0, atol=1e-25)
+    start(tmp_path, config, *(words if again else []), training={"steps": 3, "global_batch": 2})
     assert (tmp_path / "trained" / "checkpoints" / "00000003").exists()
 
 
@@ -145,24 +155,6 @@ def test_a_run_of_another_tokenizer_is_rejected(tmp_path, monkeypatch, capsys):
     path = write_checkpoint(config, readers(weights), tmp_path / "imported")
     message = refused(capsys, lambda words: start(tmp_path, config, *words), "--resume", path)
     assert 'tokenizer.name: "words" -> "bytes"' in message and '"none"' not in message
-
-
-def test_a_run_starts_from_weights_of_another_attention_and_task(tmp_path, capsys):
-    """Shared weights are bit-identical, and the hash functions are new. Then it resumes from its checkpoint."""
-    config, weights = configured(attention={"pattern": ["lsh"], "lsh": {"chunk": 8, "shared_qk": False}})
-    path = write_checkpoint(config, readers(weights), tmp_path / "imported")
-    hashed, _ = configured(attention={"pattern": ["lha"], "lha": {"chunk": 8}})
-    start(tmp_path, hashed, "--start", path.parents[1])
-    assert "new weights: blocks.0.attention.attention.mechanisms.lha.hash.query_weight1" in capsys.readouterr().err
-    places = "start/checkpoints/00000000", "checkpoints/00000002"
-    began, trained = (Checkpoint.open(tmp_path / "trained" / place) for place in places)
-    initial = dict(build_model(hashed.model, 0).named_parameters())
-    for name, value in initial.items():
-        wanted = weights.get(name, value)
-        assert torch.equal(began.tensor("weight", name), wanted.detach()), name
-        torch.testing.assert_close(trained.tensor("weight", name), wanted.detach(), rtol=0, atol=1e-25)
-    start(tmp_path, hashed, "--start", path.parents[1], training={"steps": 3, "global_batch": 2})
-    assert (tmp_path / "trained" / "checkpoints" / "00000003").exists()
 
 
 def test_a_start_that_does_not_fit_leaves_nothing(tmp_path, capsys):

@@ -90,12 +90,9 @@ def test_special_tokens_of_an_encoder_are_read_by_name(tmp_path, kind):
     assert theirs(["the", "the the"], padding=True)["attention_mask"][0][-1] == 0
 
 
-def test_every_id_has_a_separate_piece():
+def test_every_id_has_a_separate_piece_and_other_models_are_not_written_as_tokenizer_json():
     pieces = [piece for piece, _ in of_unigram(sentencepiece_model())["model"]["vocab"]]
     assert len(set(pieces)) == len(pieces) == 420
-
-
-def test_other_models_are_not_written_as_tokenizer_json():
     proto = ModelProto()
     proto.ParseFromString(sentencepiece_model())
     assert of_unigram(proto.SerializeToString()) is not None
@@ -222,7 +219,7 @@ def test_a_bert_without_its_head_is_one_to_start_from(tmp_path):
     attention = found.config.model.attention.model_copy(update={"pattern": ["yoso"]})
     model = found.config.model.model_copy(update={"attention": attention})
     config = found.config.model_copy(update={"model": model})
-    new = write_start(config, tmp_path / "bert", tmp_path / "run")
+    new, _ = write_start(config, tmp_path / "bert", tmp_path / "run")
     assert {name.split(".")[0] for name in new} == {"head"}
     began = Checkpoint.open(tmp_path / "run" / "checkpoints" / "00000000")
     theirs = load_file(tmp_path / "bert" / "model.safetensors")

@@ -50,14 +50,6 @@ def mixture(folders: dict[str, Path], **weights: float) -> dict[str, float]:
     return {str(folders[name]): weight for name, weight in weights.items()}
 
 
-def test_without_a_mixture_it_is_the_folder_of_data_path(folders):
-    data = open_data(config_of(folders["a"]))
-    assert data.mixture == [(data.evaluation, 1.0)]
-    assert data.evaluation.directory == folders["a"]
-    assert data.fingerprint == Index.load(folders["a"]).fingerprint
-    assert data.tokenizer.name == "bytes"
-
-
 def test_tokenizer_and_vocabulary_are_taken_from_the_data_unless_they_are_set(tmp_path):
     path = write_files(tmp_path, {"own.model": sentencepiece_model(), "in/a.txt": PROSE.encode()}) / "own.model"
     options = {"tokenizer": str(path), "split": "100,0,0", "documents": False}
@@ -74,7 +66,10 @@ def test_tokenizer_and_vocabulary_are_taken_from_the_data_unless_they_are_set(tm
     assert from_data(build_config(values, [f"data.tokenizer={tmp_path}/few.txt"])).model.vocabulary == 256
 
 
-def test_a_mixture_is_trained_on_and_data_path_evaluated(folders):
+def test_data_path_is_evaluated_and_trained_on_unless_there_is_a_mixture(folders):
+    data = open_data(config_of(folders["a"]))
+    assert data.mixture == [(data.evaluation, 1.0)] and data.evaluation.directory == folders["a"]
+    assert data.fingerprint == Index.load(folders["a"]).fingerprint and data.tokenizer.name == "bytes"
     data = open_data(config_of(folders["c"], mixture=mixture(folders, a=0.7, b=0.3)))
     assert data.evaluation.directory == folders["c"]
     assert {(index.directory, weight) for index, weight in data.mixture} == {(folders["a"], 0.7), (folders["b"], 0.3)}

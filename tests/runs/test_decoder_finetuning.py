@@ -4,18 +4,22 @@ import json
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megasparse.attention.heads import Padding
 from megasparse.cli.main import door
+from megasparse.evaluation.generate import generate
 from megasparse.evaluation.results import restore
-from megasparse.hub.importing import adapted
+from megasparse.hub.formats import our_logits
+from megasparse.hub.importing import HFModel, adapted
+from megasparse.hub.replace import load_plain, mechanisms, replace_attention, save_replaced
 from megasparse.model.stack import padding_of
 from megasparse.ops.random import RngContext
 from megasparse.training.checkpoints.checkpoint import Checkpoint
 from tests.helpers.commands import refused, run
 from tests.helpers.tiny import read_metrics
 from tests.hub.test_decoders import logits_of, saved
+from tests.hub.test_replace_decoders import BAND, HEADS, LSH, SEPARATE
 
 LENGTH = 64
 QUICK = {
@@ -73,18 +77,11 @@ def test_all_weights_learn_ones_own_books(decoder, tmp_path, capsys):
     assert index["splits"].keys() == {"train", "validation"} and index["settings"]["documents"]
 
 
-def test_adapters_learn_resume_and_are_merged(decoder, tmp_path, capsys):
-    """Bit-identical to an uninterrupted run; the exported transformers model equals the adapted one."""
-    texts = books(tmp_path / "books")
-    go_on(tmp_path / "straight", decoder, texts)
-    go_on(tmp_path / "run", decoder, texts, "--stop-at", "2")
-    config = go_on(tmp_path / "run", decoder, texts)
-    straight, stopped = (Checkpoint.open(tmp_path / name / "checkpoints" / "00000004") for name in ("straight", "run"))
+def test_adapters_learn_and_are_merged(decoder, tmp_path):
+    config = go_on(tmp_path / "run", decoder, books(tmp_path / "books"))
+    stopped = Checkpoint.open(tmp_path / "run" / "checkpoints" / "00000004")
     names = stopped.manifest["tensors"]["weight"]
     assert len(names) == 3 * 4 * 2 and all(".lora_" in name for name in names)
-    for name in names:
-        assert torch.equal(straight.tensor("weight", name), stopped.tensor("weight", name)), name
-
     merged, settings, _, _ = restore(tmp_path / "run")
     assert settings.lora is None and config["lora"]["rank"] == 16
     with_adapters = adapted(stopped.config)
@@ -102,12 +99,6 @@ def test_adapters_learn_resume_and_are_merged(decoder, tmp_path, capsys):
     torch.testing.assert_close(dict(merged.named_parameters())[f"{QUERY}.weight"], expected)
     assert product(stopped).abs().max() > 2e-3 and padding.segments is not None
 
-    run(door("convert to-hf"), "--checkpoint", tmp_path / "run", "--output", tmp_path / "out", "--to", "llama")
-    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
-    start = torch.full((2, 1), settings.model.start_token)
-    read = torch.cat([start, tokens[:, :-1]], 1)
-    torch.testing.assert_close(logits_of(theirs, read), logits[0], rtol=1e-4, atol=1e-4)
-
 
 def test_adapters_want_weights_that_they_belong_to(decoder, tmp_path, capsys):
     texts = books(tmp_path / "books")
@@ -119,6 +110,47 @@ def test_adapters_want_weights_that_they_belong_to(decoder, tmp_path, capsys):
     (tmp_path / "run" / "start").rename(tmp_path / "elsewhere")
     result = refused(capsys, door("generate"), "--checkpoint", tmp_path / "run")
     assert "contains only adapters" in result and "Copy the whole run folder again" in result
+
+
+RANKED = {"kind": "ranked", **BAND, "keys": 5, "sketch_heads": 4, "sketch_dim": 4, "buckets": 6, "probes": 2}
+TAUGHT = {"ranked": RANKED, "lsh": LSH, "lha": SEPARATE, "smart_bird": HEADS, "full": {"kind": "full"}}
+
+
+@pytest.mark.parametrize("kind", ["ranked", *(pytest.param(kind, marks=pytest.mark.slow) for kind in [*TAUGHT][1:])])
+@pytest.mark.parametrize("lora", ["null", '{"rank": 4, "targets": ["query", "value"]}'], ids=["weights", "adapters"])
+def test_a_taught_decoder_trains_on_with_its_maps(decoder, tmp_path, kind, lora, capsys):
+    """Imported, trained, resumed bit-identically, exported and decoded with the same choice of keys."""
+    model, taught = replace_attention(load_plain(decoder), TAUGHT[kind], max_length=LENGTH), tmp_path / "taught"
+    with torch.no_grad():
+        for weight in (weight for mechanism in mechanisms(model) for weight in mechanism.parameters()):
+            weight.add_(torch.randn_like(weight))
+    save_replaced(model, taught, AutoTokenizer.from_pretrained(decoder))
+    tokens = torch.randint(3, 258, (2, LENGTH), generator=torch.Generator().manual_seed(0))
+    tokens[:, 0] = 0
+    expected, imported = logits_of(model.eval(), tokens), HFModel.open(taught)
+    assert imported.compare() == LENGTH == imported.config.model.max_length
+    torch.testing.assert_close(our_logits(imported.build(), tokens[:, 1:], 0), expected[:, :-1], rtol=1e-4, atol=1e-4)
+    texts, settings = books(tmp_path / "books"), {"lora": lora, "training.steps": 5}
+    if kind == "lsh":  # of which the configuration has settings of its own
+        settings["model.attention.lsh"] = json.dumps({**BAND, "rounds": 1, "buckets": 4, "shared_qk": False})
+    go_on(tmp_path / "straight", taught, texts, **settings)
+    assert "new weights: none; unused: none\n" in capsys.readouterr().err
+    go_on(tmp_path / "run", taught, texts, "--stop-at", "2", **settings)
+    go_on(tmp_path / "run", taught, texts, **settings)
+    straight, stopped = (Checkpoint.open(tmp_path / name / "checkpoints" / "00000005") for name in ("straight", "run"))
+    for name in stopped.manifest["tensors"]["weight"]:
+        assert torch.equal(straight.tensor("weight", name), stopped.tensor("weight", name)), name
+    trained = restore(tmp_path / "run")[0].eval()
+    expected = our_logits(trained, tokens[:, 1:], 0)
+    text = list(generate(trained, tokens[0, 1:30], 20, hash_seed=0, temperature=0.0))
+    for to, first in (("llama", 0), ("megasparse", 1)):  # its decoders add their start token themselves
+        run(door("convert to-hf"), "--checkpoint", tmp_path / "run", "--output", tmp_path / f"as {to}", "--to", to)
+        theirs = AutoModelForCausalLM.from_pretrained(tmp_path / f"as {to}", trust_remote_code=bool(first)).eval()
+        torch.testing.assert_close(
+            logits_of(theirs, tokens[:, first:])[:, :-1], expected[:, first:], rtol=1e-4, atol=1e-4
+        )
+        options = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": None}
+        assert theirs.generate(tokens[:1, first:30], **options)[0, -20:].tolist() == text
 
 
 @pytest.mark.slow
