@@ -254,7 +254,7 @@ def weights_of(table: str, model: ModelConfig) -> list[Weight]:
 
     table: lines of two names, megasparse's and Hugging Face's. `{}` is the number of a layer; `a|b|c` are concatenated;
     a `T` at the end means that Hugging Face's is transposed. `.*`, `_*` and `~`, with `.*` in the second name, are both
-    a weight and its bias. Two prefixes, ending in a dot, stand for all names with the first one.
+    a weight and its bias. Two prefixes ending in a dot mean all names with the first one.
     """
     from megasparse.hub.megasparse_format import shapes
 
