@@ -1,4 +1,5 @@
-"""Runs of launch/finetune.py: data, bit-identical resume, early stopping, the best checkpoint, initial weights."""
+"""Runs of launch/finetune.py: data, bit-identical resume, early stopping, the best checkpoint, initial weights; and a
+task defined only in this file, one row of the catalog, as CONTRIBUTING.md describes."""
 
 import json
 import math
@@ -7,10 +8,13 @@ from typing import Any
 
 import pytest
 
+from megasparse.config.finetuning import TaskConfig
 from megasparse.errors import ConfigError, DataError
 from megasparse.tasks.batches import EncodedExample, fingerprint
+from megasparse.tasks.catalog import TASKS, Entry, build_task
 from megasparse.tasks.metrics import METRICS
-from megasparse.tasks.run import open_run, restore_task
+from megasparse.tasks.run import open_run, read_files, restore_task
+from megasparse.tasks.task import split_files
 from megasparse.training.checkpoints.manifest import list_checkpoints
 from tests.helpers import finetuning
 from tests.helpers.finetuning import ENCODER, assert_resumes, bert, configured, launch, opened, plain, reviews, table
@@ -82,18 +86,6 @@ def test_patience_ends_a_run_early_and_it_stays_ended(place, tmp_path, given_met
     assert given_metrics == [9.0] and plain(again) == plain(lines) and steps_of(tmp_path / "run") == [2, 3, 4]
     assert "nothing left to do" in capfd.readouterr().err
     assert json.loads((tmp_path / "run" / "best.json").read_text()) == result
-
-
-@pytest.mark.parametrize(("first", "best", "taken"), [(0.1, (4, 0.1), 4), (math.nan, (None, None), 8)])
-def test_nan_is_never_the_best(place, tmp_path, given_metrics, first, best, taken):
-    given_metrics += [math.nan, first, math.nan, math.nan]
-    launch(tmp_path / "run", place / "reviews.csv", **{**TINY, "evaluation": {"every": 2}})
-    result = json.loads((tmp_path / "run" / "best.json").read_text())
-    assert (result["step"], result["value"]) == best
-    assert restore_task(tmp_path / "run").checkpoint.step == taken
-
-
-# What a run begins with.
 
 
 def texts(encoded: list[EncodedExample]) -> list[bytes]:
@@ -184,3 +176,29 @@ def test_labels_that_look_like_a_mistake_are_reported(tmp_path):
     reported.clear()
     open_run(configured(tmp_path / "run", reviews(tmp_path / "table.csv", 40), model=ENCODER), reported.append)
     assert not any("warning" in line for line in reported)
+
+
+SHOUTING = Entry(
+    files=({"train": "train.csv", "validation": "dev.csv"},), rows="comma_separated()", text=("line",), label="mood",
+    classes=("calm", "loud"),
+)  # fmt: skip
+
+
+@pytest.fixture
+def folder(monkeypatch, tmp_path):
+    monkeypatch.setitem(TASKS, "shouting", SHOUTING)
+    for name, count in (("train.csv", 64), ("dev.csv", 16)):
+        words = [f"word {number} of many" for number in range(count)]
+        lines = [f"loud,{word.upper()}" if number % 2 else f"calm,{word}" for number, word in enumerate(words)]
+        (tmp_path / name).write_text("\n".join(["mood,line", *lines]) + "\n")
+    return tmp_path
+
+
+def test_it_is_read_and_learned(folder):
+    shouting = build_task(TaskConfig(name="shouting"))
+    examples = list(read_files(shouting, split_files(shouting, folder, "validation")))
+    assert [(x.inputs, x.label) for x in examples[:2]] == [(("word 0 of many",), 0), (("WORD 1 OF MANY",), 1)]
+    task = {"name": "shouting", "source": str(folder), "max_length": 32}
+    model, training = {**ENCODER, "dropout": 0.0}, {"steps": 30}
+    lines = launch(folder / "run", folder, task=task, model=model, head={"dropout": 0.0}, training=training)
+    assert lines[-1]["evaluation/accuracy"] == 1.0

@@ -1,4 +1,4 @@
-"""Every reader's official splits, splits by position, examples of rows, and malformed rows."""
+"""Every reader's official splits, splits by position, examples of rows, and malformed rows; line-aligned files."""
 
 import gzip
 import itertools
@@ -6,9 +6,10 @@ import json
 
 import numpy as np
 import pytest
+from datasets import Dataset, DatasetDict
 
 from megasparse.config.finetuning import TaskConfig
-from megasparse.errors import DataError
+from megasparse.errors import ConfigError, DataError
 from megasparse.tasks.catalog import build_task
 from megasparse.tasks.task import split_files
 from tests.helpers.commands import refusal
@@ -385,3 +386,193 @@ def test_mrpc_is_read_from_the_files_of_glue_or_of_microsoft(tmp_path):
     assert task.files(microsoft) == files
     write(tmp_path / "glue", "msr_paraphrase_train.txt", *rows)
     assert task.files(tmp_path / "glue") == {"train": [glue], "test": [test]}
+
+
+CHALLENGE = build_task(TaskConfig(name="rte_challenge"))
+
+FIRST = """<?xml version="1.0" encoding="UTF-8"?>
+<!DOCTYPE entailment-corpus SYSTEM "rte.dtd">
+<entailment-corpus challenge="1">
+<pair id="8" value="FALSE" task="IR">
+	<t>Oil traded at $37.80, down &lt;28&gt; cents &amp;
+more</t>
+	<h>Oil rose; they don&apos;t fall</h>
+</pair>
+<!-- a comment -->
+<pair id="12" value="TRUE" task="IR">
+	<t>Émile &#233;tait là. </t>
+	<h>He was there.</h>
+</pair>
+</entailment-corpus>
+"""
+
+
+@pytest.fixture
+def problem(tmp_path):
+    def read(text, encoding="utf-8"):
+        file = tmp_path / "rte1_dev.xml"
+        file.write_text(text, encoding=encoding)
+        message = refusal(lambda: CHALLENGE.read(file))
+        assert message.startswith(str(file))
+        return message.removeprefix(str(file))
+
+    return read
+
+
+def test_pairs_labels_ids_and_lines_equal_the_file(tmp_path):
+    file = tmp_path / "rte1_dev.xml"
+    file.write_text(FIRST, encoding="utf-8")
+    first, second = CHALLENGE.read(file)
+    assert first.inputs == ("Oil traded at $37.80, down <28> cents &\nmore", "Oil rose; they don't fall")
+    assert (first.label, first.name, str(first.location)) == (1, "8", f"{file}:1")
+    assert second.inputs == ("Émile était là. ", "He was there.")
+    assert (second.label, second.name, str(second.location)) == (0, "12", f"{file}:2")
+
+
+def test_entities_and_external_references_are_rejected(problem, tmp_path):
+    secret = tmp_path / "secret.txt"
+    secret.write_text("secret")
+    pair = '<a><pair id="1" value="TRUE"><t>before &e; after</t><h>B</h></pair></a>'
+    for declared in (f'<!ENTITY e SYSTEM "{secret}">', '<!ENTITY e "x">'):
+        message = problem(f"<?xml version='1.0'?>\n<!DOCTYPE a [{declared}]>\n{pair}")
+        assert message.startswith(": declares its own entities")
+    outside = tmp_path / "outside.dtd"
+    outside.write_text('<!ENTITY e "x">')
+    assert problem(f'<!DOCTYPE a SYSTEM "{outside}">\n{pair}').startswith(":2: not XML (undefined entity")
+    assert problem(pair).startswith(":1: not XML (undefined entity")
+
+
+@pytest.mark.parametrize(
+    "old, new, message",
+    [
+        ('value="TRUE"', 'value="PERHAPS"', ':2: "PERHAPS" is not a label of rte_challenge'),
+        ('<pair id="12"', "<pair", ":2: a pair without an id"),
+        ("<h>He was there.</h>", "", ':2: missing column "h"'),
+        ("<h>He was there.</h>", "<h>He</h><h>was</h>", ":2: a pair without an id, or with a repeated"),
+        ("there.</h>", "<b>there</b>.</h>", ":2: a pair without an id, or with a repeated or nested"),
+        ("</pair>\n<!--", "<pair></pair></pair>\n<!--", ":2: a pair without an id"),
+        ("</entailment-corpus>", "", ":15: not XML (no element found"),
+        ('encoding="UTF-8"', 'encoding="none"', ": is in an encoding that cannot be read"),
+    ],
+)
+def test_a_malformed_pair_is_named_by_file_and_pair(problem, old, new, message):
+    assert old in FIRST
+    assert problem(FIRST.replace(old, new)).startswith(message)
+
+
+ENGLISH = ["A dog runs .", "Two  men\u2028sit\x0btoo.", " “Hi”, she said. "]
+GERMAN = ["Ein Hund rennt .", "Zwei Männer\u2028sitzen\x0bauch.", "„Hallo“, sagte sie.\r"]
+
+
+def task_of(name="parallel_text", text=("en",), label="de"):
+    return build_task(TaskConfig(name=name, text=list(text), label=label))
+
+
+def written(file, rows):
+    content = "".join(f"{row}\n" for row in rows).encode()
+    file.write_bytes(gzip.compress(content) if file.suffix == ".gz" else content)
+    return file
+
+
+def aligned(folder, stem, end="", number=3):
+    written(folder / f"{stem}.en{end}", [f"{stem} en {n}" for n in range(number)])
+    written(folder / f"{stem}.de{end}", [f"{stem} de {n}" for n in range(number)])
+
+
+@pytest.mark.parametrize("ends", [("", ""), (".gz", ".gz"), ("", ".gz"), (".gz", "")])
+def test_lines_of_both_files_belong_together(tmp_path, ends):
+    file = written(tmp_path / f"mine.en{ends[0]}", ENGLISH)
+    written(tmp_path / f"mine.de{ends[1]}", GERMAN)
+    result = list(task_of().read(file))
+    assert [example.inputs for example in result] == [(line.strip(),) for line in ENGLISH]
+    assert [example.label for example in result] == [line.strip() for line in GERMAN]
+    assert [(str(each.location), each.name) for each in result] == [(f"{file}:{n + 1}", str(n)) for n in range(3)]
+
+
+def test_the_configuration_sets_the_direction(tmp_path):
+    written(tmp_path / "train.en", ENGLISH), written(tmp_path / "train.de", GERMAN)
+    task = task_of(text=["de"], label="en")
+    (file,) = split_files(task, tmp_path, "train")
+    assert file.name == "train.de"
+    assert next((each.inputs[0], each.label) for each in task.read(file)) == (GERMAN[0], ENGLISH[0])
+
+
+@pytest.mark.parametrize("validation", ["val", "valid", "dev"])
+@pytest.mark.parametrize(("test", "end"), [("test", ""), ("test_2016_flickr", ".gz"), ("test.2016", "")])
+def test_the_splits_of_a_folder(tmp_path, validation, test, end):
+    for stem in ("train", validation, test, "train.more", "newstest2014"):
+        aligned(tmp_path, stem, end)
+    written(tmp_path / f"test_other.fr{end}", ["x"])
+    (tmp_path / "README").write_text("none of them")
+    task = task_of()
+    names = {split: [file.name for file in files] for split, files in task.files(tmp_path).items()}
+    stems = {"train": "train", "validation": validation, "test": test}
+    assert names == {split: [f"{stem}.en{end}"] for split, stem in stems.items()}
+    for split, stem in stems.items():
+        (file,) = split_files(task, tmp_path, split)
+        pairs = [(f"{stem} en {n}", f"{stem} de {n}") for n in range(3)]
+        assert [(each.inputs[0], each.label) for each in task.read(file)] == pairs
+
+
+def test_wmt14_is_validated_on_2013_and_tested_on_2014(tmp_path):
+    for stem in ("train", "newstest2012", "newstest2013", "newstest2014"):
+        aligned(tmp_path, stem)
+    task = task_of("wmt14")
+    names = {split: file.name for split, (file,) in task.files(tmp_path).items()}
+    assert names == {"train": "train.en", "validation": "newstest2013.en", "test": "newstest2014.en"}
+    assert task.metrics[0] == "bleu" and task.form == "texts"
+
+
+@pytest.mark.parametrize("name", ["new.en", "new.txt", "new"])
+def test_a_single_file_has_no_labels(tmp_path, name):
+    file = written(tmp_path / name, ENGLISH)
+    written(tmp_path / "other.de", GERMAN)
+    result = list(task_of().read(file))
+    assert [example.label for example in result] == [None] * 3
+    assert result[2].inputs == (ENGLISH[2].strip(),) and str(result[2].location) == f"{file}:3"
+
+
+@pytest.mark.parametrize(("left", "right"), [(3, 5), (5, 3), (0, 2), (1200, 1)])
+def test_files_of_unequal_length_are_rejected_naming_both(tmp_path, left, right):
+    file = written(tmp_path / "a.en", ["x"] * left)
+    other = written(tmp_path / "a.de", ["y"] * right)
+    assert refusal(lambda: task_of().read(file)).startswith(f"{file}: {left:,} lines, but {right:,} in {other}. Use")
+
+
+def test_a_folder_without_such_files_is_rejected(tmp_path):
+    aligned(tmp_path, "train")
+    for task, names in ((task_of(text=["fr"]), "train.fr or val.fr"), (task_of("wmt14", ["cs"]), "newstest2013.cs")):
+        message = refusal(lambda task=task: split_files(task, tmp_path, "train"))
+        assert names in message and message.endswith('--set task.text=["en"] --set task.label=de')
+    assert "no such folder" in refusal(lambda: split_files(task_of(), tmp_path / "none", "train"))
+    assert "cannot be read" in refusal(lambda: task_of().read(tmp_path / "none.en"))
+
+
+@pytest.mark.parametrize("name", ["parallel_text", "wmt14", "text_table"])
+def test_unsuitable_column_names_are_rejected(name):
+    message = refusal(lambda: task_of(name, ["en", "fr"]), ConfigError)
+    assert message == f'task.text: 2 names, but "{name}" reads one text. Use one: task.text=["NAME"]'
+    assert refusal(lambda: task_of(name, ["en"], "en"), ConfigError).startswith('task.label: "en" is also task.text')
+
+
+def test_summaries_are_a_line_a_story(tmp_path):
+    task = task_of("cnn_dm")
+    for name in ("train", "val", "test"):
+        (tmp_path / f"{name}.source").write_text(f"{name} one .\n{name} two .\n")
+        (tmp_path / f"{name}.target").write_text("summary one .\nsummary two .\n")
+    assert set(task.files(tmp_path)) == {"train", "validation", "test"}
+    (file,) = split_files(task, tmp_path, "validation")
+    result = [(example.inputs[0], example.label) for example in task.read(file)]
+    assert result == [("val one .", "summary one ."), ("val two .", "summary two .")]
+    (tmp_path / "val.target").write_text("summary one .\n")
+    assert "2 lines, but 1 in" in refusal(lambda: task.read(file))
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_dataset_of_translations_is_read_by_its_columns(tmp_path, nested):
+    pairs = [{"en": "a dog", "de": "ein Hund"}, {"en": "two men", "de": "zwei Männer"}]
+    data = Dataset.from_list([{"translation": pair} for pair in pairs] if nested else pairs)
+    DatasetDict(train=data, validation=data, test=data).save_to_disk(str(tmp_path / "data"))
+    task = task_of("wmt14" if nested else "parallel_text", ["de"], "en")
+    (file,) = task.files(tmp_path / "data")["test"]
+    assert [(x.inputs, x.label) for x in task.read(file)] == [((pair["de"],), pair["en"]) for pair in pairs]
