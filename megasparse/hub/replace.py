@@ -202,7 +202,7 @@ def _require_attention(model: PreTrainedModel, call: InterfaceCall, first: Inter
     if (cap := call.others.get("softcap")) is not None:
         problem = f"caps its scores (attn_logit_softcapping = {cap}), which no mechanism supports"
         raise HubError(name, problem, "Set it to null in config.json, then fine-tune, because the scores change")
-    if extra := sorted(key for key in tensors - {"position_ids"} if call.others.get(key) is not None):
+    if extra := sorted(key for key in tensors - {"position_ids", "s_aux"} if call.others.get(key) is not None):
         hint = "Use another model: no mechanism supports it"
         raise HubError(name, f"its attention has {extra[0]} next to queries, keys and values", hint)
     if call.attention_mask is not None:

@@ -95,9 +95,17 @@ class Mechanisms(nn.ModuleDict):
         return parts
 
     def attend_cached(
-        self, parts: list[_Part], k: Tensor, v: Tensor, index: Sequence[Tensor | None], tokens: CachedTokens
+        self,
+        parts: list[_Part],
+        k: Tensor,
+        v: Tensor,
+        index: Sequence[Tensor | None],
+        tokens: CachedTokens,
+        sinks: Tensor | None = None,
     ) -> Tensor:
-        """Attend from the newest n tokens to a cache, (B, H, n, D). k, v: (B, G, L, D). index: of all tokens."""
+        """Attend from the newest n tokens to a cache, (B, H, n, D). k, v: (B, G, L, D). index: of all tokens. sinks:
+        (H,), see `attend`.
+        """
         repeats, real, outs, first = sum(self.split.values()) // k.shape[1], tokens.real, [], 0
         for part, entries in zip(parts, index, strict=True):
             mechanism, q, heads = part.mechanism, part.heads.q, part.heads.q.shape[1]
@@ -106,12 +114,19 @@ class Mechanisms(nn.ModuleDict):
                 keys, values = (x[:, local_heads.start // repeats : local_heads.stop // repeats] for x in (k, v))
             else:
                 keys, values = (x.repeat_interleave(repeats, dim=1)[:, local_heads] for x in (k, v))
-            first = local_heads.stop
+            first, sink = local_heads.stop, None if sinks is None else sinks[local_heads]
             with autocast_off(q):
                 if _attends_fully(mechanism):
-                    outs.append(_after(q, keys, values, real))
+                    outs.append(_after(q, keys, values, real, sinks=sink))
                 elif (chosen := mechanism.choose(part.queries, entries, tokens)) is not None:
-                    outs.append(gathered_attention(q, keys, values, chosen, scale=q.shape[3] ** -0.5)[0])
+                    out, lse = gathered_attention(q, keys, values, chosen, scale=q.shape[3] ** -0.5)
+                    if sink is not None:
+                        out = out * torch.sigmoid(lse - sink[:, None])[..., None].to(out.dtype)
+                    outs.append(out)
+                elif sink is not None:
+                    problem = "chooses no keys, so that the model's learned sinks (s_aux) cannot be added"
+                    hint = "Use full, local, LSH without shared_qk, LHA, smart_bird or ranked attention"
+                    raise HubError(type(mechanism).__name__, problem, hint)
                 else:
                     outs.append(_again(part, keys, values, entries, real))
         return torch.cat(outs, dim=1) if len(outs) > 1 else outs[0]
@@ -148,9 +163,11 @@ class IndexedLayer(DynamicIndexedLayer):  # type: ignore[misc]
     def of(cache: Cache, number: int, needs_index: bool) -> None:
         """Replace an empty layer of a cache by an IndexedLayer. Raises HubError for a layer of another type."""
         if needs_index and cache.offloading:
-            raise HubError(
-                type(cache).__name__, "past_key_values is offloaded, but its index cannot be", "Set no offloading"
+            problem, hint = (
+                "past_key_values is offloaded, but its index cannot be",
+                'Use cache_implementation="dynamic"',
             )
+            raise HubError(type(cache).__name__, problem, hint)
         while len(cache.layers) <= number:
             cache.layers.append(DynamicLayer())
         layer: Any = cache.layers[number]
@@ -158,7 +175,7 @@ class IndexedLayer(DynamicIndexedLayer):  # type: ignore[misc]
             cache.layers[number] = IndexedLayer()
         elif not isinstance(layer, IndexedLayer) and (needs_index or type(layer) is not DynamicLayer):
             problem = f"layer {number} of past_key_values is a {type(layer).__name__} without an index of its tokens"
-            hint = "Use an empty DynamicCache, or none, and keep one attn_implementation while it fills"
+            hint = 'Use cache_implementation="dynamic", with one attn_implementation while the cache fills'
             raise HubError(type(cache).__name__, problem, hint)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -249,16 +266,19 @@ def attend(
     scaling: float | None = None,
     output_attentions: bool = False,
     sliding_window: int | None = None,
+    s_aux: Tensor | None = None,
     **unused: Any,
 ) -> tuple[Tensor, None]:
     """Attention function of a layer, called by transformers.
 
     query: (B, H, n, D), the last n tokens. key, value: (B, G, L, D), all tokens. attention_mask: (B, L) bool or None,
-    from `key_mask`. Returns (B, n, H, D). Raises HubError for unsupported arguments.
+    from `key_mask`. s_aux: (H,), a learned sink per head, the score of a key without a value (gpt-oss). Returns (B, n,
+    H, D). Raises HubError for unsupported arguments.
     """
     name, layer, run = type(module).__name__, getattr(module, NAME, None), megasparse_pass
     if run is not None and run.calls is not None:
-        run.calls.append(InterfaceCall(module, query, key, value, attention_mask, sliding_window, unused))
+        others = {"s_aux": s_aux, **unused}
+        run.calls.append(InterfaceCall(module, query, key, value, attention_mask, sliding_window, others))
         return value.repeat_interleave(query.shape[1] // value.shape[1], dim=1).transpose(1, 2), None
     if run is None or not (isinstance(layer, Mechanisms) or sliding_window):
         hint = "Load a folder of replaced attention after import megasparse.hub, or call megasparse.replace_attention"
@@ -274,7 +294,8 @@ def attend(
     packed = attention_mask is None and run.position_ids is not None and count == key.shape[2]
     segments = _documents(run.position_ids, batch, count) if packed and run.position_ids is not None else None
     if not isinstance(layer, Mechanisms):
-        return _after(query, key, value, attention_mask, sliding_window, segments).transpose(1, 2).contiguous(), None
+        out = _after(query, key, value, attention_mask, sliding_window, segments, s_aux)
+        return out.transpose(1, 2).contiguous(), None
     assert megasparse_input is not None
     length = key.shape[2]
     if length > layer.config.max_length:
@@ -298,16 +319,29 @@ def attend(
     if position and module.training and not layer.attends_fully:
         problem = f"contains {position} tokens, but a model in training attends only to its input"
         raise HubError("past_key_values", problem, "Call model.eval(), or pass the whole sequence and no cache")
-    if position and parts:
-        out = layer.attend_cached(parts, key, value, index, run.tokens(length, count, attention_mask, key.device))
+    by_index = s_aux is not None and not layer.attends_fully
+    if by_index and (module.training or segments is not None):
+        problem = "has learned sinks (s_aux), which mechanisms add neither in training nor for packed documents"
+        raise HubError(name, problem, "Call model.eval() and pass one document per row")
+    if by_index and not parts:
+        parts = layer.index(read, context, position)
+        index = [part.entries for part in parts]
+    if parts and (position or by_index):
+        real = attention_mask
+        if by_index and real is None:
+            real = torch.ones(batch, length, dtype=torch.bool, device=key.device)
+        tokens = run.tokens(length, count, real, key.device)
+        out = layer.attend_cached(parts, key, value, index, tokens, s_aux)
     elif position:
-        out = _after(query, key, value, attention_mask)
+        out = _after(query, key, value, attention_mask, sinks=s_aux)
     else:
         segments = segments if layer.causal else None
         if cached is not None:
             cached.packed = segments is not None
         out, losses = layer.attend(read, Padding(attention_mask, segments), context)
         run.losses += losses
+        if s_aux is not None:
+            out = _after(query, key, value, attention_mask, None, segments, s_aux)
     return out.transpose(1, 2).contiguous(), None
 
 
@@ -351,10 +385,12 @@ def _after(
     mask: Tensor | None,
     window: int | None = None,
     segments: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Full attention of the last n tokens (B, H, n, D) to a cache, or attention to the last `window` tokens.
 
     key, value: (B, G, L, D). mask: (B, L or more) bool, its last L columns are used. segments: (B, L) document numbers.
+    sinks: (H,), see `attend`.
     """
     count, length, outs = query.shape[2], key.shape[2], []
     position = torch.arange(length, device=query.device)
@@ -369,6 +405,12 @@ def _after(
         if segments is not None:
             visible = visible & (segments[:, None, first:end, None] == segments[:, None, None, low:end])
         q, k, v = query[:, :, first - length + count : end - length + count], key[:, :, low:end], value[:, :, low:end]
+        if sinks is not None:  # a key 0, whose bias is its score, with the value 0
+            k, v = F.pad(k, (0, 0, 0, 1)), F.pad(v, (0, 0, 0, 1))
+            visible = torch.zeros_like(visible, dtype=q.dtype).masked_fill(~visible, -torch.inf)
+            visible = visible.expand(len(q), q.shape[1], -1, -1)
+            sink = sinks.to(q.dtype)[:, None, None].expand(*visible.shape[:3], 1)
+            visible = torch.cat([visible, sink], dim=-1)
         grouped = query.shape[1] > key.shape[1]
         outs.append(F.scaled_dot_product_attention(q, k, v, attn_mask=visible, enable_gqa=grouped))
     return torch.cat(outs, dim=2)

@@ -54,10 +54,10 @@ FURTHER = {
     "GPTNeoX": transformers.GPTNeoXConfig(**SIZE, **WIDTHS),
     "GPTBigCode": transformers.GPTBigCodeConfig(**SIZE, n_embd=32, n_layer=2, n_head=4),
     "Granite": transformers.GraniteConfig(**GROUPED),
+    "GptOss": transformers.GptOssConfig(**GROUPED | SLIDING, num_local_experts=4, layer_types=TURNS),
     "Cohere2": transformers.Cohere2Config(**GROUPED | SLIDING, layer_types=TURNS),
 }
 REFUSED = {
-    "GptOss": transformers.GptOssConfig(**GROUPED | SLIDING, num_local_experts=4),
     "Nemotron": transformers.NemotronConfig(**GROUPED),
     "Bloom": transformers.BloomConfig(**SIZE, hidden_size=32, n_layer=2, n_head=4),
     "Qwen3Next": transformers.Qwen3NextConfig(**GROUPED, **EXPERTS),
@@ -119,7 +119,8 @@ def test_further_architectures_decode_as_in_one_pass(kind, tmp_path):
     given = inputs(batch=2)
     mask, real = given["attention_mask"], given["attention_mask"].bool()
     packed = {"input_ids": given["input_ids"][:1], "position_ids": torch.arange(40)[None] % 23}
-    expected = [logits(model, **given)[real], logits(model, **packed)]
+    alone = [logits(model, input_ids=part) for part in packed["input_ids"].split(23, dim=1)]  # gpt-oss ignores packing
+    expected = [logits(model, **given)[real], torch.cat(alone, dim=1)]
     replace_attention(model, {"kind": "full"})
     torch.testing.assert_close([logits(model, **given)[real], logits(model, **packed)], expected, atol=1e-5, rtol=1e-4)
     replace_attention(model, LSH)
@@ -133,6 +134,25 @@ def test_further_architectures_decode_as_in_one_pass(kind, tmp_path):
     torch.testing.assert_close(torch.cat(parts, 1)[real], whole[real], atol=1e-5, rtol=1e-4)
     save_replaced(model, tmp_path / "model")
     assert torch.equal(logits(load_replaced(tmp_path / "model"), **given), logits(model, **given))
+
+
+@pytest.mark.parametrize("attention", [LOCAL, LSH, LHA, BIRD], ids=str)
+def test_learned_sinks_stay_in_the_softmax(attention):
+    """Those of gpt-oss, with every key chosen."""
+    model, given = build("GptOss", dtype=torch.float32), inputs(batch=2)
+    for layer in model.model.layers:
+        torch.nn.init.normal_(layer.self_attn.sinks, std=3.0)
+    real, tokens = given["attention_mask"].bool(), given["input_ids"][:1]
+    expected = [logits(model, **given)[real], logits(model, input_ids=tokens)]
+    replace_attention(model, {**attention, "chunk": 64})
+    cache = DynamicCache(config=model.config)
+    parts = tokens.tensor_split((30, 31), 1)
+    cached = [logits(model, input_ids=part, past_key_values=cache, use_cache=True) for part in parts]
+    torch.testing.assert_close([logits(model, **given)[real], torch.cat(cached, 1)], expected, atol=1e-4, rtol=1e-4)
+    with pytest.raises(HubError, match="which mechanisms add neither in training nor for packed documents"):
+        logits(model.train(), input_ids=tokens)
+    with pytest.raises(HubError, match="YOSOAttention: chooses no keys, so that the model's learned sinks"):
+        logits(replace_attention(model.eval(), YOSO), input_ids=tokens)
 
 
 @pytest.mark.parametrize("kind", ["Llama", "Qwen3", "GPT2"])
@@ -352,7 +372,6 @@ def test_a_model_that_was_not_replaced_is_not_loaded_as_one(tmp_path):
         ("Llama", {}, LHA, 65, "has 64 positions, fewer than max_length = 65. Set .* rope_parameters"),
         ("GPT2", {}, LHA, 65, "has 64 positions, fewer than max_length = 65. Use a smaller one"),
         ("GPT2", {"add_cross_attention": True}, LHA, None, "has cross-attention"),
-        ("GptOss", {}, LHA, None, "its attention has s_aux next to queries, keys and values"),
         ("Nemotron", {}, LHA, None, "does not pass keyword arguments to its attention"),
         ("Bloom", {"max_position_embeddings": 64}, LHA, None, "uses transformers' interface in 0 of its 2 layers"),
         ("Qwen3Next", {}, LHA, None, "has layers of another attention .config.layer_types: linear_attention"),
@@ -379,14 +398,13 @@ def test_unsupported_calls_are_rejected():
 
 def test_other_caches_are_one_line():
     model, given = replace_attention(build(), LHA), inputs(batch=1, length=24)
-    with pytest.raises(HubError, match=r"layer 0 of past_key_values is a StaticLayer without an index"):
-        model.generate(**given, max_new_tokens=4, cache_implementation="static")
-    quantized, offloaded = DynamicCache(), DynamicCache()
+    for kind, problem in (("static", "StaticLayer without"), ("offloaded", "offload"), ("offloaded_static", "offload")):
+        with pytest.raises(HubError, match=f"{problem}.* Use cache_implementation=.dynamic"):
+            model.generate(**given, max_new_tokens=4, cache_implementation=kind)
+    quantized = DynamicCache()
     quantized.layers.append(type("QuantizedLayer", (DynamicLayer,), {})())  # transformers' own asks for a library
-    offloaded.offloading = True  # as DynamicCache(offloading=True) sets it where there is a GPU
-    for cache, message in ((quantized, "of past_key_values is a Quant"), (offloaded, "past_key_values is offloaded")):
-        with pytest.raises(HubError, match=message):
-            logits(model, **given, past_key_values=cache, use_cache=True)
+    with pytest.raises(HubError, match="of past_key_values is a QuantizedLayer without an index"):
+        logits(model, **given, past_key_values=quantized, use_cache=True)
 
 
 @pytest.mark.parametrize("attention", [LHA, BIRD, YOSO, MIXED], ids=str)
