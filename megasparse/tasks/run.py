@@ -434,13 +434,9 @@ def evaluate_checkpoints(
         table, counts = predicted(model, encoded), form.counts
         outputs = answers(form, encoded, table)
         runs.append({
-            "checkpoint": str(model.checkpoint.path),
-            "step": model.checkpoint.step,
-            "seed": model.config.run.seed,
-            "metrics": form.measures(encoded, outputs),
-            "attention": model.model.body.attention(),
-            "precision": model.config.training.precision,
-            "max_length": model.config.task.max_length,
+            "checkpoint": str(model.checkpoint.path), "step": model.checkpoint.step, "seed": model.config.run.seed,
+            "metrics": form.measures(encoded, outputs), "attention": model.model.body.attention(),
+            "precision": model.config.training.precision, "max_length": model.config.task.max_length,
             "inputs": {"cut": counts.cut, "empty": counts.empty, "longest": counts.longest},
         })  # fmt: skip
         first = first or (form, encoded, table, outputs)
@@ -453,22 +449,18 @@ def evaluate_checkpoints(
         else:
             with tqdm(total=RESAMPLES, desc=f"resampling {metric}", leave=False, disable=None) as bar:
                 low, high = bootstrap_interval(METRICS[metric], labels, column(outputs), runs[0]["seed"], bar.update)
-        deviation = statistics.stdev(values) if several else None
-        value = {"value": statistics.fmean(values), "low": low, "high": high, "standard_deviation": deviation}
-        metrics[metric] = value
+        mean, deviation = statistics.fmean(values), statistics.stdev(values) if several else None
+        metrics[metric] = {"value": mean, "low": low, "high": high, "standard_deviation": deviation}
     kind = f"Student's t over {len(runs)} runs" if several else f"bootstrap over examples, {RESAMPLES:,} resamples"
     versions = {name: one.version for name in LIBRARIES for one in distributions(name=name)}
     result = {
-        "task": form.task.name,
-        "split": chosen,
+        "task": form.task.name, "split": chosen,
         "files": [{"file": str(file), "sha256": sha256_of(file)} for file in files],
-        "examples": len(encoded),
-        "metrics": metrics,
+        "examples": len(encoded), "metrics": metrics,
         "signatures": {name: text for name in form.task.metrics if (text := signature(name)) is not None},
-        "interval": f"95 %, {kind}",
-        "runs": runs,
+        "interval": f"95 %, {kind}", "runs": runs,
         "versions": {"python": platform.python_version(), "megasparse": __version__, **versions},
-    }
+    }  # fmt: skip
     return result, predictions(form, encoded, table)
 
 
@@ -476,9 +468,8 @@ def summary(result: dict[str, Any]) -> str:
     """Return the summary that megasparse evaluate prints."""
     source = result["split"] or ", ".join(file["file"] for file in result["files"])
     runs = result["runs"]
-    title = f"step {runs[0]['step']} of {runs[0]['checkpoint']}"
-    if len(runs) > 1:
-        title = f"{len(runs)} runs, seeds {', '.join(str(run['seed']) for run in runs)}"
+    seeds = f"{len(runs)} runs, seeds {', '.join(str(run['seed']) for run in runs)}"
+    title = seeds if len(runs) > 1 else f"step {runs[0]['step']} of {runs[0]['checkpoint']}"
     lines = [f"{result['task']}, {source}: {result['examples']:,} examples; {title}"]
     for name, metric in result["metrics"].items():
         line = f"{name} {metric['value']:.4f}"

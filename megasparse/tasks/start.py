@@ -4,6 +4,7 @@ megasparse checkpoint, a Hugging Face model, initial weights, or a run's own sta
 
 import hashlib
 import json
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -49,15 +50,12 @@ class Backbone(nn.Module, ABC):
     longest: int  # longest sequence in tokens
     separators: int = 1  # number of separators between two segments
     task_weight: float = 1.0  # weight of the task's loss relative to the mechanisms'
-    pooler: tuple[Tensor, Tensor] | None = (
-        None  # weight and bias of a pretrained dense layer on the first token's state
-    )
+    pooler: tuple[Tensor, Tensor] | None = None  # weight, bias of a pretrained layer on the first token's state
 
     @abstractmethod
     def forward(self, read: Padded, rng: RngContext, classes: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return the states (B, L, E) fp32, and the sum of the mechanisms' auxiliary losses.
-
-        classes: (B,) int64 labels for Smart Bird's sketch (objective "pooled").
+        """Return the states (B, L, E) fp32, and the sum of the mechanisms' auxiliary losses. classes: (B,) int64 labels
+        for Smart Bird's sketch (objective "pooled").
         """
 
     @abstractmethod
@@ -94,15 +92,17 @@ class MegasparseBody(Backbone):
 
 
 class HuggingFaceBody(Backbone):
-    """A transformers model without its head, whose attention may be replaced.
+    """A transformers model without its head and pooler, whose attention may be replaced.
 
     Its dropout uses torch's generators, seeded by step and samples in each pass, so that a resumed run draws the same
     values.
     """
 
-    def __init__(self, model: Any, causal: bool, longest: int):
+    def __init__(self, model: Any, causal: bool, longest: int, activations: str = "stored"):
         super().__init__()
         self.model = model.train()  # transformers loads models in evaluation mode, without dropout
+        if hasattr(model, "pooler"):
+            model.pooler = None  # the head reads the states; checkpoints contain no weights without gradients
         self.causal, self.longest, self.offload = causal, longest, False
         self.vocabulary, self.width = model.config.vocab_size, model.config.hidden_size
         self.separators = 2 if model.config.model_type in ("roberta", "xlm-roberta") else 1
@@ -112,6 +112,8 @@ class HuggingFaceBody(Backbone):
             from megasparse.hub.replace import mechanisms
 
             self.task_weight = min(mechanism.task_weight for mechanism in mechanisms(model))
+        if activations != "stored":
+            self.checkpoint_layers(offload_to_cpu=activations == "checkpoint_cpu")
 
     def forward(self, read: Padded, rng: RngContext, classes: Tensor | None) -> tuple[Tensor, Tensor]:
         mask = read.mask
@@ -251,7 +253,7 @@ def rebuild(run: Path, form: Any, checkpoint: Checkpoint) -> tuple[Backbone, Tok
             return build(), tokenizer
         from transformers import AutoConfig, AutoModel
 
-        from megasparse.hub.replace import ENTRY, replace_attention
+        from megasparse.hub.replace import ENTRY, positions, replace_attention
         from megasparse.hub.tensor_file import depth
 
         values = record["config"]
@@ -262,7 +264,8 @@ def rebuild(run: Path, form: Any, checkpoint: Checkpoint) -> tuple[Backbone, Tok
         transformer = AutoModel.from_config(empty, trust_remote_code=False, dtype=torch.float32)
         if (entry := values.get(ENTRY)) is not None:
             replace_attention(transformer, entry["attention"], max_length=entry["max_length"], seed=entry["seed"])
-        return _huggingface_body(transformer, record["causal"], record["activations"]), tokenizer
+        body = HuggingFaceBody(transformer, record["causal"], positions(transformer), record["activations"])
+        return body, tokenizer
 
 
 @contextmanager
@@ -287,16 +290,9 @@ def body_of_run(run: Path, config: FinetuneConfig, form: Any, checkpoint: Checkp
     if config.lora is None:
         return rebuild(run, form, checkpoint)
     with _record_of(run) as (record, tokenizer):
-        if record["kind"] == "megasparse":
-            entry = record["model"]
-        else:
-            from megasparse.hub.replace import ENTRY
-
-            entry = record["config"].get(ENTRY) or {}
-        sections = [section for section in entry.get("attention", {}).values() if isinstance(section, dict)]
-        labels = next((section["labels"] for section in sections if section.get("labels")), 2)
+        labels = re.search(r'"labels": ([1-9][0-9]*)', json.dumps(record))  # of a sketch
     try:
-        body = open_start(config, form, labels).body
+        body = open_start(config, form, int(labels[1]) if labels else 2).body
     except (CheckpointError, ConfigError, HubError) as error:
         key = "start.checkpoint" if config.start.checkpoint is not None else "start.huggingface"
         problem = f"contains only adapters, and the weights that they belong to cannot be read ({error})"
@@ -376,21 +372,10 @@ def _transformer(config: FinetuneConfig, folder: Path, labels: int) -> tuple[Bac
     causal = not encoder and any(getattr(module, "is_causal", False) for module in model.modules())
     record: dict[str, Any] = {"causal": causal, "activations": config.start.activations or "stored"}
     dense = getattr(getattr(model, "pooler", None), "dense", None)  # BERT's, on the first token's state
-    body = _huggingface_body(model, **record)
+    body = HuggingFaceBody(model, longest=positions(model), **record)
     if isinstance(dense, torch.nn.Linear) and dense.bias is not None and dense.weight.shape[0] == dense.in_features:
         body.pooler = None if missing else (dense.weight.detach().clone(), dense.bias.detach().clone())
     return body, {"kind": "transformers", "config": model.config.to_dict(), **record}
-
-
-def _huggingface_body(model: Any, causal: bool, activations: str) -> HuggingFaceBody:
-    from megasparse.hub.replace import positions
-
-    if hasattr(model, "pooler"):
-        model.pooler = None  # the head reads the states; checkpoints contain no weights without gradients
-    body = HuggingFaceBody(model, causal, positions(model))
-    if activations != "stored":
-        body.checkpoint_layers(offload_to_cpu=activations == "checkpoint_cpu")
-    return body
 
 
 def _megasparse_body(config: FinetuneConfig, model: ModelConfig, form: Any, labels: int) -> Any:

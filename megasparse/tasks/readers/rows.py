@@ -103,31 +103,24 @@ def comma_separated(file: Path, columns: Sequence[str] | None = None) -> Rows:
     line. Raises DataError for a misplaced quotation mark.
     """
     csv.field_size_limit(LONGEST_FIELD)
-    line, separator_hint = "", "Save it with commas between the fields, or with tabs and the suffix .tsv"
-
-    def read_lines() -> Iterator[str]:
-        nonlocal line
-        for _, line in strict(lines(file, ends=True)):
-            yield line
+    separator_hint = "Save it with commas between the fields, or with tabs and the suffix .tsv"
 
     def fields() -> Rows:
-        reader = csv.reader(read_lines(), strict=True)
-        while True:
+        reader = csv.reader((line for _, line in strict(lines(file, ends=True))), strict=True)
+        row: list[str] | None = []
+        while row is not None:
             location = SourceLocation(file, reader.line_num + 1)
             try:
                 row = next(reader, None)
             except csv.Error as error:
                 hint = "Close the quotation mark, or double it inside a quoted field"
-                if "\r" in line.removesuffix("\n").removesuffix("\r"):
+                hint = separator_hint if columns is None and location.line == 1 else hint
+                if "new-line" in str(error):
                     hint = "A line ends in CR: convert line ends to LF, as tr '\\r' '\\n' does"
-                elif location.line == 1 and (";" in line or "\t" in line):
-                    hint = separator_hint
                 raise DataError(str(location), f"not CSV ({error})", hint) from None
-            if row is None:
-                return
-            if columns is None and location.line == 1 and len(row) == 1 and (";" in row[0] or "\t" in row[0]):
+            if columns is None and location.line == 1 and row and len(row) == 1 and re.search("[;\t]", row[0]):
                 raise DataError(str(location), f'contains one column, "{row[0][:80]}"', separator_hint)
-            if row or location.line == 1:
+            if row or (location.line == 1 and row is not None):
                 yield location, row
 
     yield from _by_column(file, fields(), columns, "Correct it: a field with a comma needs quotation marks")

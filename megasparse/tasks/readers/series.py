@@ -87,7 +87,7 @@ class Series(Task):
     def windows(self, part: str, rows: int, file: Path) -> range:
         """Return the first rows of a part's windows, one for every possible row. Raises DataError for a file too short.
 
-        The parts are those of Informer's Dataset_Custom, and of its Dataset_ETT for official files.
+        Parts as in Informer's Dataset_Custom, and as in its Dataset_ETT for official files.
         """
         length, horizon, month = self.config.max_length, self.config.forecast.horizon, self.month
         if rows < 20 * month:
