@@ -197,13 +197,12 @@ class ExampleBatches(Steps):
 
     def _deal(self) -> list[list[tuple[Any, int]]]:
         """Return the micro-batches of all ranks, as examples with their sample numbers, and advance the position."""
-        samples = range(self.position, self.position + self.global_batch)
+        samples, located = range(self.position, self.position + self.global_batch), []
+        for sample in samples:
+            epoch, index = divmod(sample, len(self.examples))
+            if self._epoch != epoch:
+                self._epoch, self._order = epoch, permutation(len(self.examples), self.seed, epoch)
+            located.append((self.examples[int(self._order[index])], sample))
         self.position = samples.stop
-        located = sorted(((self._locate(sample), sample) for sample in samples), key=lambda pair: pair[0].length)
-        return [located[first : first + self.micro_batch] for first in range(0, len(samples), self.micro_batch)]
-
-    def _locate(self, sample: int) -> Any:
-        epoch, index = divmod(sample, len(self.examples))
-        if self._epoch != epoch:
-            self._epoch, self._order = epoch, permutation(len(self.examples), self.seed, epoch)
-        return self.examples[int(self._order[index])]
+        located.sort(key=lambda pair: pair[0].length)
+        return [located[first : first + self.micro_batch] for first in range(0, len(located), self.micro_batch)]

@@ -127,10 +127,9 @@ def examples_of(
         except DataError as error:
             errors.append(error)
     if len(errors) > MAX_SKIPPED * total:
-        if len(errors) == 1:
-            raise errors[0]
         problem = f"{len(errors):,} of {total:,} rows are malformed, the first one: {errors[0]}"
-        raise DataError(file, problem, f"At most {MAX_SKIPPED:.0%} may be: replace the file") from errors[0]
+        many = DataError(file, problem, f"At most {MAX_SKIPPED:.0%} may be: replace the file")
+        raise errors[0] if len(errors) == 1 else many
     if errors:
         shown = [f"skipped: {error}" for error in errors[:MOST_LINES]]
         shown += [f"{len(errors) - MOST_LINES:,} more"] * (len(errors) > MOST_LINES)

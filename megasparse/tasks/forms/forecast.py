@@ -214,11 +214,8 @@ class ForecastForm(Form):
 
     def row(self, example: EncodedExample, predicted: np.ndarray) -> dict[str, Any]:
         """Return `label` and `predicted` by column, in the units of the file; `name` is the date of the first row."""
-        rows = {"label": example.label, "predicted": self.answer(example, predicted)}
-        return {name: None if scaled is None else self.in_units(scaled) for name, scaled in rows.items()}
-
-    def in_units(self, scaled: np.ndarray) -> dict[str, list[float]]:
-        """Return targets (rows, T) by column, in the units of the file."""
-        indices = self.series.target_places
-        values = scaled * self.series.scale[indices] + self.series.mean[indices]
-        return {column: values[:, i].tolist() for i, column in enumerate(self.series.targets)}
+        series, rows = self.series, (example.label, self.answer(example, predicted))
+        scale, mean = (values[series.target_places] for values in (series.scale, series.mean))
+        values = [None if scaled is None else (scaled * scale + mean).T.tolist() for scaled in rows]
+        tables = [None if columns is None else dict(zip(series.targets, columns, strict=True)) for columns in values]
+        return dict(zip(("label", "predicted"), tables, strict=True))

@@ -11,10 +11,7 @@ import numpy as np
 from megasparse.config.finetuning import ForecastConfig, TaskConfig
 from megasparse.errors import ConfigError, DataError
 from megasparse.tasks.readers.rows import comma_separated, field, parse_number, strict
-from megasparse.tasks.task import Example, SourceLocation, Task, parts_of, split_name
-
-HINT = "Sort the rows by time, one per step, and fill the gaps"
-NUMBER_HINT = "Write one, such as 3.5, or select other columns: task.forecast.inputs"
+from megasparse.tasks.task import PARTS, Example, SourceLocation, Task, parts_of, split_name
 
 
 def time_features(dates: np.ndarray, step: float) -> np.ndarray:
@@ -34,19 +31,17 @@ OFFICIAL = {"etth1": ("ETTh1.csv", 24 * 30), "ettm1": ("ETTm1.csv", 24 * 30 * 4)
 
 
 class Series(Task):
-    """Any CSV file with a column of dates at equal steps, and columns of numbers. The source is the training file, or
-    the folder of an official one.
+    """Any CSV file with a column of dates at equal steps, and columns of numbers.
 
-    FILE#train, FILE#validation and FILE#test are 70, 10 and 20 % of its rows, in order; of an official file 12, 4 and 4
-    months, and the rest is not used. A window may read rows of the previous part, but predicts only rows of its part.
-    FILE is one example without a label: its last L rows, followed by the forecast.
+    FILE#train, FILE#validation and FILE#test are 70, 10 and 20 % of its rows, in order, as in Informer's
+    Dataset_Custom; of an official file 12, 4 and 4 months. A window predicts only rows of its part, but may read
+    earlier rows. FILE is one example without a label: its last L rows, followed by the forecast.
 
     The inputs of an example are scaled values (L, C), columns of `forecast.inputs` first, and the time features of all
     rows (L + H, F). The label is the scaled targets (H, T), the name the date of the first predicted row.
     """
 
-    name, metrics = "series", ("mse", "mae")
-    form = "forecast"
+    name, form, metrics = "series", "forecast", ("mse", "mae")
 
     def __init__(self, config: TaskConfig):
         super().__init__(config)
@@ -85,43 +80,39 @@ class Series(Task):
             yield Example(inputs, label, SourceLocation(file, lines[now - 1]), str(dates[now].astype(datetime)))
 
     def windows(self, part: str, rows: int, file: Path) -> range:
-        """Return the first rows of a part's windows, one for every possible row. Raises DataError for a file too short.
-
-        Parts as in Informer's Dataset_Custom, and as in its Dataset_ETT for official files.
-        """
+        """Return the first rows of a part's windows, one for every row. Raises DataError for a file too short."""
         length, horizon, month = self.config.max_length, self.config.forecast.horizon, self.month
         if rows < 20 * month:
             hint = f'Use the official {self.file}, or task.name="series" for your own file'
             raise DataError(file, f"contains {rows:,} rows, but the official splits {20 * month:,}", hint)
-        ends = [0, int(rows * 0.7), rows - int(rows * 0.2), rows]
-        ends = [0, 12 * month, 16 * month, 20 * month] if month else ends
-        index = ("train", "validation", "test").index(part)
-        begins = range(max(0, ends[index] - length), ends[index + 1] - length - horizon + 1)
+        official, custom = (0, 12 * month, 16 * month, 20 * month), (0, int(rows * 0.7), rows - int(rows * 0.2), rows)
+        first, end = (official if month else custom)[PARTS.index(part) :][:2]
+        begins = range(max(0, first - length), end - length - horizon + 1)
         if not begins:
-            problem = f"{rows} rows leave {ends[index + 1] - ends[index]} for the {part} split, too few for a window of"
+            problem = f"{rows} rows leave {end - first} for the {part} split, too few for a window of {length} rows to "
             hint = "Use a longer file, or lower task.max_length or task.forecast.horizon"
-            raise DataError(file, f"{problem} {length} rows to read and {horizon} to predict", hint)
+            raise DataError(file, f"{problem}read and {horizon} to predict", hint)
         return begins
 
     def _fitted(self, forecast: ForecastConfig) -> ForecastConfig:
-        for key, names in (("inputs", forecast.inputs), ("targets", forecast.targets)):
-            if names is not None and (not names or len(set(names)) < len(names)):
+        for key in ("inputs", "targets"):
+            if (names := getattr(forecast, key)) is not None and len(set(names)) < max(1, len(names)):
                 problem = f"{json.dumps(names)[:80]} is not a list of columns"
                 raise ConfigError(f"task.forecast.{key}", problem, "Name one or more, each once")
         file = Path(self.config.source) / self.file
         chosen = forecast.inputs and list(dict.fromkeys([*forecast.inputs, *(forecast.targets or [])]))
         columns, _, dates, values = read_series(file, forecast.date, chosen, None)
-        inputs = forecast.inputs or columns
-        for column in forecast.targets or inputs:
+        targets = forecast.targets or forecast.inputs or columns
+        for column in targets:
             field(dict.fromkeys(columns), column, SourceLocation(file, 1))
-        windows = self.windows("train", len(dates), file)
+        end = self.windows("train", len(dates), file).stop - 1 + self.config.max_length + forecast.horizon
         from sklearn.preprocessing import StandardScaler  # mean and population standard deviation per column
 
-        scaler = StandardScaler().fit(values[: windows.stop - 1 + self.config.max_length + forecast.horizon])
+        scaler = StandardScaler().fit(values[:end])
         mean, scale = (dict(zip(columns, part.tolist(), strict=True)) for part in (scaler.mean_, scaler.scale_))
         step = (dates[1] - dates[0]).astype(timedelta).total_seconds()
-        settings = {"targets": forecast.targets or inputs, "step": step, "mean": mean, "scale": scale}
-        return forecast.model_copy(update={"inputs": inputs, **settings})
+        settings = {"targets": targets, "step": step, "mean": mean, "scale": scale}
+        return forecast.model_copy(update={"inputs": forecast.inputs or columns, **settings})
 
 
 def read_series(
@@ -133,28 +124,29 @@ def read_series(
     """
     lines, dates, values = list[int](), list[datetime](), list[list[float]]()
     for location, row in strict(comma_separated(file)):
+        problem, hint, text = "", "Sort the rows by time, one per step, and fill the gaps", field(row, date, location)
         try:
-            at = datetime.fromisoformat(text := field(row, date, location).strip())
+            at = datetime.fromisoformat(text.strip())
         except ValueError:
-            problem = f'"{text[:80]}" is not a date and time'
-            raise DataError(str(location), problem, "Write it as 2016-07-01 13:00:00") from None
-        if at.tzinfo is not None:  # days in a time zone vary in length
-            raise DataError(str(location), f"{at} contains a time zone", "Convert all times to one zone, and omit it")
-        if dates:
-            difference = at - dates[-1]
-            if difference <= timedelta(0):
-                raise DataError(str(location), f"{at} follows {dates[-1]}, but is not later", HINT)
-            if difference != (step := step or difference):
-                problem = f"{at} is {difference} after the previous row, but the step is {step}"
-                raise DataError(str(location), problem, HINT)
+            hint = "Write it as 2016-07-01 13:00:00"
+            raise DataError(str(location), f'"{text.strip()[:80]}" is not a date and time', hint) from None
         columns = columns or [name for name in row if name != date]
-        numbers = {column: parse_number(field(row, column, location).strip()) for column in columns}
-        if wrong := [column for column, number in numbers.items() if number is None]:
-            problem = f'"{row[wrong[0]].strip()[:80]}" in the column "{wrong[0]}" is not a number'
-            raise DataError(str(location), problem, NUMBER_HINT)
+        numbers = [parse_number(field(row, column, location).strip()) for column in columns]
+        if at.tzinfo is not None:  # days in a time zone vary in length
+            problem, hint = f"{at} contains a time zone", "Convert all times to one zone, and omit it"
+        elif dates and at <= dates[-1]:
+            problem = f"{at} follows {dates[-1]}, but is not later"
+        elif dates and at - dates[-1] != (step := step or at - dates[-1]):
+            problem = f"{at} is {at - dates[-1]} after the previous row, but the step is {step}"
+        elif None in numbers:
+            column = columns[numbers.index(None)]
+            problem = f'"{row[column].strip()[:80]}" in the column "{column}" is not a number'
+            hint = "Write one, such as 3.5, or select other columns: task.forecast.inputs"
+        if problem:
+            raise DataError(str(location), problem, hint)
         lines.append(location.line or 0)
         dates.append(at)
-        values.append([float(number or 0) for number in numbers.values()])
+        values.append([float(number or 0) for number in numbers])
     if not values or not columns:
         raise DataError(file, f'no {"columns apart from" if values else "rows below"} "{date}"', "Add numbers by date")
     return columns, lines, np.array(dates, dtype="datetime64[us]"), np.array(values)
