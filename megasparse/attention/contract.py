@@ -333,9 +333,9 @@ class Attention(nn.Module, ABC):
         """
         raise self._lacks("has nothing to learn", "learn")
 
-    def teaching_rate(self) -> float | None:
-        """Return Adam's learning rate for teaching the choice of keys by `learn` while all other weights are frozen;
-        None if the mechanism does not support this.
+    def teaching_rate(self, parameter: str, progress: float = 0.0) -> float | None:
+        """Return Adam's learning rate of a parameter for teaching the choice of keys by `learn` while all other weights
+        are frozen; None if the mechanism does not support this. progress: completed fraction of the passes.
         """
         return None
 

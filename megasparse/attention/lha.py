@@ -301,7 +301,7 @@ class LHAAttention(BandAttention):
         received = hash_learning.sampled_keys(q[:, :, queries], k[:, :, keys], normalizer, in_query, scale=scale)
         yield from (example(1, part, utility) for part, utility in received)
 
-    def teaching_rate(self) -> float | None:
+    def teaching_rate(self, parameter: str, progress: float = 0.0) -> float | None:
         """Return None in decoders unless the target is `collisions`, because the utility includes later tokens."""
         if self.config.hash == "random" or (self.spec.causal and self.config.utility != "collisions"):
             return None

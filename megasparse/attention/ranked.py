@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from megasparse.attention.contract import AttentionContext, AttentionInputs, MechanismSpec, Passes
+from megasparse.attention.far_attention import SAMPLES
 from megasparse.attention.smart_bird import SmartBirdAttention, check_sketch_heads
 from megasparse.config.attention import MechanismSection, mechanism
 from megasparse.config.section import Count, Positive
@@ -87,6 +88,10 @@ class RankedAttention(SmartBirdAttention):
             BucketScores(self.groups, config.sketch_dim, config.buckets) for _ in range(2)
         )
 
+    def teaching_rate(self, parameter: str, progress: float = 0.0) -> float | None:
+        """Return a falling rate of buckets, which follow a sketch that changes."""
+        return 1e-2 * (1 - 0.9 * progress) if "buckets" in parameter else super().teaching_rate(parameter)
+
     def _sketch_loss(
         self, q: Tensor, k: Tensor, shares: Tensor, far: Tensor, context: AttentionContext
     ) -> tuple[Tensor, dict[str, Tensor]]:
@@ -115,9 +120,16 @@ class RankedAttention(SmartBirdAttention):
         return chosen.unflatten(0, (-1, count))
 
     def _sketch_flops(self, length: int, visible: float) -> Passes:
-        """Count P/N of the work of scoring all pairs, for buckets of equal size, and the scores of the buckets."""
-        whole = super()._sketch_flops(length, visible * self.config.probes / self.config.buckets)
-        return whole + Passes(4.0 * self.groups * self.config.sketch_dim * self.config.buckets)
+        """Count the scores of candidates instead of all keys, 2·P/N of them as learned buckets are unequal, and of the
+        buckets; in training also of the buckets of samples, and their cross-entropy with all keys.
+        """
+        config, sampled = self.config, min(SAMPLES, length) / length
+        candidates = min(
+            visible, 2 * visible * config.probes / config.buckets, config.probes * (config.members or length)
+        )
+        learned = config.buckets * (config.sketch_dim * (1 + sampled) + visible * sampled)
+        scores = config.sketch_dim * (candidates - visible + 2 * config.buckets)
+        return super()._sketch_flops(length, visible) + Passes(scores + learned, learned) * (2.0 * self.groups)
 
 
 class BucketScores(nn.Module):
@@ -139,8 +151,8 @@ class BucketScores(nn.Module):
 
 def bucket_loss(query_scores: Tensor, key_scores: Tensor, shares: Tensor) -> Tensor:
     """Return −Σ_ij a_ij Σ_b P'_j(b)·log P_i(b) / Σ_ij a_ij, the cross-entropy of a query's softmax P over buckets with
-    the buckets P' of its keys, plus, per group, the divergences of the mean P and P' from the uniform distribution.
-    Mean over groups, scalar.
+    the buckets P' of its keys, plus, per group, the divergence of the mean P from the uniform distribution and,
+    with twice the weight, of P'. Mean over groups, scalar.
 
     It ranks buckets by their attention, so the probes of a query find most of it. `collision_loss`, the logarithm of a
     sum over keys, is small already if the query meets one of its keys.
@@ -156,7 +168,7 @@ def bucket_loss(query_scores: Tensor, key_scores: Tensor, shares: Tensor) -> Ten
     mean = torch.stack([of_query.exp().mean((0, 2)), of_key.mean((0, 2))])  # (2, G, N)
     # Clamp: a softmax can be exactly 0, and the gradient of log is infinite there.
     uneven = (mean * (mean.clamp_min(torch.finfo(mean.dtype).tiny) * mean.shape[-1]).log()).sum(-1)
-    return (missed + uneven.sum(0)).mean()
+    return (missed + uneven[0] + 2 * uneven[1]).mean()
 
 
 @without_autocast

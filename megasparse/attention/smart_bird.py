@@ -218,7 +218,7 @@ class SmartBirdAttention(Attention):
         loss = torch.stack([sketch_divergence(*of_group, far) for of_group in sketches]).mean()
         return loss, {"sketch_loss": loss.detach()}
 
-    def teaching_rate(self) -> float | None:
+    def teaching_rate(self, parameter: str, progress: float = 0.0) -> float | None:
         return 3e-3 if self.config.objective == "attention" else None
 
     def sketches(

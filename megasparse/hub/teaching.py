@@ -47,10 +47,12 @@ class Teacher:
         self.model, self.seed, self.passes = model, seed, 0
         self.layers = [module for module in model.modules() if isinstance(module, Mechanisms)]
         self.optimizers = {
-            (number, kind): torch.optim.Adam(mechanism.parameters(), lr=rate)
+            (number, kind): torch.optim.Adam(
+                [{"params": [x], "name": name} for name, x in mechanism.named_parameters()]
+            )
             for number, layer in enumerate(self.layers)
             for kind, mechanism in layer.items()
-            if (rate := cast(Attention, mechanism).teaching_rate()) is not None
+            if cast(Attention, mechanism).teaching_rate("") is not None
         }
         if not self.optimizers:
             hint = (
@@ -73,7 +75,7 @@ class Teacher:
         Raises:
             HubError: `folder` belongs to another training, or is damaged.
         """
-        identity = self._identity(windows, held_out)
+        identity = self._identity(windows, held_out, passes)
         record = None if folder is None else self._resume(folder, identity)
         if record is None:
             record = {"before": self._loss_on(held_out)}
@@ -82,15 +84,21 @@ class Teacher:
         while self.passes < passes:
             epoch, position = divmod(self.passes, len(windows))
             order = random.Random(f"{self.seed}/{epoch}").sample(range(len(windows)), len(windows))
-            loss = self.learn(torch.tensor([windows[order[position]]]))
+            loss = self.learn(torch.tensor([windows[order[position]]]), self.passes / passes)
             self._keep(folder, record, identity)
             progress.update()
             progress.set_postfix(loss=f"{loss:.4f}")
         progress.close()
         return record["before"], self._loss_on(held_out)
 
-    def learn(self, tokens: Tensor) -> float:
-        """Learn from texts (B, L) int64 without padding. Return the mean loss of mechanisms, before each update."""
+    def learn(self, tokens: Tensor, progress: float = 0.0) -> float:
+        """Learn from texts (B, L) int64 without padding. Return the mean loss of mechanisms, before each update.
+        progress: completed fraction of the passes.
+        """
+        for (number, kind), optimizer in self.optimizers.items():
+            mechanism = cast(Attention, self.layers[number][kind])
+            for group in optimizer.param_groups:
+                group["lr"] = mechanism.teaching_rate(group["name"], progress)
         loss = self._run(tokens, self.passes * UPDATES, UPDATES)
         self.passes += 1
         return loss
@@ -133,8 +141,8 @@ class Teacher:
                 losses.append(loss.detach())
         return losses
 
-    def _identity(self, windows: list[list[int]], held_out: list[list[int]]) -> str:
-        settings = json.dumps([getattr(self.model.config, ENTRY), windows, held_out, self.seed], sort_keys=True)
+    def _identity(self, windows: list[list[int]], held_out: list[list[int]], passes: int) -> str:
+        settings = json.dumps([getattr(self.model.config, ENTRY), windows, held_out, passes, self.seed], sort_keys=True)
         digest = hashlib.sha256(settings.encode())
         for name, weight in self.model.state_dict().items():  # a few numbers per weight identify the model
             digest.update(f"{name} {weight.flatten()[:8].tolist()}".encode())
@@ -153,7 +161,7 @@ class Teacher:
         except (OSError, ValueError, LookupError, TypeError, OverflowError, RecursionError):
             raise HubError(path, "is damaged", f"Remove {folder} to start again") from None
         if course != identity:
-            hint = f"Use the same model, texts, length and seed, or remove {folder}"
+            hint = f"Use the same model, texts, length, passes and seed, or remove {folder}"
             raise HubError(path, "belongs to another training", hint)
         try:
             open_file(state).close()  # reject a pipe, which would block
@@ -184,7 +192,8 @@ class Teacher:
     def _state(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the learned weights and Adam's state, by name."""
         for (number, kind), optimizer in self.optimizers.items():
-            for position, weight in enumerate(optimizer.param_groups[0]["params"]):
+            for position, group in enumerate(optimizer.param_groups):
+                (weight,) = group["params"]
                 state = optimizer.state[weight]
                 if not state:  # Adam's initial state
                     state["step"] = torch.zeros(())

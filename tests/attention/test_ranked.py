@@ -50,5 +50,15 @@ def test_the_loss_of_buckets_is_its_definition():
     shares = torch.rand(1, 2, 6, 9, generator=generator, dtype=torch.float64)
     query, key = (x[0].softmax(-1) for x in scores)
     missed = -torch.einsum("gij,gjb,gib->g", shares[0], key, query.log()) / shares.sum((0, 2, 3))
-    uneven = sum((p * (4 * p).log()).sum(-1) for p in (query.mean(1), key.mean(1)))
+    uneven = sum(times * (p * (4 * p).log()).sum(-1) for times, p in ((1, query.mean(1)), (2, key.mean(1))))
     torch.testing.assert_close(bucket_loss(*scores, shares), (missed + uneven).mean())
+
+
+def test_flops_count_twice_the_share_of_equal_buckets():
+    def scores(**settings):
+        return Single("ranked", True, settings=settings).mechanism.flops(64).forward
+
+    of_key, visible = 2 * 2 * 8, (64 + 1) / 2  # two sketches of width 8
+    assert scores(probes=8) == scores(probes=4)  # of 8 buckets
+    assert scores(probes=8) - scores(probes=2) == pytest.approx(of_key * visible / 2)
+    assert scores(probes=8) - scores(probes=2, members=3) == pytest.approx(of_key * (visible - 6))

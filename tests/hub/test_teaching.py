@@ -14,8 +14,9 @@ SEEN = {"chunk": 4, "local": True, "sinks": 1}
 SKETCH = {"kind": "smart_bird", "keys": 6, "sketch": "heads", "sketch_heads": 2, "objective": "attention", **SEEN}
 ONE = {"kind": "smart_bird", "keys": 6, "sketch": "attention", "objective": "attention", **SEEN}
 HASH = {"kind": "lha", "joint": False, "utility": "collisions", **SEEN, "chunk": 8}
-MIXED = {"pattern": ["full", {"smart_bird": 2, "lha": 2}], "smart_bird": {**SKETCH}, "lha": {**HASH}}
-for own in ("smart_bird", "lha"):
+RANKED = {"kind": "ranked", "keys": 6, "sketch_heads": 2, "buckets": 4, "probes": 2, **SEEN}
+MIXED = {"pattern": ["full", {"ranked": 2, "lha": 2}], "ranked": {**RANKED}, "lha": {**HASH}}
+for own in ("ranked", "lha"):
     MIXED[own].pop("kind")
 
 
@@ -37,23 +38,20 @@ def captured(model, tokens):
     return float((exact * (sparse > 0)).sum(-1).mean())
 
 
-@pytest.mark.parametrize("attention", [SKETCH, ONE, HASH, MIXED], ids=["heads", "layer", "hash", "mixed"])
+@pytest.mark.parametrize(
+    "attention", [SKETCH, ONE, HASH, RANKED, MIXED], ids=["heads", "layer", "hash", "ranked", "mix"]
+)
 def test_the_taught_choice_captures_more_attention_and_nothing_else_moves(attention):
     model, tokens = taught(attention), inputs(batch=1, length=64)["input_ids"]
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     first, teacher = captured(model, tokens), Teacher(model)
+    assert teacher.measure(tokens) == teacher.measure(tokens) and teacher.passes == 0  # a measurement teaches nothing
     losses = [teacher.learn(tokens) for _ in range(10)]
     assert losses[-1] < 0.8 * losses[0]
     assert captured(model, tokens) > first + 0.01
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor, before[name]) != (".megasparse." in name), name
     assert all(p.grad is None for name, p in model.named_parameters() if ".megasparse." not in name)
-
-
-def test_a_measurement_teaches_nothing():
-    model, tokens = taught(SKETCH), inputs(batch=1, length=64)["input_ids"]
-    teacher = Teacher(model)
-    assert teacher.measure(tokens) == teacher.measure(tokens) and teacher.passes == 0
 
 
 def windows(count, seed):
@@ -69,10 +67,10 @@ def test_a_stopped_teaching_resumes_bit_identically(tmp_path, monkeypatch):
     whole, expected = course(5, None)
     learn = Teacher.learn
 
-    def killed(self, tokens):
+    def killed(self, *arguments):
         if self.passes == 2:
             raise KeyboardInterrupt
-        return learn(self, tokens)
+        return learn(self, *arguments)
 
     monkeypatch.setattr(Teacher, "learn", killed)
     with pytest.raises(KeyboardInterrupt):
@@ -80,6 +78,8 @@ def test_a_stopped_teaching_resumes_bit_identically(tmp_path, monkeypatch):
     monkeypatch.undo()
     again, found = course(5, tmp_path / "part")
     assert found == expected and again.passes == 5
+    rates = {group["lr"] for group in again.optimizers[1, "ranked"].param_groups}
+    assert rates == {3e-3, 1e-2 * (1 - 0.9 * 0.8)}  # sketch; buckets in the last of 5 passes
     one, other = (teacher.model.state_dict() for teacher in (whole, again))
     assert all(torch.equal(one[name], other[name]) for name in one)
     assert sorted(path.name for path in (tmp_path / "part").iterdir()) == ["course.json", "state-5.safetensors"]
@@ -87,7 +87,7 @@ def test_a_stopped_teaching_resumes_bit_identically(tmp_path, monkeypatch):
         course(5, tmp_path / "part", seed=4)
     (tmp_path / "part" / "state-5.safetensors").write_bytes(b"torn")
     with pytest.raises(HubError, match="cannot be read"):
-        course(6, tmp_path / "part")
+        course(5, tmp_path / "part")
     (tmp_path / "part" / "course.json").write_bytes(b"{")
     with pytest.raises(HubError, match="is damaged"):
-        course(6, tmp_path / "part")
+        course(5, tmp_path / "part")

@@ -5,7 +5,7 @@ import torch
 
 from megasparse.attention.observation import calls
 from tests.helpers.models import Single
-from tools.bench.visible_keys import best_pairs, seen_pairs, weights
+from tools.bench.visible_keys import best_pairs, scored_pairs, seen_pairs, weights
 
 LENGTH = 48
 NAMES = [
@@ -26,6 +26,14 @@ def test_visible_keys_are_exactly_the_keys_that_reach_a_query(name):
         single(x, q, k, ones[..., : q.shape[3]])
     for queries in (torch.arange(LENGTH), torch.tensor([3, 17, 47])):
         assert torch.equal(seen_pairs(found[0], queries).expand(q.shape[1], -1, -1), reached[0, :, queries])
+
+
+def test_scored_pairs_are_the_members_of_the_searched_buckets_and_the_buckets():
+    single, queries = Single("ranked", True, settings={"keys": LENGTH, "local": False}), torch.arange(LENGTH)
+    with calls(single.mechanism) as found:
+        single(*(x[:1] for x in single.inputs(LENGTH)))
+    members = float(seen_pairs(found[0], queries).sum()) / 2  # of two sketches: all candidates are chosen
+    assert scored_pairs(found[0], queries) == pytest.approx((members + 8 * LENGTH) / (LENGTH * (LENGTH + 1) / 2))
 
 
 def test_an_oracle_sees_the_largest_weights():

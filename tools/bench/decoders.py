@@ -51,7 +51,7 @@ from megasparse.errors import ConfigError, DataError, report_user_errors
 from megasparse.evaluation.outputs import write_json
 from megasparse.hub.replace import load_plain, load_replaced, mechanisms, replace_attention, replacement_of
 from megasparse.hub.teaching import read_windows
-from tools.bench.visible_keys import best_pairs, seen_pairs, weights
+from tools.bench.visible_keys import best_pairs, scored_pairs, seen_pairs, weights
 
 QUERIES = 128
 """Number of evenly spread queries per text whose keys are counted."""
@@ -115,11 +115,11 @@ def measure(model: PreTrainedModel, tokens: Tensor, oracle: Best | None) -> dict
     """Measure one text (1, L).
 
     Returns:
-        nats: mean over the tokens after the first. keys: visible keys per query, and captured: fraction of the layer's
-        full attention on them, means over QUERIES queries, heads and layers. seconds: CPU time of all threads for the
-        pass without the counting. layers: captured per layer.
+        nats: mean over the tokens after the first. keys: visible keys per query, captured: fraction of the layer's full
+        attention on them, and scored: see `scored_pairs`; means over QUERIES queries, heads and layers. seconds: CPU
+        time of all threads for the pass without the counting. layers: captured per layer.
     """
-    length, parts = tokens.shape[1], dict[int, list[tuple[float, float]]]()
+    length, parts = tokens.shape[1], dict[int, list[tuple[float, float, float]]]()
     queries = 1 + torch.arange(min(QUERIES, length - 1)) * (length - 1) // min(QUERIES, length - 1)
     counting = 0.0
 
@@ -128,9 +128,10 @@ def measure(model: PreTrainedModel, tokens: Tensor, oracle: Best | None) -> dict
         start = time.process_time()
         weight = weights(call, queries)
         masks = (oracle.pairs(weight, queries) if oracle else seen_pairs(call, queries)).expand_as(weight)
+        scored = scored_pairs(call, queries)
         for head, mask in zip(weight, masks, strict=True):
             keys, share = mask.sum(-1).float().mean(), (head * mask).sum(-1).mean()
-            parts.setdefault(call.context.layer, []).append((float(keys), float(share)))
+            parts.setdefault(call.context.layer, []).append((float(keys), float(share), scored))
         counting += time.process_time() - start
 
     base: Any = model.base_model
@@ -143,10 +144,11 @@ def measure(model: PreTrainedModel, tokens: Tensor, oracle: Best | None) -> dict
     layers = [torch.tensor(parts[layer]).mean(0).tolist() for layer in sorted(parts)]
     return {
         "nats": nats(model, hidden, tokens[0]),
-        "keys": sum(keys for keys, _ in layers) / len(layers),
-        "captured": sum(share for _, share in layers) / len(layers),
+        "keys": sum(keys for keys, _, _ in layers) / len(layers),
+        "captured": sum(share for _, share, _ in layers) / len(layers),
+        "scored": sum(scored for _, _, scored in layers) / len(layers),
         "seconds": round(seconds, 1),
-        "layers": [round(share, 4) for _, share in layers],
+        "layers": [round(share, 4) for _, share, _ in layers],
     }
 
 

@@ -11,6 +11,7 @@ from megasparse.attention.band import BandAttention
 from megasparse.attention.full import FullAttention
 from megasparse.attention.local import LocalAttention
 from megasparse.attention.observation import Call
+from megasparse.attention.ranked import RankedAttention
 from megasparse.attention.smart_bird import SmartBirdAttention
 from megasparse.errors import ConfigError
 from megasparse.ops.operator import at_least_fp32
@@ -81,6 +82,23 @@ def _chosen(mechanism: SmartBirdAttention, call: Call, queries: Tensor, causal: 
     mask.scatter_(2, index.where(index >= 0, len(positions)), True)
     mask = mask[..., :-1] | causal & (near | (positions < config.sinks))
     return mask.repeat_interleave(call.inputs.q.shape[1] // len(mask), dim=0)
+
+
+def scored_pairs(call: Call, queries: Tensor) -> float:
+    """Return the pairs that a sketch scores to choose the keys of queries (S,), as a fraction of the visible pairs;
+    of `ranked` with the scores of buckets. Without a sketch 0; full attention scores all.
+    """
+    mechanism = call.mechanism
+    if not isinstance(mechanism, RankedAttention):
+        return float(isinstance(mechanism, SmartBirdAttention | FullAttention))
+    q, k = mechanism.sketches(call.x, call.inputs, call.context)
+    codes, scores = mechanism.key_buckets(k, call.context)[0].argmax(-1), mechanism.query_buckets(q, call.context)[0]
+    probes = scores[:, queries].topk(mechanism.config.probes, dim=-1).indices
+    searched = torch.zeros_like(scores[:, queries], dtype=torch.bool).scatter_(2, probes, True)
+    causal = torch.arange(codes.shape[1], device=queries.device) <= queries[:, None]
+    candidates = searched.gather(2, codes[:, None].expand(-1, len(queries), -1)) & causal  # (groups, S, L)
+    scored = candidates.sum((1, 2)) + mechanism.config.buckets * len(queries)
+    return float((scored / causal.sum()).mean())
 
 
 def best_pairs(weight: Tensor, queries: Tensor, count: int, window: int, sinks: int) -> Tensor:
