@@ -143,17 +143,3 @@ def test_signatures_are_sacrebleus_own():
     assert signature("bleu") == f"nrefs:1|case:mixed|eff:no|tok:13a|smooth:exp|version:{version('sacrebleu')}"
     assert all(version("rouge-score") in signature(name) for name in ROUGE)
     assert signature("accuracy") is None
-
-
-@pytest.mark.parametrize("name", ["bleu", pytest.param("rouge2", marks=pytest.mark.slow)])
-def test_an_interval_of_texts_equals_the_library(name):
-    labels, predicted = column(TEXTS * 2), column(PREDICTED_TEXTS * 2)
-    scorer = RougeScorer([name], use_stemmer=True) if name != "bleu" else None
-
-    def direct(labels, predicted):
-        if scorer is None:
-            return sacrebleu.corpus_bleu(list(predicted), [list(labels)]).score
-        return float(np.mean([scorer.score(*pair)[name].fmeasure for pair in zip(labels, predicted, strict=True)]))
-
-    expected = bootstrap_interval(direct, labels, predicted, 3)
-    assert bootstrap_interval(METRICS[name], labels, predicted, 3) == pytest.approx(expected)

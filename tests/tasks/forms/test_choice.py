@@ -187,22 +187,6 @@ def test_gradients_reach_only_the_candidates_of_the_example(tmp_path):
     assert torch.allclose(together, sum(alone, torch.zeros(())) / 2, atol=1e-6) and gradient([1]).abs().max() < 1e-9
 
 
-def test_dropout_is_an_examples_own(tmp_path):
-    model, form, given = model_of(body_of("full", tmp_path), rate=0.5), form_with(tmp_path), examples()
-
-    def scores(chosen: list[int], step: int = 1) -> torch.Tensor:
-        rng = RngContext(3, step, torch.tensor(chosen), training=True)
-        return model.predicted(form.collate([given[i] for i in chosen]), rng)[0]
-
-    first, swapped = scores([0, 2]), scores([2, 0])
-    assert torch.allclose(first.flip(0), swapped, atol=1e-5)
-    assert torch.allclose(scores([0])[0], first[0, :3], atol=1e-5)
-    assert first[0, 3:].isneginf().all() and not torch.allclose(scores([0], step=2)[0], first[0, :3], atol=1e-3)
-
-
-# The form.
-
-
 def test_rows_of_predictions(tmp_path):
     ours = encoder(tmp_path)
     form, made = form_with(tmp_path), one(ours, choice("who?", ["ann", "bo", "cy"], label=2))

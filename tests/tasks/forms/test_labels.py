@@ -259,13 +259,8 @@ def test_a_head_equals_its_definition():
     assert torch.allclose(head([x], evaluation(*range(4))), expected, atol=1e-6)
     assert head.dense.weight.shape == (5, 6) and Head(6, 3, HeadConfig(), False, 1).dense.weight.shape == (6, 6)
     assert 0.01 < head.dense.weight.std() < 0.03 and not head.dense.bias.any()
-
-
-def test_a_head_of_towers():
-    head = Head(6, 2, HeadConfig(), towers=True, seed=1)
-    u, v = torch.randn(4, 6), torch.randn(4, 6)
-    read = torch.cat([u, v, u * v, u - v], dim=1)
-    expected = torch.tanh(head.dense(read)) @ head.output.weight.T + head.output.bias
+    head, (u, v) = Head(6, 2, HeadConfig(), towers=True, seed=1), torch.randn(2, 4, 6)
+    expected = head.output(torch.tanh(head.dense(torch.cat([u, v, u * v, u - v], dim=1))))
     assert torch.allclose(head([u, v], evaluation(*range(4))), expected, atol=1e-6)
 
 

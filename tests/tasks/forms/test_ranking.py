@@ -23,7 +23,7 @@ from megasparse.tasks.catalog import build_task
 from megasparse.tasks.form import column
 from megasparse.tasks.forms import ranking as forms
 from megasparse.tasks.forms.ranking import Impressions, NewsRecommender, RankingForm, drawn_negatives
-from megasparse.tasks.metrics import LOWER_IS_BETTER, METRICS, ranking
+from megasparse.tasks.metrics import LOWER_IS_BETTER, METRICS
 from megasparse.tasks.run import TaskRun
 from megasparse.tasks.task import Example, SourceLocation, Task
 from tests.helpers.finetuning import (
@@ -77,10 +77,6 @@ def test_metrics_are_means_of_their_definitions(name, tied):
     expected = np.mean([brute_force(*each)[name] for each in zip(labels, scores, strict=True)])
     assert METRICS[name](column(labels), column(scores)) == pytest.approx(expected, abs=1e-12)
     assert name not in LOWER_IS_BETTER
-
-
-def test_ties_of_scores_go_to_the_later_candidate():
-    assert ranking([1.0, 2.0, 1.0, 2.0]).tolist() == [3, 1, 2, 0]
 
 
 def form(tmp_path: Path, **changes: Any) -> RankingForm:

@@ -45,21 +45,16 @@ def encoded(run: TaskRun, *pairs: tuple[str, str | None]) -> tuple[list[Any], li
     return list(run.form.encode(given)), run.form.lines("new")
 
 
-def test_both_sides_end_with_the_separator(data, tmp_path):
-    run = run_of(data, tmp_path)
-    (first, second), lines = encoded(run, ("ab é", "AB"), ("c", None))
+def test_both_sides_end_with_the_separator_unless_an_answer_is_cut(data, tmp_path):
+    (first, second), lines = encoded(run_of(data, tmp_path), ("ab é", "AB"), ("c", None))
     assert first.source.tolist() == [*"ab é".encode(), END] and first.target.tolist() == [*b"AB", END]
-    assert first.length == 6  # the source's
-    assert (first.label, str(first.location), first.name) == ("AB", "x.en:1", "1")
+    assert (first.length, first.label, str(first.location), first.name) == (6, "AB", "x.en:1", "1")  # the source's
     assert second.source.tolist() == [*b"c", END] and second.target is None
     assert lines == ["new: 2 examples, the longest of 6 tokens; 1 answers, the longest of 3 tokens"]
-
-
-def test_truncated_texts_are_counted(data, tmp_path):
     run = run_of(data, tmp_path, task={"max_length": 4, "generation": {"target_length": 3}})
     (first, second), lines = encoded(run, ("abc", "AB"), ("abcd", "ABC"))
-    assert first.source.tolist() == [*b"abc", END] and first.target.tolist() == [*b"AB", END]
-    assert second.source.tolist() == [*b"abc", END] and second.target.tolist() == [*b"ABC"]
+    assert first.source.tolist() == second.source.tolist() == [*b"abc", END]
+    assert first.target.tolist() == [*b"AB", END] and second.target.tolist() == [*b"ABC"]
     assert lines[0].endswith("2 examples, the longest of 5 tokens; 2 answers, the longest of 4 tokens")
     assert lines[1].startswith("new: 1 inputs of more than 4 tokens") and "x.en:2" in lines[1]
     assert lines[2].startswith("new: 1 answers of more than 3 tokens are truncated to their start, the first in x.en:2")
