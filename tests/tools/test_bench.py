@@ -169,6 +169,7 @@ def test_decoders_measure_nats_captured_attention_and_speed(plain, monkeypatch):
     assert sdpa["cache_bytes"] == 2 * 4 * 50 * 32 <= full["cache_bytes"] and full["decode_ratio"] > 0.0
     with pytest.raises(Exception, match=r"--arm: full is not an arm"):
         decoders.arm_of("full")
+    assert decoders.arm_of("taught=runs/taught@64") == decoders.Arm("taught", Path("runs/taught"), 64)
 
 
 def test_a_passkey_is_hidden_once_and_asked_for_at_the_end():

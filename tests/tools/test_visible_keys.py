@@ -1,11 +1,16 @@
 """The keys that are counted are those that mechanisms use, and no others."""
 
+import numpy as np
 import pytest
 import torch
 
 from megasparse.attention.observation import calls
+from megasparse.hub.replace import load_replaced, replace_attention, save_replaced
 from tests.helpers.models import Single
+from tests.hub.test_replace_decoders import HEADS, LHA, SEPARATE, build, inputs
+from tools.bench.decoders import attending
 from tools.bench.visible_keys import best_pairs, scored_pairs, seen_pairs, weights
+from tools.key_choice import visible_keys
 
 LENGTH = 48
 NAMES = [
@@ -13,6 +18,19 @@ NAMES = [
     "lha local, sinks", "smart_bird", "smart_bird heads", "smart_bird local, sinks", "ranked", "ranked members, sinks",
     "routing local", "routing sinks",
 ]  # fmt: skip
+
+
+@pytest.mark.parametrize("attention", [HEADS, {**SEPARATE, "chunk": 3}, LHA, {**LHA, "hash": "linear", "local": False}])
+def test_a_reader_in_numpy_chooses_the_same_keys_from_a_folder(attention, tmp_path):
+    save_replaced(replace_attention(build(dtype=torch.float32), attention, seed=3), tmp_path / "model")
+    model, tokens = load_replaced(tmp_path / "model").eval(), inputs(batch=1, length=40)["input_ids"]
+    for page in (1, 2) if attention is HEADS else (1,):
+        with calls(model) as found, torch.no_grad(), attending(model, None, page):
+            model(tokens, use_cache=False)
+            for layer, call in enumerate(found):
+                q, k = (x[0].numpy() for x in call.inputs[:2])
+                ours = seen_pairs(call, torch.arange(40)).expand(4, -1, -1)
+                assert np.array_equal(visible_keys(tmp_path / "model", layer, q, k, page), ours.numpy())
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -6,7 +6,8 @@ fraction of full attention on these keys, and seconds.
       --arm 'oracle={"best": 96, "window": 96, "sinks": 4}' --arm taught=TAUGHT
 
 An arm is given by settings of `megasparse replace-attention` for MODEL, a replaced folder, or an oracle: the `best`
-keys of each head, a window and the first tokens. Arms with random draws are measured for --seeds seeds; folders of
+keys of each head, a window and the first tokens. FOLDER@P chooses pages of P keys, as servers do, instead of as many
+keys; a page scores as its best key. Arms with random draws are measured for --seeds seeds; folders of
 several seeds may share a NAME. The first window of --length tokens of every text is used. Rows that exist in FILE are
 skipped, so the command can be stopped and repeated. --passkey adds this number of trials of passkey retrieval per arm
 (Mohtashami & Jaggi 2023): a number is hidden at a random depth of the first text and asked for at its end.
@@ -31,6 +32,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -44,6 +46,7 @@ from tqdm import tqdm
 from transformers import AutoTokenizer, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
+from megasparse.attention import smart_bird
 from megasparse.attention.contract import Attention, AttentionOutput
 from megasparse.attention.observation import Call, each_call
 from megasparse.config.files import parse_json
@@ -51,6 +54,7 @@ from megasparse.errors import ConfigError, DataError, report_user_errors
 from megasparse.evaluation.outputs import write_json
 from megasparse.hub.replace import load_plain, load_replaced, mechanisms, replace_attention, replacement_of
 from megasparse.hub.teaching import read_windows
+from megasparse.ops.sketch import KeyChoiceSpec, rounded_ranks
 from tools.bench.visible_keys import best_pairs, scored_pairs, seen_pairs, weights
 
 QUERIES = 128
@@ -81,12 +85,29 @@ class Best:
         return torch.cat(out, dim=1)[None]
 
 
+def chosen_pages(page: int, q: Tensor, k: Tensor, spec: KeyChoiceSpec, *unused: Any) -> Tensor:
+    """Choose keys as `ops.sketch.chosen_keys` of whole texts does, but K/P pages of P keys: (B, 1, L, K) int32."""
+    length, chosen = k.shape[1], []
+    ends = torch.arange(0, length, page, device=q.device)
+    for rows in torch.arange(length, device=q.device).split(_TILE):
+        ranks = rounded_ranks(q[:, rows].double() @ k.double().mT, q.shape[2], torch.arange(length, device=q.device))
+        ranks = ranks.masked_fill_(torch.arange(length, device=q.device) > rows[:, None], -torch.inf)
+        of_pages = F.pad(ranks, (0, -length % page), value=-torch.inf).unflatten(-1, (-1, page)).amax(-1)
+        first = of_pages.topk(min(spec.count // page, len(ends)), dim=-1).indices * page
+        keys = (first.unsqueeze(-1) + torch.arange(page, device=q.device)).flatten(-2)
+        chosen.append(keys.masked_fill(keys > rows[:, None], -1))
+    return torch.cat(chosen, dim=1).unsqueeze(1).to(torch.int32)
+
+
 @dataclass(frozen=True)
 class Arm:
-    """A named arm. attention: settings of `replace_attention`, {"best", "window", "sinks"}, or a folder."""
+    """A named arm. attention: settings of `replace_attention`, {"best", "window", "sinks"}, or a folder. page: keys per
+    page that the folder's sketches choose, or 1.
+    """
 
     name: str
     attention: dict[str, Any] | Path
+    page: int = 1
 
     @property
     def oracle(self) -> Best | None:
@@ -111,8 +132,8 @@ class Arm:
 
 
 @torch.no_grad()
-def measure(model: PreTrainedModel, tokens: Tensor, oracle: Best | None) -> dict[str, Any]:
-    """Measure one text (1, L).
+def measure(model: PreTrainedModel, tokens: Tensor, oracle: Best | None, page: int = 1) -> dict[str, Any]:
+    """Measure one text (1, L). page: see `Arm`.
 
     Returns:
         nats: mean over the tokens after the first. keys: visible keys per query, captured: fraction of the layer's full
@@ -138,7 +159,7 @@ def measure(model: PreTrainedModel, tokens: Tensor, oracle: Best | None) -> dict
     start = time.process_time()
     with ExitStack() as stack:
         stack.enter_context(each_call(model, listen))
-        stack.enter_context(attending(model, oracle))
+        stack.enter_context(attending(model, oracle, page))
         hidden = base(input_ids=tokens, use_cache=False).last_hidden_state[0]
     seconds = time.process_time() - start - counting
     layers = [torch.tensor(parts[layer]).mean(0).tolist() for layer in sorted(parts)]
@@ -160,17 +181,23 @@ def nats(model: PreTrainedModel, hidden: Tensor, tokens: Tensor) -> float:
 
 
 @contextmanager
-def attending(model: PreTrainedModel, oracle: Best | None) -> Iterator[None]:
-    """Restrict layers of full attention to the oracle's keys in the context, if there is an oracle."""
+def attending(model: PreTrainedModel, oracle: Best | None, page: int = 1) -> Iterator[None]:
+    """Restrict layers of full attention to the oracle's keys in the context, if there is an oracle, and let sketches
+    choose pages.
+    """
 
     def restrict(mechanism: nn.Module, given: Any, output: AttentionOutput) -> AttentionOutput:
         assert isinstance(mechanism, Attention) and oracle is not None
         return output._replace(out=oracle.attend(Call(mechanism, *given)))
 
     handles = [mechanism.register_forward_hook(restrict) for mechanism in mechanisms(model) if oracle]
+    choice = smart_bird.chosen_keys
+    if page > 1:
+        smart_bird.chosen_keys = partial(chosen_pages, page)
     try:
         yield
     finally:
+        smart_bird.chosen_keys = choice
         for handle in handles:
             handle.remove()
 
@@ -238,7 +265,7 @@ def measured(
         text = hashlib.sha256(json.dumps(first[number]).encode()).hexdigest()[:16]
         attention = arm.attention
         if isinstance(attention, Path):
-            attention = {"folder": attention.name, **replacement_of(attention)["attention"]}
+            attention = {"folder": attention.name, "page": arm.page, **replacement_of(attention)["attention"]}
         row = {"arm": arm.name, "attention": attention, "seed": seed, "text": text, "trial": trial}
         if any(all(old[name] == row[name] for name in KEYS) for old in rows):
             continue
@@ -247,10 +274,10 @@ def measured(
             model, loaded = arm.model(plain, length, seed), (arm.name, seed)
         assert model is not None
         if trial is None:
-            rows.append(row | measure(model, torch.tensor([first[number]]), arm.oracle))
+            rows.append(row | measure(model, torch.tensor([first[number]]), arm.oracle, arm.page))
         else:
             passkey = Trial.draw(tokenizer, first[0], length, trial)
-            with attending(model, arm.oracle):
+            with attending(model, arm.oracle, arm.page):
                 rows.append(row | {"depth": round(passkey.depth, 3), "found": retrieved(model, passkey)})
         write_json(output, {"length": length, "threads": torch.get_num_threads(), "rows": rows})
     return rows
@@ -415,7 +442,8 @@ def arm_of(text: str) -> Arm:
     if not (name and equals and value):
         raise ConfigError("--arm", f"{text} is not an arm", hint)
     if not value.startswith("{"):
-        return Arm(name, Path(value))
+        folder, at, page = value.rpartition("@")
+        return Arm(name, Path(folder), int(page)) if at and page.isdecimal() else Arm(name, Path(value))
     attention = parse_json(value, "--arm")
     if not isinstance(attention, dict) or ("best" in attention and attention.keys() != {"best", "window", "sinks"}):
         raise ConfigError("--arm", f"{value} is not an attention", hint)

@@ -1,0 +1,97 @@
+"""Reference reader of replaced decoders in NumPy: the keys that a folder's sketches or learned hashes choose.
+
+`docs/reference/replaced_folders.md` describes the files. This reader needs no other part of megasparse; it is quadratic
+in the length, for tests of a server's implementation.
+
+H heads, L length, D head dim, S sketches of G heads, d width of a sketch, K keys, M keys per bucket, P keys per page.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}
+
+
+def read_tensors(path: Path) -> dict[str, Any]:
+    """Return the tensors of a safetensors file: 8 bytes with the length of a JSON header, the header, the numbers."""
+    content = path.read_bytes()
+    start = 8 + int.from_bytes(content[:8], "little")
+    header, tensors = json.loads(content[8:start]), {}
+    for name, entry in header.items():
+        if name != "__metadata__":
+            first, end = (start + offset for offset in entry["data_offsets"])
+            values = np.frombuffer(content[first:end], DTYPES[entry["dtype"]])
+            if entry["dtype"] == "BF16":
+                values = (values.astype("<u4") << 16).view("<f4")
+            tensors[name] = values.reshape(entry["shape"]).astype(np.float64)
+    return tensors
+
+
+def visible_keys(folder: Path, layer: int, q: Any, k: Any, page: int = 1) -> Any:
+    """Return the keys that each query of a text attends to, (H, L, L) bool.
+
+    Args:
+        folder: A replaced decoder with sketches of heads (`smart_bird`) or learned hashes (`lha`) in this layer.
+        layer: Number of the layer.
+        q, k: (H, L, D), as the model's attention receives them, after rotation; a key head once per query head.
+        page: P > 1 chooses K/P pages of P keys; a page scores as its best key. Only for sketches.
+    """
+    entry = json.loads((folder / "config.json").read_text())["megasparse_attention"]["attention"]
+    kind = entry["pattern"][layer % len(entry["pattern"])]
+    settings, name = entry[kind], f"layers.{layer}.self_attn.megasparse.{kind}."
+    tensors = read_tensors(folder / "megasparse.safetensors")
+    weights = {key.split(name)[1]: value for key, value in tensors.items() if name in key}
+    position = np.arange(q.shape[1])
+    query, key = position[:, None], position
+    if kind == "smart_bird":
+        chosen = sketched(settings, weights, q, k, page)
+        near = query // settings["chunk"] - key // settings["chunk"] <= 1
+    else:
+        chosen = hashed(settings, weights, q, k)
+        near = query - key < settings["chunk"]
+    visible = (chosen | (near & settings["local"]) | (key < settings["sinks"])) & (key <= query)
+    return visible | ((key == query) & ~visible.any(-1, keepdims=True))
+
+
+def sketched(settings: dict[str, Any], weights: dict[str, Any], q: Any, k: Any, page: int) -> Any:
+    """Return the K keys of each query with the largest products of sketches, rounded to multiples of 1/256; ties go to
+    the earlier key.
+    """
+    together, width, (heads, length, _) = settings["sketch_heads"], settings["sketch_dim"], q.shape
+    sketches = []
+    for side, x in (("query", q), ("key", k)):
+        grouped = x.astype(np.float64).reshape(-1, together, *x.shape[1:]).transpose(0, 2, 1, 3)
+        weight = weights[f"{side}.weight"].reshape(heads // together, width, -1)
+        sketches.append(grouped.reshape(*grouped.shape[:2], -1) @ weight.transpose(0, 2, 1))  # (S, L, d)
+    score = np.rint(sketches[0] @ sketches[1].transpose(0, 2, 1) * (256 * width**-0.5))
+    score[:, np.arange(length)[:, None] < np.arange(length)] = -np.inf
+    score = np.pad(score, ((0, 0), (0, 0), (0, -length % page)), constant_values=-np.inf)
+    score = score.reshape(*score.shape[:2], -1, page).max(-1)  # of pages
+    best = (-score).argsort(axis=-1, kind="stable")[..., : settings["keys"] // page]
+    chosen = np.zeros(score.shape, bool)
+    np.put_along_axis(chosen, best, True, axis=-1)
+    return chosen.repeat(page, axis=-1)[..., :length].repeat(together, axis=0)
+
+
+def hashed(settings: dict[str, Any], weights: dict[str, Any], q: Any, k: Any) -> Any:
+    """Return the last M keys at or before each query in its bucket, the argmax of H_Q(q); keys use H_K(k), or both
+    use H_Q(q) + H_K(k) if `joint`.
+    """
+    scores = []
+    for side, x in (("query", q), ("key", k)):
+        names = (f"hash.{side}_{part}" for part in ("weight1", "bias1", "weight2", "bias2"))
+        first, *rest = (weights[name] for name in names if name in weights)
+        x = x.astype(np.float64) @ first
+        if rest:
+            bias, second, last = rest
+            x = np.maximum(x + bias.reshape(len(q), 1, -1), 0) @ second + last.reshape(len(q), 1, -1)
+        scores.append(x)
+    if settings["joint"]:
+        scores = [scores[0] + scores[1]] * 2
+    queries, keys = (x.argmax(-1) for x in scores)
+    position = np.arange(q.shape[1])
+    same = (queries[:, :, None] == keys[:, None]) & (position <= position[:, None]) & (position >= settings["sinks"])
+    return same & (same[..., ::-1].cumsum(-1)[..., ::-1] <= settings["chunk"])
