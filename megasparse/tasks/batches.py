@@ -35,6 +35,8 @@ class EncodedExample:
     label: Any
     location: SourceLocation
     name: str
+    marks: np.ndarray | None = field(default=None, kw_only=True)  # positions, int64 (K,), of the candidates' scores
+    candidates: tuple[str, ...] = field(default=(), kw_only=True)
 
     @property
     def length(self) -> int:
@@ -44,8 +46,8 @@ class EncodedExample:
     def content(self) -> Iterator[bytes]:
         """Yield the bytes of all training data in the example."""
         yield f"{self.label!r} {[len(sequence.tokens) for sequence in self.sequences]}\n".encode()
-        for sequence in self.sequences:
-            yield sequence.tokens.tobytes()
+        yield b"".join(sequence.tokens.tobytes() for sequence in self.sequences)
+        yield b"" if self.marks is None else self.marks.tobytes()
 
 
 def fingerprint(examples: Sequence[EncodedExample]) -> str:

@@ -6,7 +6,7 @@ N examples, B of them in a batch, L length, E width, C classes (1 for a number),
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -320,26 +320,20 @@ class LabelForm(Form):
         return collate(examples, self.config.task.max_length)
 
     def answer(self, example: EncodedExample, predicted: np.ndarray) -> int | float:
-        return float(predicted[0]) if self.task.classes is None else int(predicted.argmax())
+        numbers = self.task.classes is None and not example.candidates
+        return float(predicted[0]) if numbers else int(predicted.argmax())
 
     def row(self, example: EncodedExample, predicted: np.ndarray) -> dict[str, Any]:
-        """Return `label` and `predicted`, class names or numbers, and `probabilities` by class, null for numbers."""
-        label, answer, classes = example.label, self.answer(example, predicted), self.task.classes
-        if classes is None:
+        """Return `label` and `predicted`, names or numbers; `probabilities` by class, null for numbers, or `scores`,
+        logits by candidate.
+        """
+        label, answer, names = example.label, self.answer(example, predicted), example.candidates or self.task.classes
+        if names is None:
             return {"label": label, "predicted": answer, "probabilities": None}
-        values = torch.from_numpy(predicted).softmax(0).tolist()
-        names = {"label": None if label is None else classes[label], "predicted": classes[int(answer)]}
-        return {**names, "probabilities": dict(zip(classes, values, strict=True))}
-
-
-@dataclass(frozen=True)
-class EncodedChoice(EncodedExample):
-    marks: np.ndarray  # positions, int64 (K,), of the candidates' scores in the sequence
-    candidates: tuple[str, ...]
-
-    def content(self) -> Iterator[bytes]:
-        yield from super().content()
-        yield self.marks.tobytes()
+        row = {"label": None if label is None else names[label], "predicted": names[int(answer)]}
+        kind = "scores" if example.candidates else "probabilities"
+        values = predicted if example.candidates else torch.from_numpy(predicted).softmax(0)
+        return {**row, kind: dict(zip(names, values.tolist(), strict=True))}
 
 
 class ChoiceModel(TaskModel):
@@ -380,7 +374,7 @@ class ChoiceForm(LabelForm):
             if value:
                 raise ConfigError(f"head.{key}", f"{value!r}, but {self.task.name} does not pool", hint)
 
-    def encoded(self, example: Example) -> EncodedChoice:
+    def encoded(self, example: Example) -> EncodedExample:
         """Encode an example. Raises DataError if question and candidates are too long."""
         question, candidates, texts = example.inputs
         begin, between, end = self._frame(2)
@@ -395,9 +389,9 @@ class ChoiceForm(LabelForm):
             hint = "Raise it, or remove the example: they are never truncated"
             raise DataError(str(location), f"{problem}, more than task.max_length = {limit:,}", hint)
         tokens = tokens[:limit] if self.counts.is_cut(len(tokens), location) else tokens
-        # Without separators, a candidate without tokens may end before the first token.
-        marks = np.maximum(ends[1:] - 1, 0)
-        return EncodedChoice((segments(tokens, first),), example.label, location, example.name, marks, candidates)
+        sequences = (segments(tokens, first),)
+        marks = np.maximum(ends[1:] - 1, 0)  # without separators, a candidate without tokens may end before the first
+        return EncodedExample(sequences, example.label, location, example.name, marks=marks, candidates=candidates)
 
     def model(self, body: Backbone) -> ChoiceModel:
         return ChoiceModel(body, self.config.head.dropout, self.config.run.seed)
@@ -405,12 +399,3 @@ class ChoiceForm(LabelForm):
     def collate(self, examples: Sequence[Any]) -> Inputs:
         marks, _ = side_by_side([example.marks for example in examples], fill=-1)
         return replace(super().collate(examples), marks=marks)
-
-    def answer(self, example: EncodedExample, predicted: np.ndarray) -> int:
-        return int(predicted.argmax())
-
-    def row(self, example: Any, predicted: np.ndarray) -> dict[str, Any]:
-        """Return `label` and `predicted`, texts of candidates, and `scores`, logits by candidate."""
-        label, names = example.label, example.candidates
-        answers = {"label": None if label is None else names[label], "predicted": names[predicted.argmax()]}
-        return {**answers, "scores": dict(zip(names, predicted.tolist(), strict=True))}

@@ -150,14 +150,14 @@ class Forecaster(nn.Module):
 @dataclass(frozen=True)
 class ForecastWindow(EncodedExample):
     values: np.ndarray  # scaled rows read, float64 (L, C), of the task's columns, the model's inputs first
-    marks: np.ndarray  # time features, float64 (L + H, F)
+    features: np.ndarray  # time features, float64 (L + H, F)
 
     @property
     def length(self) -> int:
         return len(self.values)
 
     def content(self) -> Iterator[bytes]:
-        for part in (self.values, self.marks, self.label):
+        for part in (self.values, self.features, self.label):
             yield f"{part.shape}\n".encode() + np.ascontiguousarray(part).tobytes()
 
 
@@ -206,7 +206,7 @@ class ForecastForm(Form):
             return torch.from_numpy(np.stack(parts).astype(np.float32)) if parts[0] is not None else None
 
         values = [example.values[:, : len(self.series.inputs)] for example in examples]
-        marks, labels = [example.marks for example in examples], [example.label for example in examples]
+        marks, labels = [example.features for example in examples], [example.label for example in examples]
         return Windows(stacked(values), stacked(marks), stacked(labels))
 
     def answer(self, example: EncodedExample, predicted: np.ndarray) -> np.ndarray:

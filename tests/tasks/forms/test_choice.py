@@ -15,9 +15,9 @@ from megasparse.config.finetuning import TaskConfig
 from megasparse.data.tokenizers import build_tokenizer
 from megasparse.errors import ConfigError, DataError
 from megasparse.ops.random import EVALUATION_STEP, RngContext
-from megasparse.tasks.batches import Padded, Segments
+from megasparse.tasks.batches import EncodedExample, Padded, Segments
 from megasparse.tasks.catalog import build_task
-from megasparse.tasks.form import ChoiceForm, ChoiceModel, EncodedChoice
+from megasparse.tasks.form import ChoiceForm, ChoiceModel
 from megasparse.tasks.start import Backbone, HuggingFaceBody
 from megasparse.tasks.task import Example, SourceLocation
 from megasparse.training.checkpoints.checkpoint import Checkpoint
@@ -45,9 +45,8 @@ def encoder(tmp_path: Path, tokenizer: str = "bytes", vocabulary: int = 264, **t
     return form
 
 
-def one(coder: ChoiceForm, example: Example) -> EncodedChoice:
+def one(coder: ChoiceForm, example: Example) -> EncodedExample:
     (made,) = coder.encode([example])
-    assert isinstance(made, EncodedChoice)
     return made
 
 
@@ -111,17 +110,17 @@ def test_question_and_candidates_are_never_cut(tmp_path):
 # The model.
 
 
-def encoded(number: int, length: int, candidates: int, label: int | None) -> EncodedChoice:
+def encoded(number: int, length: int, candidates: int, label: int | None) -> EncodedExample:
     generator = np.random.default_rng(number)
     ids = generator.integers(5, 60, length)
     marks = np.sort(generator.choice(length, candidates, replace=False))
     names = tuple(f"c{i}" for i in range(candidates))
     types = (np.arange(length) > marks[-1]).astype(np.int64)
     location = SourceLocation(Path("made"), number + 1)
-    return EncodedChoice((Segments(ids, types),), label, location, str(number), marks, names)
+    return EncodedExample((Segments(ids, types),), label, location, str(number), marks=marks, candidates=names)
 
 
-def examples(labels: Sequence[int | None] = (2, 0, 6, 1)) -> list[EncodedChoice]:
+def examples(labels: Sequence[int | None] = (2, 0, 6, 1)) -> list[EncodedExample]:
     return [encoded(i, *row) for i, row in enumerate(zip(LENGTHS, CANDIDATES, labels, strict=True))]
 
 
