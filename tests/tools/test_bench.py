@@ -3,10 +3,12 @@
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +17,9 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from megasparse.config.load import build_config
+from megasparse.errors import DataError
 from tests.helpers.commands import refused, run
+from tools import retrieval
 from tools.bench import attention, decoders, gpu_check, jobs, kernels, measuring, operators, training
 from tools.bench.attention import MECHANISMS, PEERS, Case, Inputs, crossover, measure, model_of
 
@@ -34,11 +38,11 @@ def in_this_process(monkeypatch):
         monkeypatch.setattr(module, "alone", lambda function, *arguments: function(*arguments))
 
 
-@pytest.mark.parametrize("script", [attention, training, decoders, kernels, gpu_check])
+@pytest.mark.parametrize("script", [attention, training, decoders, kernels, gpu_check, retrieval])
 def test_help_has_an_example(script, capsys):
     with pytest.raises(SystemExit) as ended:
         script.main(["--help"])
-    assert ended.value.code == 0 and f"python tools/bench/{Path(script.__file__).name}" in capsys.readouterr().out
+    assert ended.value.code == 0 and f"python {Path(script.__file__).relative_to(ROOT)}" in capsys.readouterr().out
 
 
 @pytest.mark.slow
@@ -145,7 +149,7 @@ def plain(tmp_path_factory):
     folder = tmp_path_factory.mktemp("plain")
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 32}
-    LlamaForCausalLM(LlamaConfig(vocab_size=41, max_position_embeddings=64, **sizes)).save_pretrained(folder)
+    LlamaForCausalLM(LlamaConfig(vocab_size=128, max_position_embeddings=64, **sizes)).save_pretrained(folder)
     return folder
 
 
@@ -172,16 +176,46 @@ def test_decoders_measure_nats_captured_attention_and_speed(plain, monkeypatch):
     assert decoders.arm_of("taught=runs/taught@64") == decoders.Arm("taught", Path("runs/taught"), 64)
 
 
-def test_a_passkey_is_hidden_once_and_asked_for_at_the_end():
-    def tokenizer(text, add_special_tokens):
-        return {"input_ids": [ord(letter) for letter in text]}
+class Letters:
+    """A tokenizer of characters. decode: the text of its tokens, or letters for a model's random ones."""
 
-    trials = [decoders.Trial.draw(tokenizer, [1] * 400, 400, number) for number in range(8)]
-    for trial in trials:
-        text = "".join(map(chr, trial.tokens[0].tolist()))
-        assert len(text) == 400 and trial.answer == 5 and text.count(text[-5:]) == 3 and text[-5:].isdigit()
-        assert abs(text.index("\nThe pass key is ") / (400 - 110) - trial.depth) < 0.1
-    assert len({trial.depth for trial in trials}) == 8
+    bos_token_id = None
+
+    def __init__(self, first=0, letters=128):
+        self.first, self.letters = first, letters
+
+    def __call__(self, text, add_special_tokens, return_tensors=None):
+        tokens = [ord(letter) for letter in text]
+        return {"input_ids": torch.tensor([tokens]) if return_tensors else tokens}
+
+    def decode(self, tokens):
+        return "".join(chr(self.first + int(token) % self.letters) for token in tokens)
+
+
+@pytest.mark.parametrize("task", retrieval.TASKS)
+def test_the_text_of_a_haystack_answers_its_questions(task):
+    """By the word that most often follows a question, and with room for question and answer."""
+    haystacks = [retrieval.Haystack.draw(task, Letters(), 2500, number) for number in (0, 0, 1)]
+    assert haystacks[0] == haystacks[1] != haystacks[2]
+    for tokens, questions in ((stack.tokens, stack.questions) for stack in haystacks):
+        text, longest = "".join(map(chr, tokens)), max(len(p) for question in questions for p in question.prompts)
+        assert len(tokens) == 2500 - retrieval.NEW - longest - 1 and len(questions) >= 5
+        for question in questions:
+            answer = ""
+            for prompt in question.prompts:
+                answer = Counter(re.findall(rf"{prompt.format(answer)} (\w+)[ .]", text)).most_common(1)[0][0]
+            assert answer == question.answer
+    with pytest.raises(DataError, match="too few for the facts"):
+        retrieval.Haystack.draw(task, Letters(), 300, 0)
+
+
+def test_questions_are_answered_from_the_cache_as_from_the_whole_text(plain):
+    model, tokenizer, text = AutoModelForCausalLM.from_pretrained(plain), Letters(97, 26), [*range(40)]
+    answer = model.generate(torch.tensor([[*text, 10, 65]]), max_new_tokens=retrieval.NEW, do_sample=False)
+    words = tokenizer.decode(answer[0, 42:]), "other"
+    stack = retrieval.Haystack(text, [retrieval.Question(("A",), word) for word in (*words, words[0])])
+    assert retrieval.scores(model, tokenizer, stack) == retrieval.scores(model, tokenizer, stack, False) == [1, 0, 1]
+    assert retrieval.shares([{"task": "keys", "scores": [1, 0, 1, 0]}]) == {"keys": "0.50 ± 0.25 of 4"}
 
 
 @pytest.mark.slow

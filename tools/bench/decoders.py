@@ -7,10 +7,10 @@ fraction of full attention on these keys, and seconds.
 
 An arm is given by settings of `megasparse replace-attention` for MODEL, a replaced folder, or an oracle: the `best`
 keys of each head, a window and the first tokens. FOLDER@P chooses pages of P keys, as servers do, instead of as many
-keys; a page scores as its best key. Arms with random draws are measured for --seeds seeds; folders of
-several seeds may share a NAME. The first window of --length tokens of every text is used. Rows that exist in FILE are
-skipped, so the command can be stopped and repeated. --passkey adds this number of trials of passkey retrieval per arm
-(Mohtashami & Jaggi 2023): a number is hidden at a random depth of the first text and asked for at its end.
+keys; a page scores as its best key. Arms with random draws are measured for --seeds seeds; folders of several seeds may
+share a NAME. The first window of --length tokens of every text is used. Then each arm answers the questions of
+tools/retrieval.py about --haystacks texts per task, parts of the first text with hidden facts. Rows that exist in FILE
+are skipped, so the command can be stopped and repeated.
 
     OMP_NUM_THREADS=1 python tools/bench/decoders.py --model MODEL --layers 3 --speed 4096 8192 --json speed.json \
       --arm 'sketch={"kind": "smart_bird", "keys": 128, "sketch": "heads", "objective": "attention"}'
@@ -25,7 +25,6 @@ H heads, S queries, L length, D head dim.
 import argparse
 import hashlib
 import json
-import random
 import sys
 import time
 from collections import defaultdict
@@ -56,6 +55,7 @@ from megasparse.hub.replace import load_plain, load_replaced, mechanisms, replac
 from megasparse.hub.teaching import read_windows
 from megasparse.ops.sketch import KeyChoiceSpec, rounded_ranks
 from tools.bench.visible_keys import best_pairs, scored_pairs, seen_pairs, weights
+from tools.retrieval import TASKS, Haystack, scores, shares
 
 QUERIES = 128
 """Number of evenly spread queries per text whose keys are counted."""
@@ -202,63 +202,20 @@ def attending(model: PreTrainedModel, oracle: Best | None, page: int = 1) -> Ite
             handle.remove()
 
 
-KEY = "\nThe pass key is {number}. Remember it. {number} is the pass key.\n"
-QUESTION = "\nWhat is the pass key? The pass key is "
-"""The space belongs to the question: it is a token in tokenizers that split numbers into digits."""
-ANSWER = "{number}"
-
-
-@dataclass(frozen=True)
-class Trial:
-    """A text with a hidden number of five digits. tokens: (1, L) int64; the last `answer` tokens are the number. depth:
-    position of the number as a fraction of the text.
-    """
-
-    tokens: Tensor
-    answer: int
-    depth: float
-
-    @staticmethod
-    def draw(tokenizer: Any, filler: list[int], length: int, number: int) -> "Trial":
-        """Return the trial with this number (0, 1, …), which determines digits and depth. filler: at least `length`
-        tokens of a text.
-        """
-        generator = random.Random(f"pass key {number}")
-        digits, depth = generator.randrange(10_000, 100_000), generator.random()
-        parts = [
-            tokenizer(text.format(number=digits), add_special_tokens=False)["input_ids"]
-            for text in (KEY, QUESTION, ANSWER)
-        ]
-        room = length - sum(map(len, parts))
-        first = round(depth * room)
-        tokens = filler[:first] + parts[0] + filler[first:room] + parts[1] + parts[2]
-        return Trial(torch.tensor([tokens]), len(parts[2]), depth)
-
-
-@torch.no_grad()
-def retrieved(model: PreTrainedModel, trial: Trial) -> bool:
-    """Return True if greedy decoding gives the number: each of its tokens is the most likely next token."""
-    base: Any = model.base_model
-    head: Any = model.get_output_embeddings()
-    hidden = base(input_ids=trial.tokens, use_cache=False).last_hidden_state
-    likeliest = head(hidden[:, -trial.answer - 1 : -1]).argmax(-1)
-    return torch.equal(likeliest, trial.tokens[:, -trial.answer :])
-
-
 KEYS = ("arm", "attention", "seed", "text", "trial")
-"""Keys that identify a row. trial: number of a passkey trial, None in rows of texts."""
+"""Keys that identify a row. trial: task and number of a haystack, None in rows of texts."""
 
 
 def measured(
     plain: Path, arms: Sequence[Arm], texts: list[Path], length: int, seeds: int, trials: int, output: Path
 ) -> list[dict[str, Any]]:
-    """Return the rows of every arm, seed and text, and of passkey trials in the first text. Rows missing in the
-    JSON file `output` are measured and written. Raises DataError for short texts or a file of another kind.
+    """Return the rows of every arm, seed and text, and of `trials` haystacks per task in the first text. Rows missing
+    in the JSON file `output` are measured and written. Raises DataError for short texts or a file of another kind.
     """
     tokenizer = AutoTokenizer.from_pretrained(plain, local_files_only=True)
     first, rows = _windows(tokenizer, texts, length), kept_rows(output, KEYS, length=length)
-    places: list[tuple[int, int | None]] = [(number, None) for number in range(len(first))]
-    places += [(0, trial) for trial in range(trials)]
+    places: list[tuple[int, str | None]] = [(number, None) for number in range(len(first))]
+    places += [(0, f"{task} {trial}") for trial in range(trials) for task in TASKS]
     planned = [(arm, seed, item) for arm in arms for seed in arm.seeds(seeds) for item in places]
     model, loaded = None, None
     for arm, seed, (number, trial) in tqdm(planned, unit="row", disable=None):
@@ -276,9 +233,10 @@ def measured(
         if trial is None:
             rows.append(row | measure(model, torch.tensor([first[number]]), arm.oracle, arm.page))
         else:
-            passkey = Trial.draw(tokenizer, first[0], length, trial)
+            task, _, haystack = trial.partition(" ")
+            asked = Haystack.draw(task, tokenizer, length, int(haystack), tokenizer.decode(first[0]))
             with attending(model, arm.oracle, arm.page):
-                rows.append(row | {"depth": round(passkey.depth, 3), "found": retrieved(model, passkey)})
+                rows.append(row | {"task": task, "scores": scores(model, tokenizer, asked, cached=not arm.oracle)})
         write_json(output, {"length": length, "threads": torch.get_num_threads(), "rows": rows})
     return rows
 
@@ -316,17 +274,17 @@ def _windows(tokenizer: Any, texts: list[Path], length: int) -> list[list[int]]:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Return a Markdown table of means over texts and seeds per arm, with the range over seeds and passkeys found."""
+    """Return a Markdown table of means over texts and seeds per arm, the range over seeds, and shares of answers."""
     arms: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for row in rows:
         arms[row["arm"]].append(row)
     lines = [
-        "| attention | keys per query | captured | nats per token | CPU seconds | pass keys |",
-        "|---|---|---|---|---|---|",
+        f"| attention | keys per query | captured | nats per token | CPU seconds | {' | '.join(TASKS)} |",
+        "|---|---|---|---|---|" + "---|" * len(TASKS),
     ]
     for name, all_rows in arms.items():
         texts = [row for row in all_rows if row["trial"] is None]
-        trials = [row["found"] for row in all_rows if row["trial"] is not None]
+        answered = shares(row for row in all_rows if row["trial"] is not None)
         keys, captured, seconds = (
             sum(row[key] for row in texts) / max(1, len(texts)) for key in ("keys", "captured", "seconds")
         )
@@ -336,7 +294,7 @@ def table(rows: list[dict[str, Any]]) -> str:
         means = [sum(values) / len(values) for values in of_seed.values()]
         spread = f" ({min(means):.3f} … {max(means):.3f})" if len(means) > 1 else ""
         nats = sum(means) / max(1, len(means))
-        hits = f"{sum(trials)} of {len(trials)}" if trials else ""
+        hits = " | ".join(answered.get(task, "") for task in TASKS)
         lines.append(f"| {name} | {keys:.0f} | {captured:.3f} | {nats:.3f}{spread} | {seconds:.0f} | {hits} |")
     return "\n".join(lines)
 
@@ -419,7 +377,7 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--length", type=int, default=4096, help="tokens per text (default: %(default)s)")
     parser.add_argument("--arm", action="append", required=True, metavar="NAME=VALUE", help="may be repeated")
     parser.add_argument("--seeds", type=int, default=1, metavar="N", help="seeds of arms with draws (default: 1)")
-    parser.add_argument("--passkey", type=int, default=0, metavar="N", help="trials of passkey retrieval (default: 0)")
+    parser.add_argument("--haystacks", type=int, default=2, metavar="N", help="per task of retrieval (default: 2)")
     parser.add_argument("--json", type=Path, required=True, metavar="FILE", help="file for the rows")
     args = parser.parse_args(words)
     disable_progress_bar()
@@ -432,7 +390,7 @@ def main(words: Sequence[str] | None = None) -> None:
         return
     if not args.texts:
         raise ConfigError("--texts", "it is missing", "Give text files, or --speed")
-    print(table(measured(args.model, arms, args.texts, args.length, args.seeds, args.passkey, args.json)))
+    print(table(measured(args.model, arms, args.texts, args.length, args.seeds, args.haystacks, args.json)))
 
 
 def arm_of(text: str) -> Arm:
