@@ -145,7 +145,7 @@ def scores(model: PreTrainedModel, tokenizer: Any, haystack: Haystack, cached: b
         for prompt in question.prompts:
             asked = tokenizer(f"\n{prompt.format(answer)}", add_special_tokens=False, return_tensors="pt")["input_ids"]
             tokens = torch.cat([text, asked.to(text.device)], dim=1)
-            options = {"past_key_values": cache} if cached else {"use_cache": False}
+            options: dict[str, Any] = {"past_key_values": cache} if cached else {"use_cache": False}
             options |= {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}
             written = whole.generate(tokens, attention_mask=torch.ones_like(tokens), **options)
             answer = (re.findall(r"\w+", tokenizer.decode(written[0, tokens.shape[1] :])) or [""])[0]

@@ -234,7 +234,7 @@ def measured(
             rows.append(row | measure(model, torch.tensor([first[number]]), arm.oracle, arm.page))
         else:
             task, _, haystack = trial.partition(" ")
-            asked = Haystack.draw(task, tokenizer, length, int(haystack), tokenizer.decode(first[0]))
+            asked = Haystack.draw(task, tokenizer, length, int(haystack), str(tokenizer.decode(first[0])))
             with attending(model, arm.oracle, arm.page):
                 rows.append(row | {"task": task, "scores": scores(model, tokenizer, asked, cached=not arm.oracle)})
         write_json(output, {"length": length, "threads": torch.get_num_threads(), "rows": rows})
