@@ -207,9 +207,9 @@ def cut(parts: list[np.ndarray], room: int) -> list[np.ndarray]:
     if len(parts) == 1:
         return [parts[0][:room]]
     short, long = sorted((0, 1), key=lambda index: len(parts[index]))
-    kept = {short: min(len(parts[short]), room // 2)}
-    kept[long] = room - kept[short]
-    return [parts[index][: kept[index]] for index in (0, 1)]
+    lengths = {short: min(len(parts[short]), room // 2)}
+    lengths[long] = room - lengths[short]
+    return [parts[index][: lengths[index]] for index in (0, 1)]
 
 
 def require_vocabulary(body: Any, needed: int, task: str | None = None) -> None:
