@@ -140,6 +140,9 @@ def test_a_taught_decoder_trains_on_with_its_maps(decoder, tmp_path, kind, lora,
     straight, stopped = (Checkpoint.open(tmp_path / name / "checkpoints" / "00000005") for name in ("straight", "run"))
     for name in stopped.manifest["tensors"]["weight"]:
         assert torch.equal(straight.tensor("weight", name), stopped.tensor("weight", name)), name
+    maps = [name for name in imported.tensors if ".mechanisms." in name]
+    assert bool(maps) == (kind in ("ranked", "lha", "smart_bird"))
+    assert all(not torch.equal(stopped.tensor("weight", name), imported.tensors[name]()) for name in maps)
     trained = restore(tmp_path / "run")[0].eval()
     expected = our_logits(trained, tokens[:, 1:], 0)
     text = list(generate(trained, tokens[0, 1:30], 20, hash_seed=0, temperature=0.0))
