@@ -114,7 +114,7 @@ def write_tensors(tensors: Iterable[tuple[str, Tensor]], folder: Path) -> None:
 
     for name, tensor in tensors:
         if ".megasparse." in name:
-            replaced[name] = tensor.contiguous()
+            replaced[name.partition(".")[2]] = tensor.contiguous()  # named as in the base model
             continue
         if shard and size + tensor.nbytes > SHARD_BYTES:
             write()

@@ -13,6 +13,7 @@ from megasparse.evaluation.results import restore
 from megasparse.hub.formats import our_logits
 from megasparse.hub.importing import HFModel, adapted
 from megasparse.hub.replace import load_plain, mechanisms, replace_attention, save_replaced
+from megasparse.hub.tensor_file import TensorFile
 from megasparse.model.stack import padding_of
 from megasparse.ops.random import RngContext
 from megasparse.training.checkpoints.checkpoint import Checkpoint
@@ -154,6 +155,8 @@ def test_a_taught_decoder_trains_on_with_its_maps(decoder, tmp_path, kind, lora,
         )
         options = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": None}
         assert theirs.generate(tokens[:1, first:30], **options)[0, -20:].tolist() == text
+    files = [folder / "megasparse.safetensors" for folder in (taught, tmp_path / "as llama") if maps]
+    assert len({tuple(TensorFile.one(file).names()) for file in files}) == bool(maps)
 
 
 @pytest.mark.slow
