@@ -10,6 +10,7 @@ per bucket, T queries per tile, C candidates per query.
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megasparse.attention.contract import AttentionContext, AttentionInputs, MechanismSpec, Passes
@@ -24,8 +25,8 @@ from megasparse.ops.sketch import rounded_ranks
 if TYPE_CHECKING:
     from megasparse.config.schema import ModelConfig
 
-_ELEMENTS = 1 << 21
-"""Coordinates of the candidates of a tile of queries."""
+_ELEMENTS = 1 << 20
+"""Coordinates of the candidates of a tile of queries; they fit a CPU's cache."""
 _BEST = 128
 """Keys of each sampled query that its buckets learn to contain."""
 _GAIN = 4.0
@@ -217,23 +218,26 @@ def ranked_keys(
     if members is not None:
         first = torch.maximum(first, last - members)
     sums = (last - first).cumsum(-1)  # (B, Lq, P)
-    largest = max(1, int(sums.max()))
-    step = max(1, _ELEMENTS // (batch * largest * width))
-    chosen = torch.full((batch, queries, count), -1, dtype=torch.int32, device=device)
-    for start in range(0, queries, step):
-        rows = slice(start, start + step)
-        total = sums[:, rows].contiguous()
-        number = torch.arange(max(1, int(total.max())), device=device).expand(*total.shape[:2], -1).contiguous()
+    by_number = sums[..., -1].flatten().argsort()  # tiles of queries with about equally many candidates
+    sums, starts = (x.flatten(0, 1)[by_number] for x in (sums, last - sums))
+    q, k, order = q.flatten(0, 1)[by_number], k.flatten(0, 1), order.flatten()
+    chosen = torch.full((batch * queries, count), -1, dtype=torch.int32, device=device)
+    step = max(1, _ELEMENTS // (max(1, int(sums.max())) * width))
+    for tile in torch.arange(batch * queries, device=device).split(step):
+        rows, total = by_number[tile], sums[tile]
+        offset = (rows // queries * length).unsqueeze(-1)  # of the query's sequence
+        number = torch.arange(max(1, int(total.max())), device=device).expand(len(tile), -1).contiguous()
         probe = torch.searchsorted(total, number, right=True).clamp_max_(total.shape[-1] - 1)
-        hidden = number >= total[..., -1:]
-        slot = number + (last[:, rows] - total).gather(2, probe)
-        key = order.gather(1, slot.clamp_max_(length - 1).flatten(1))  # (B, T·C)
+        hidden = number >= total[:, -1:]
+        slot = number + starts[tile].gather(1, probe)
+        key = order[slot.clamp_max_(length - 1) + offset]  # (T, C)
         if segments is not None:
-            hidden |= segments.gather(1, key).view_as(slot) != segments[:, positions[rows], None]
-        vectors = k.gather(1, key.unsqueeze(-1).expand(-1, -1, width)).unflatten(1, slot.shape[1:])  # (B, T, C, d)
-        key = key.view_as(slot)
-        ranks = rounded_ranks((vectors.double() @ q[:, rows, :, None].double()).squeeze(-1), width, key)
+            documents = segments.flatten()
+            hidden |= documents[key + offset] != documents[offset + first_query + (rows % queries).unsqueeze(-1)]
+        vectors = F.embedding(key + offset, k).double()  # (T, C, d)
+        ranks = rounded_ranks((vectors @ q[tile].double().unsqueeze(-1)).squeeze(-1), width, key)
         best, rank = ranks.masked_fill_(hidden, -torch.inf).topk(min(count, ranks.shape[-1]), dim=-1)
-        tokens = key.gather(2, rank).masked_fill(best == -torch.inf, -1)
-        chosen[:, rows, : tokens.shape[-1]] = tokens.to(torch.int32)
+        tokens = key.gather(1, rank).masked_fill(best == -torch.inf, -1)
+        chosen[rows, : tokens.shape[-1]] = tokens.to(torch.int32)
+    chosen = chosen.unflatten(0, (batch, queries))
     return chosen if key_mask is None else chosen.masked_fill(~key_mask[:, positions, None], -1)
