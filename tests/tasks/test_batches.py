@@ -126,24 +126,19 @@ def test_sorting_by_length_changes_no_mean_gradient():
     assert expected.norm() > 1e-3 and (result - expected).norm() < 1e-5 * expected.norm()
 
 
-def test_padding():
-    (read,) = collate([example(0, 3), example(1, 9), example(2, 1)], 64).sequences
-    assert read.tokens.shape == read.types.shape == (3, 16) and read.lengths.tolist() == [3, 9, 1]
+def test_padding_and_labels():
+    inputs = collate([example(0, 3, 2), example(1, 9, 0), example(2, 1, 1)], 64)
+    (read,), lengths = inputs.sequences, [3, 9, 1]
+    assert read.tokens.shape == read.types.shape == (3, 16) and read.lengths.tolist() == lengths
     assert read.tokens.dtype == read.types.dtype == read.lengths.dtype == torch.int64
-    mask = read.mask
-    assert mask is not None and mask.sum(1).tolist() == [3, 9, 1] and mask[0, :3].all()
-    for row, length in enumerate((3, 9, 1)):
-        given = example(row, length).sequences[0]
-        assert read.tokens[row, :length].tolist() == given.tokens.tolist()
-        assert read.types[row, :length].tolist() == given.types.tolist()
-        assert not read.tokens[row, length:].any() and not read.types[row, length:].any()
-
-
-def test_labels():
-    classes = collate([example(0, 3, 2), example(1, 3, 0)], 64).labels
-    assert classes is not None and classes.dtype == torch.int64 and classes.tolist() == [2, 0]
+    assert read.mask is not None and read.mask.sum(1).tolist() == lengths and read.mask[0, :3].all()
+    for row, length in enumerate(lengths):
+        tokens, types = example(row, length).sequences[0]
+        assert read.tokens[row].tolist() == [*tokens, *[0] * (16 - length)]
+        assert read.types[row].tolist() == [*types, *[0] * (16 - length)]
     numbers = collate([example(0, 3, 2.5), example(1, 3, 1)], 64).labels
-    assert numbers is not None and numbers.dtype == torch.float32 and numbers.tolist() == [2.5, 1.0]
+    for labels, dtype, values in ((inputs.labels, torch.int64, [2, 0, 1]), (numbers, torch.float32, [2.5, 1.0])):
+        assert labels is not None and labels.dtype == dtype and labels.tolist() == values
     assert collate([example(0, 3, 2), example(1, 3, None)], 64).labels is None
 
 

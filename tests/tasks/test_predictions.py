@@ -81,16 +81,6 @@ def test_forms_by_suffix(tmp_path):
     assert json.loads((tmp_path / "numbers.json").read_text()) == {"7": 0.1}
 
 
-def test_a_duplicate_name_that_would_lose_a_prediction_is_rejected(tmp_path):
-    examples = [encoded("7", 2.5, 1), encoded("8", 0.5, 2), encoded("7", 1.5, 3)]
-    rows = predictions(OF_NUMBERS, examples, [predicted(0.1)] * 3)
-    with pytest.raises(DataError, match=r'^new\.csv:3: .*"7".*twice.*\.jsonl'):
-        write_predictions(tmp_path / "out.json", rows)
-    assert not list(tmp_path.iterdir())
-    write_predictions(tmp_path / "out.jsonl", rows)
-    assert len((tmp_path / "out.jsonl").read_text().splitlines()) == 3
-
-
 def test_unrepresentable_predictions_are_rejected_and_the_old_file_stays(tmp_path):
     out = tmp_path / "out.tsv"
     out.write_text("old")
@@ -98,11 +88,15 @@ def test_unrepresentable_predictions_are_rejected_and_the_old_file_stays(tmp_pat
     rows[1]["predicted"] = "a\tb"
     with pytest.raises(DataError, match="contains a tab"):
         write_predictions(out, rows)
-    assert out.read_text() == "old"
     for name in ("out.xml", "out"):
         with pytest.raises(ConfigError, match=rf'"{Path(name).suffix}" is not a known format'):
             write_predictions(tmp_path / name, rows)
-    assert [path.name for path in tmp_path.iterdir()] == ["out.tsv"]
+    rows = predictions(OF_NUMBERS, [encoded(name, 1.5, line) for line, name in enumerate("787")], [predicted(0.1)] * 3)
+    with pytest.raises(DataError, match=r'^new\.csv:2: .*"7".*twice.*\.jsonl'):
+        write_predictions(tmp_path / "out.json", rows)
+    assert out.read_text() == "old" and list(tmp_path.iterdir()) == [out]
+    write_predictions(tmp_path / "out.jsonl", rows)
+    assert len((tmp_path / "out.jsonl").read_text().splitlines()) == 3
 
 
 def test_outputs_are_rejected_before_the_work(tmp_path):

@@ -97,7 +97,7 @@ def made(place: Path, source: Path | None = None, **sections: Any) -> Any:
                                                                      **sections})  # fmt: skip
 
 
-def test_the_seed_chooses_the_held_out_examples(place):
+def test_the_seed_chooses_the_held_out_examples_and_a_limit_those_to_train_on(place):
     one, same, other = (made(place, run={"seed": seed}) for seed in (0, 0, 1))
     assert len(one.train) == 30 and len(one.validation) == 10
     assert texts(one.train) == texts(same.train) and texts(one.validation) == texts(same.validation)
@@ -106,13 +106,9 @@ def test_the_seed_chooses_the_held_out_examples(place):
     names = [each.name for each in one.train], [each.name for each in one.validation]
     assert sorted(map(int, names[0] + names[1])) == list(range(40))
     assert all(part == sorted(part, key=int) for part in names)
-
-
-def test_a_limit_applies_only_to_training_examples(place):
-    whole, few = made(place), made(place, task={"max_length": 128, "limit": 7})
-    assert len(few.train) == 7 and set(texts(few.train)) <= set(texts(whole.train))
-    assert texts(few.validation) == texts(whole.validation)
-    assert len(made(place, task={"max_length": 128, "limit": 1000}).train) == 30
+    few, all_of_them = (made(place, task={"max_length": 128, "limit": limit}) for limit in (7, 1000))
+    assert len(few.train) == 7 and set(texts(few.train)) <= set(texts(one.train)) and len(all_of_them.train) == 30
+    assert texts(few.validation) == texts(one.validation)
 
 
 def test_steps_and_warm_up_follow_from_epochs(place):

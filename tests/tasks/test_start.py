@@ -378,34 +378,25 @@ def trained(tmp_path_factory):
     return folder
 
 
-def test_a_restored_megasparse_model_predicts_as_in_training(trained):
-    result, values = scores(trained / "run", trained / "validation.csv")
-    known = best(trained / "run")
-    assert {name: known["scalars"][f"evaluation/{name}"] for name in values} == values
-    assert result.checkpoint.step == known["step"]
-    assert not result.model.training
-    attention = result.model.body.attention()
-    assert (attention["pattern"], attention["lsh"]["chunk"]) == (["lsh"], 8)
-    assert attention["evaluation_rounds"] == {"lsh": attention["lsh"]["rounds"]}
-    assert "yoso" not in attention
-
-
-@pytest.mark.parametrize(
-    "sections",
-    [{"start": {"attention": {"pattern": ["yoso"], "yoso": {"hashes": 4}}}}, {"training": {"precision": "bf16"}}],
-    ids=["replaced", "bf16"],
-)
-def test_a_restored_bert_predicts_as_in_training(tmp_path, sections):
-    train, validation = files(tmp_path)
-    start = {"huggingface": str(bert(tmp_path / "bert")), **sections.pop("start", {})}
-    task = {"validation": str(validation)}
-    finetuning.launch(tmp_path / "run", train, start=start, task=task, **sections)
-    result, values = scores(tmp_path / "run", validation)
-    known = best(tmp_path / "run")["scalars"]
-    assert {name: known[f"evaluation/{name}"] for name in values} == values
-    dtype = torch.bfloat16 if "training" in sections else torch.float32
-    assert result.model.head.dense.weight.dtype == dtype
-    assert (result.model.body.attention() or {}).get("pattern") == start.get("attention", {}).get("pattern")
+@pytest.mark.parametrize("name", ["ours", "replaced", "bf16"])
+def test_a_restored_model_predicts_as_in_training(tmp_path, trained, name):
+    folder, start = (trained if name == "ours" else tmp_path), {}
+    if name != "ours":
+        train, validation = files(tmp_path)
+        start = {"huggingface": str(bert(tmp_path / "bert"))}
+        start |= {"attention": {"pattern": ["yoso"], "yoso": {"hashes": 4}}} if name == "replaced" else {}
+        training = {"precision": "bf16" if name == "bf16" else "fp32"}
+        finetuning.launch(tmp_path / "run", train, start=start, task={"validation": str(validation)}, training=training)
+    result, values = scores(folder / "run", folder / "validation.csv")
+    known, attention = best(folder / "run"), result.model.body.attention() or {}
+    assert {metric: known["scalars"][f"evaluation/{metric}"] for metric in values} == values
+    assert result.checkpoint.step == known["step"] and not result.model.training
+    assert result.model.head.dense.weight.dtype == (torch.bfloat16 if name == "bf16" else torch.float32)
+    if name == "ours":
+        assert (attention["pattern"], attention["lsh"]["chunk"], "yoso" in attention) == (["lsh"], 8, False)
+        assert attention["evaluation_rounds"] == {"lsh": attention["lsh"]["rounds"]}
+        return
+    assert attention.get("pattern") == start.get("attention", {}).get("pattern")
     with (tmp_path / "run" / "start" / "tokenizer.json").open("ab") as file:
         file.write(b"\n")
     with pytest.raises(CheckpointError, match="its tokenizer is not the one"):
