@@ -37,7 +37,8 @@ def visible_keys(folder: Path, layer: int, q: Any, k: Any, page: int = 1) -> Any
         folder: A replaced decoder with sketches of heads (`smart_bird`) or learned hashes (`lha`) in this layer.
         layer: Number of the layer.
         q, k: (H, L, D), as the model's attention receives them, after rotation; a key head once per query head.
-        page: P > 1 chooses K/P pages of P keys; a page scores as its best key. Only for sketches.
+        page: P > 1 chooses K/P pages of P keys; a page scores as the best of its keys beyond the window and
+            the sinks. Only for sketches.
     """
     entry = json.loads((folder / "config.json").read_text())["megasparse_attention"]["attention"]
     kind = entry["pattern"][layer % len(entry["pattern"])]
@@ -47,16 +48,18 @@ def visible_keys(folder: Path, layer: int, q: Any, k: Any, page: int = 1) -> Any
     position = np.arange(q.shape[1])
     query, key = position[:, None], position
     if kind == "smart_bird":
-        chosen = sketched(settings, weights, q, k, page)
-        near = query // settings["chunk"] - key // settings["chunk"] <= 1
+        near = (query // settings["chunk"] - key // settings["chunk"] <= 1) & settings["local"] | (
+            key < settings["sinks"]
+        )
+        chosen = sketched(settings, weights, q, k, page, near)
     else:
+        near = (query - key < settings["chunk"]) & settings["local"] | (key < settings["sinks"])
         chosen = hashed(settings, weights, q, k)
-        near = query - key < settings["chunk"]
-    visible = (chosen | (near & settings["local"]) | (key < settings["sinks"])) & (key <= query)
+    visible = (chosen | near) & (key <= query)
     return visible | ((key == query) & ~visible.any(-1, keepdims=True))
 
 
-def sketched(settings: dict[str, Any], weights: dict[str, Any], q: Any, k: Any, page: int) -> Any:
+def sketched(settings: dict[str, Any], weights: dict[str, Any], q: Any, k: Any, page: int, near: Any) -> Any:
     """Return the K keys of each query with the largest products of sketches, rounded to multiples of 1/256; ties go to
     the earlier key.
     """
@@ -68,6 +71,7 @@ def sketched(settings: dict[str, Any], weights: dict[str, Any], q: Any, k: Any, 
         sketches.append(grouped.reshape(*grouped.shape[:2], -1) @ weight.transpose(0, 2, 1))  # (S, L, d)
     score = np.rint(sketches[0] @ sketches[1].transpose(0, 2, 1) * (256 * width**-0.5))
     score[:, np.arange(length)[:, None] < np.arange(length)] = -np.inf
+    score[:, near & (page > 1)] = -np.inf
     score = np.pad(score, ((0, 0), (0, 0), (0, -length % page)), constant_values=-np.inf)
     score = score.reshape(*score.shape[:2], -1, page).max(-1)  # of pages
     best = (-score).argsort(axis=-1, kind="stable")[..., : settings["keys"] // page]

@@ -7,10 +7,10 @@ fraction of full attention on these keys, and seconds.
 
 An arm is given by settings of `megasparse replace-attention` for MODEL, a replaced folder, or an oracle: the `best`
 keys of each head, a window and the first tokens. FOLDER@P chooses pages of P keys, as servers do, instead of as many
-keys; a page scores as its best key. Arms with random draws are measured for --seeds seeds; folders of several seeds may
-share a NAME. The first window of --length tokens of every text is used. Then each arm answers the questions of
-tools/retrieval.py about --haystacks texts per task, parts of the first text with hidden facts. Rows that exist in FILE
-are skipped, so the command can be stopped and repeated.
+keys; a page scores as the best of its keys beyond the window and the sinks. Arms with random draws are measured for
+--seeds seeds; folders of several seeds may share a NAME. The first window of --length tokens of every text is used.
+Then each arm answers the questions of tools/retrieval.py about --haystacks texts per task, parts of the first text with
+hidden facts. Rows that exist in FILE are skipped, so the command can be stopped and repeated.
 
     OMP_NUM_THREADS=1 python tools/bench/decoders.py --model MODEL --layers 3 --speed 4096 8192 --json speed.json \
       --arm 'sketch={"kind": "smart_bird", "keys": 128, "sketch": "heads", "objective": "attention"}'
@@ -85,13 +85,14 @@ class Best:
         return torch.cat(out, dim=1)[None]
 
 
-def chosen_pages(page: int, q: Tensor, k: Tensor, spec: KeyChoiceSpec, *unused: Any) -> Tensor:
+def chosen_pages(config: Any, page: int, q: Tensor, k: Tensor, spec: KeyChoiceSpec, *unused: Any) -> Tensor:
     """Choose keys as `ops.sketch.chosen_keys` of whole texts does, but K/P pages of P keys: (B, 1, L, K) int32."""
     length, chosen = k.shape[1], []
-    ends = torch.arange(0, length, page, device=q.device)
-    for rows in torch.arange(length, device=q.device).split(_TILE):
-        ranks = rounded_ranks(q[:, rows].double() @ k.double().mT, q.shape[2], torch.arange(length, device=q.device))
-        ranks = ranks.masked_fill_(torch.arange(length, device=q.device) > rows[:, None], -torch.inf)
+    positions, ends = (torch.arange(0, length, step, device=q.device) for step in (1, page))
+    for rows in positions.split(_TILE):
+        ranks = rounded_ranks(q[:, rows].double() @ k.double().mT, q.shape[2], positions)
+        near = (rows[:, None] // config.chunk - positions // config.chunk <= 1) & config.local
+        ranks.masked_fill_(near | (positions < config.sinks) | (positions > rows[:, None]), -torch.inf)
         of_pages = F.pad(ranks, (0, -length % page), value=-torch.inf).unflatten(-1, (-1, page)).amax(-1)
         first = of_pages.topk(min(spec.count // page, len(ends)), dim=-1).indices * page
         keys = (first.unsqueeze(-1) + torch.arange(page, device=q.device)).flatten(-2)
@@ -193,7 +194,7 @@ def attending(model: PreTrainedModel, oracle: Best | None, page: int = 1) -> Ite
     handles = [mechanism.register_forward_hook(restrict) for mechanism in mechanisms(model) if oracle]
     choice = smart_bird.chosen_keys
     if page > 1:
-        smart_bird.chosen_keys = partial(chosen_pages, page)
+        smart_bird.chosen_keys = partial(chosen_pages, mechanisms(model)[0].config, page)
     try:
         yield
     finally:
