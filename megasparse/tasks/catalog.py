@@ -96,8 +96,8 @@ class RowTask(Task):
 
     def rows(self, file: Path) -> Rows:
         """Read the rows of a file."""
-        settings = {"columns": self.entry.columns, "mark": self.entry.mark}
-        rows: Rows = FUNCTIONS[self.entry.rows](file, **{key: value for key, value in settings.items() if value})
+        settings = {name: value for name in ("columns", "mark") if (value := getattr(self.entry, name))}
+        rows: Rows = FUNCTIONS[self.entry.rows](file, **settings)
         return rows
 
     def read(self, file: Path) -> Iterator[Example]:
@@ -189,10 +189,9 @@ class Table(RowTask):
 
     def __init__(self, config: TaskConfig, entry: Entry):
         super().__init__(config, entry)
-        labels = config.labels
         if self.form == "texts":
             return
-        if labels == []:
+        if (labels := config.labels) == []:
             self.metrics = ("pearson", "spearman")
             return
         if labels is not None and (len(set(labels)) < len(labels) or len(labels) < 2):

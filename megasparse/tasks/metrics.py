@@ -59,11 +59,6 @@ def t_interval(values: Sequence[float]) -> tuple[float | None, float | None]:
 cached = lru_cache(1 << 19)  # decorator with a cache that fits the impressions of MIND's validation set
 
 
-def ranking(scores: Sequence[float]) -> np.ndarray:
-    """Return the candidates' indices, (C,) int64, highest score first."""
-    return np.argsort(np.asarray(scores), kind="stable")[::-1]
-
-
 @cached
 def _of_impression(clicked: tuple[int, ...], scores: tuple[float, ...], name: str) -> float:
     """Compute AUC; the reciprocal rank, Σ y_i/rank_i ÷ Σ y_i; or nDCG from ranks, so without ties."""
@@ -71,7 +66,7 @@ def _of_impression(clicked: tuple[int, ...], scores: tuple[float, ...], name: st
 
     if name == "auc":
         return float(roc_auc_score(clicked, scores))
-    order, ranks = ranking(scores), np.arange(1, len(scores) + 1)
+    order, ranks = np.argsort(np.asarray(scores), kind="stable")[::-1], np.arange(1, len(scores) + 1)
     hits = np.asarray(clicked)[order]
     if name == "mrr":
         return float((hits / ranks).sum() / hits.sum())

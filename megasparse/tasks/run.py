@@ -304,8 +304,8 @@ def validation(run: TaskRun, engine: Engine, hooks: RunHooks) -> Evaluate:
         finally:
             model.train()
         loss = math.fsum(output.cost for output in table) / math.fsum(output.weight for output in table)
-        measures = {"loss": loss, **form.measures(examples, answers(form, examples, table))}
-        return {f"evaluation/{name}": value for name, value in measures.items()}
+        measures = form.measures(examples, answers(form, examples, table))
+        return {f"evaluation/{name}": value for name, value in {"loss": loss, **measures}.items()}
 
     return validate
 

@@ -357,8 +357,7 @@ def _transformer(config: FinetuneConfig, folder: Path, labels: int) -> tuple[Bac
         problem = f"transformers cannot load it ({' '.join(str(error).split())[:200]})"
         raise HubError(folder, problem, "Use the folder of a model that transformers can load") from None
     if model.config.is_encoder_decoder:
-        problem = "is an encoder-decoder, without a single state per sequence"
-        raise HubError(folder, problem, "Use a decoder or an encoder")
+        raise HubError(folder, "is an encoder-decoder, without one state per sequence", "Use a decoder or an encoder")
     missing = sorted(report["missing_keys"])
     if lost := [name for name in missing if not name.startswith("pooler.")]:
         problem = f"contains no weight {lost[0]}, nor {len(lost) - 1} others of the model"
