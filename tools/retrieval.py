@@ -82,10 +82,11 @@ class Haystack:
         def encoded(part: str) -> list[int]:
             return list(tokenizer(part, add_special_tokens=False)["input_ids"])
 
-        prompts = [encoded(f"\n{prompt}") for question in questions for prompt in question.prompts]
+        prompts = [prompt for question in questions for prompt in question.prompts]
+        longest = max(len(encoded(f"\n{prompt}")) + NEW * ("{}" in prompt) for prompt in prompts)
         pieces = [encoded(f" {fact}") for fact in facts]
         first = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
-        room = length - NEW - max(map(len, prompts)) - sum(map(len, pieces)) - len(first)
+        room = length - NEW - longest - sum(map(len, pieces)) - len(first)
         if room < length // 2:
             raise DataError("--length", f"{length} tokens are too few for the facts of {task}", "Use longer texts")
         filler = encoded(text)

@@ -88,6 +88,7 @@ class DecoderFormat(Format):
     """
 
     note = "Start every input with the token `bos_token_id`, as in training; its tokenizer may not add it."
+    loading: ClassVar[dict[str, Any]] = {"attn_implementation": "sdpa"}
     architecture: str
     base: str
     """Name of the model without the output projection, the prefix of its tensors."""
@@ -162,6 +163,13 @@ class DecoderFormat(Format):
         network: Any = model
         read = F.pad(tokens[:, :-1], (1, 0), value=start_token(model.config, Path(self.name)))
         return network(input_ids=read, use_cache=False).logits.float()
+
+    def comparable(self, config: Config) -> Config:
+        """Return the configuration with full attention. Rounding changes the keys that a query selects now and then,
+        and in a model of many layers every later logit.
+        """
+        attention = config.model.attention.model_copy(update={"pattern": ["full"]})
+        return config.model_copy(update={"model": config.model.model_copy(update={"attention": attention})})
 
     # Differences between the families
 

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +27,13 @@ from megasparse.hub.formats import (
     our_logits,
     padded,
 )
-from megasparse.hub.importing import identity
+from megasparse.hub.importing import fill, identity
 from megasparse.hub.megasparse_format import unfilled
 from megasparse.hub.tensor_file import ADAPTER, INDEX, WEIGHTS, appearing, refuse_existing
 from megasparse.hub.tokenizer_files import FILE, Files
 from megasparse.model.build import build_model, empty_model
 from megasparse.model.decoder import Causal
-from megasparse.training.checkpoints.checkpoint import Checkpoint, load_weights, open_newest
+from megasparse.training.checkpoints.checkpoint import Checkpoint, open_newest
 from megasparse.training.checkpoints.manifest import NO_DATA
 
 SHARD_BYTES = 5_000_000_000
@@ -84,12 +85,13 @@ def to_hf(
         for name, content in files.items():
             (folder / name).write_bytes(content.encode() if isinstance(content, str) else content)
         write_tensors(exported.tensors(), folder)
-        texts, model = text_tokens(config.model), build_model(format.comparable(config).model, seed).eval()
-        load_weights(model, opened)
+        texts, model = text_tokens(config.model), build_model(format.comparable(config).model, seed)
+        fill(model, partial(opened.tensor, "weight"))
         ours = [our_logits(model, tokens, seed) for tokens in texts]
         del model
         settings: dict[str, Any] = {"dtype": torch.float32, "local_files_only": True, "output_loading_info": True}
-        theirs, info = hf_class(exported.config["architectures"][0]).from_pretrained(folder, **settings)
+        loader = hf_class(exported.config["architectures"][0])
+        theirs, info = loader.from_pretrained(folder, **settings, **format.loading)
         for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"):
             if info[problem]:
                 named = f"transformers finds {problem} in it: {sorted(map(str, info[problem]))[0]}"

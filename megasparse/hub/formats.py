@@ -10,7 +10,7 @@ from functools import partial
 from itertools import groupby
 from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -61,6 +61,8 @@ class Format(ABC):
     """`model_type` in config.json."""
     note = ""
     """Note for the model card."""
+    loading: ClassVar[dict[str, Any]] = {}
+    """Arguments of from_pretrained for Hugging Face's model whose logits are compared."""
 
     @abstractmethod
     def export(self, config: Config, weight: Callable[[str], Tensor]) -> Exported:

@@ -127,16 +127,13 @@ class HFModel:
         if lost := [name for name in weights if name not in self.tensors]:
             problem = f"contains no {lost[0]}, as a model without the language-modelling head"
             raise HubError(self.folder, problem, "Start a run from it: megasparse pretrain CONFIG --start FOLDER")
-        with torch.no_grad():
-            for name, weight in weights.items():
-                weight.copy_(self.tensors[name]())
-        return model.eval()
+        return fill(model, lambda name: self.tensors[name]())
 
     def compare(self) -> int:
         """Compare both models on the same random tokens. Return their number. Raises HubError if the models differ."""
         ours = self.build(self.format.comparable(self.config))
         prefix = "Megasparse" if self.format.name == "megasparse" else "AutoModel"
-        settings = {"local_files_only": True, "use_safetensors": True, "dtype": torch.float32}
+        settings = {"local_files_only": True, "use_safetensors": True, "dtype": torch.float32, **self.format.loading}
         try:
             theirs = hf_class(prefix + TASKS[self.config.model.kind]).from_pretrained(self.folder, **settings)
         except (OSError, ValueError, RuntimeError) as error:
@@ -154,6 +151,14 @@ class HFModel:
             problem = f"megasparse's logits differ from its logits by {difference:.2g}"
             raise HubError(self.folder, problem, "Report it, with the model's config.json")
         return length
+
+
+@torch.no_grad()
+def fill(model: Model, read: Callable[[str], Tensor]) -> Model:
+    """Set the weights and learned buffers of a model, by name, and return it in evaluation mode."""
+    for name, weight in {**dict(model.named_parameters()), **persistent_buffers(model)}.items():
+        weight.copy_(read(name))
+    return model.eval()
 
 
 def find_folder(name: str | Path) -> Path:

@@ -198,7 +198,9 @@ def test_the_text_of_a_haystack_answers_its_questions(task):
     haystacks = [retrieval.Haystack.draw(task, Letters(), 2500, number) for number in (0, 0, 1)]
     assert haystacks[0] == haystacks[1] != haystacks[2]
     for tokens, questions in ((stack.tokens, stack.questions) for stack in haystacks):
-        text, longest = "".join(map(chr, tokens)), max(len(p) for question in questions for p in question.prompts)
+        prompts = [prompt for question in questions for prompt in question.prompts]
+        longest = max(len(prompt.format("x" * retrieval.NEW)) + 2 * ("{" in prompt) for prompt in prompts)
+        text = "".join(map(chr, tokens))
         assert len(tokens) == 2500 - retrieval.NEW - longest - 1 and len(questions) >= 5
         for question in questions:
             answer = ""
