@@ -26,11 +26,13 @@ def test_a_reader_in_numpy_chooses_the_same_keys_from_a_folder(attention, tmp_pa
     model, tokens = load_replaced(tmp_path / "model").eval(), inputs(batch=1, length=40)["input_ids"]
     for page in (1, 2) if attention is HEADS else (1,):
         with calls(model) as found, torch.no_grad(), attending(model, None, page):
-            model(tokens, use_cache=False)
+            whole = model(tokens, use_cache=False).logits
             for layer, call in enumerate(found):
                 q, k = (x[0].numpy() for x in call.inputs[:2])
                 ours = seen_pairs(call, torch.arange(40)).expand(4, -1, -1)
                 assert np.array_equal(visible_keys(tmp_path / "model", layer, q, k, page), ours.numpy())
+            cache = model(tokens[:, :30], use_cache=True).past_key_values
+            assert torch.allclose(model(tokens[:, 30:], past_key_values=cache).logits, whole[:, 30:], atol=1e-4)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -85,14 +85,17 @@ class Best:
         return torch.cat(out, dim=1)[None]
 
 
-def chosen_pages(config: Any, page: int, q: Tensor, k: Tensor, spec: KeyChoiceSpec, *unused: Any) -> Tensor:
-    """Choose keys as `ops.sketch.chosen_keys` of whole texts does, but K/P pages of P keys: (B, 1, L, K) int32."""
+def chosen_pages(config: Any, page: int, q: Tensor, k: Tensor, spec: KeyChoiceSpec, *others: Any) -> Tensor:
+    """Choose keys as `ops.sketch.chosen_keys` does, but K/P pages of P keys: (B, 1, Lq, K) int32. others: its other
+    arguments, of which only `first_query` is used.
+    """
     length, chosen = k.shape[1], []
     positions, ends = (torch.arange(0, length, step, device=q.device) for step in (1, page))
-    for rows in positions.split(_TILE):
-        ranks = rounded_ranks(q[:, rows].double() @ k.double().mT, q.shape[2], positions)
+    for rows in positions[others[-1] :].split(_TILE):
+        products = q[:, rows - others[-1]].double() @ k.double().mT
         near = (rows[:, None] // config.chunk - positions // config.chunk <= 1) & config.local
-        ranks.masked_fill_(near | (positions < config.sinks) | (positions > rows[:, None]), -torch.inf)
+        hidden = near | (positions < config.sinks) | (positions > rows[:, None])
+        ranks = rounded_ranks(products, q.shape[2], positions).masked_fill_(hidden, -torch.inf)
         of_pages = F.pad(ranks, (0, -length % page), value=-torch.inf).unflatten(-1, (-1, page)).amax(-1)
         first = of_pages.topk(min(spec.count // page, len(ends)), dim=-1).indices * page
         keys = (first.unsqueeze(-1) + torch.arange(page, device=q.device)).flatten(-2)
