@@ -1,4 +1,4 @@
-"""Rows of files: tab-separated, CSV, JSON lines, and Hugging Face datasets (saved, exported, or on the Hub).
+"""Rows of files: tab-separated, CSV (of numbers by date too), JSON lines, and Hugging Face datasets.
 
 Readers yield the location of each row and the row: its values by column, or the DataError of a malformed row. Files
 ending in .gz, and .zip archives of a single file, are decompressed while they are read.
@@ -12,9 +12,12 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from datetime import datetime, timedelta
 from itertools import count
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from megasparse.data.corpora.source import UNREADABLE, bounded_zip
 from megasparse.errors import DataError, did_you_mean
@@ -267,3 +270,39 @@ def table_rows(file: Path, split: str | None = None) -> Rows:
         hint = f"Use a dataset's folder, or a file that ends in {', '.join(READERS)}, optionally with .gz or .zip"
         raise DataError(file, f'"{file.suffix}" is not a known kind of table', hint)
     return strict(reader(file))
+
+
+def dated_rows(
+    file: Path, date: str, columns: list[str] | None, step: timedelta | None
+) -> tuple[list[str], list[int], np.ndarray, np.ndarray]:
+    """Read a CSV file of numbers by date. Returns the columns, and by row the line, the date, datetime64 (N,), and the
+    values, float64 (N, C). columns: None reads all except the date. step: between dates; None accepts any constant one.
+    """
+    lines, dates, values = list[int](), list[datetime](), list[list[float]]()
+    for location, row in strict(comma_separated(file)):
+        problem, hint, text = "", "Sort the rows by time, one per step, and fill the gaps", field(row, date, location)
+        try:
+            at = datetime.fromisoformat(text.strip())
+        except ValueError:
+            hint = "Write it as 2016-07-01 13:00:00"
+            raise DataError(str(location), f'"{text.strip()[:80]}" is not a date and time', hint) from None
+        columns = columns or [name for name in row if name != date]
+        numbers = [parse_number(field(row, column, location).strip()) for column in columns]
+        if at.tzinfo is not None:  # days in a time zone vary in length
+            problem, hint = f"{at} contains a time zone", "Convert all times to one zone, and omit it"
+        elif dates and at <= dates[-1]:
+            problem = f"{at} follows {dates[-1]}, but is not later"
+        elif dates and at - dates[-1] != (step := step or at - dates[-1]):
+            problem = f"{at} is {at - dates[-1]} after the previous row, but the step is {step}"
+        elif None in numbers:
+            column = columns[numbers.index(None)]
+            problem = f'"{row[column].strip()[:80]}" in the column "{column}" is not a number'
+            hint = "Write one, such as 3.5, or select other columns: task.forecast.inputs"
+        if problem:
+            raise DataError(str(location), problem, hint)
+        lines.append(location.line or 0)
+        dates.append(at)
+        values.append([float(number or 0) for number in numbers])
+    if not values or not columns:
+        raise DataError(file, f'no {"columns apart from" if values else "rows below"} "{date}"', "Add numbers by date")
+    return columns, lines, np.array(dates, dtype="datetime64[us]"), np.array(values)

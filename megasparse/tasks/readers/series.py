@@ -10,7 +10,7 @@ import numpy as np
 
 from megasparse.config.finetuning import ForecastConfig, TaskConfig
 from megasparse.errors import ConfigError, DataError
-from megasparse.tasks.readers.rows import comma_separated, field, parse_number, strict
+from megasparse.tasks.readers.rows import dated_rows, field
 from megasparse.tasks.task import PARTS, Example, SourceLocation, Task, parts_of, split_name
 
 
@@ -66,7 +66,7 @@ class Series(Task):
     def read(self, file: Path) -> Iterator[Example]:
         file, part = split_name(file)
         length, horizon = self.config.max_length, self.config.forecast.horizon
-        _, lines, dates, values = read_series(file, self.config.forecast.date, self.columns, self.step)
+        _, lines, dates, values = dated_rows(file, self.config.forecast.date, self.columns, self.step)
         if part is None and len(dates) < length:
             problem = f"contains {len(dates)} rows, but a forecast reads {length} (task.max_length)"
             raise DataError(file, problem, "Add earlier rows")
@@ -101,7 +101,7 @@ class Series(Task):
                 raise ConfigError(f"task.forecast.{key}", problem, "Name one or more, each once")
         file = Path(self.config.source) / self.file
         chosen = forecast.inputs and list(dict.fromkeys([*forecast.inputs, *(forecast.targets or [])]))
-        columns, _, dates, values = read_series(file, forecast.date, chosen, None)
+        columns, _, dates, values = dated_rows(file, forecast.date, chosen, None)
         targets = forecast.targets or forecast.inputs or columns
         for column in targets:
             field(dict.fromkeys(columns), column, SourceLocation(file, 1))
@@ -113,40 +113,3 @@ class Series(Task):
         step = (dates[1] - dates[0]).astype(timedelta).total_seconds()
         settings = {"targets": targets, "step": step, "mean": mean, "scale": scale}
         return forecast.model_copy(update={"inputs": forecast.inputs or columns, **settings})
-
-
-def read_series(
-    file: Path, date: str, columns: list[str] | None, step: timedelta | None
-) -> tuple[list[str], list[int], np.ndarray, np.ndarray]:
-    """Return the columns, and by row the line, the date, datetime64 (N,), and the values, float64 (N, C).
-
-    columns: None reads all except the date. step: step between dates; None accepts any constant step.
-    """
-    lines, dates, values = list[int](), list[datetime](), list[list[float]]()
-    for location, row in strict(comma_separated(file)):
-        problem, hint, text = "", "Sort the rows by time, one per step, and fill the gaps", field(row, date, location)
-        try:
-            at = datetime.fromisoformat(text.strip())
-        except ValueError:
-            hint = "Write it as 2016-07-01 13:00:00"
-            raise DataError(str(location), f'"{text.strip()[:80]}" is not a date and time', hint) from None
-        columns = columns or [name for name in row if name != date]
-        numbers = [parse_number(field(row, column, location).strip()) for column in columns]
-        if at.tzinfo is not None:  # days in a time zone vary in length
-            problem, hint = f"{at} contains a time zone", "Convert all times to one zone, and omit it"
-        elif dates and at <= dates[-1]:
-            problem = f"{at} follows {dates[-1]}, but is not later"
-        elif dates and at - dates[-1] != (step := step or at - dates[-1]):
-            problem = f"{at} is {at - dates[-1]} after the previous row, but the step is {step}"
-        elif None in numbers:
-            column = columns[numbers.index(None)]
-            problem = f'"{row[column].strip()[:80]}" in the column "{column}" is not a number'
-            hint = "Write one, such as 3.5, or select other columns: task.forecast.inputs"
-        if problem:
-            raise DataError(str(location), problem, hint)
-        lines.append(location.line or 0)
-        dates.append(at)
-        values.append([float(number or 0) for number in numbers])
-    if not values or not columns:
-        raise DataError(file, f'no {"columns apart from" if values else "rows below"} "{date}"', "Add numbers by date")
-    return columns, lines, np.array(dates, dtype="datetime64[us]"), np.array(values)
