@@ -35,6 +35,7 @@ from transformers.utils.logging import disable_progress_bar
 import megasparse.hub  # loads replaced attention  # noqa: F401
 from megasparse.errors import DataError, report_user_errors
 from megasparse.evaluation.outputs import write_json
+from megasparse.hub.tensor_file import TensorFile
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. "
 SINGLE = (
@@ -180,10 +181,15 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--json", type=Path, required=True, metavar="FILE", help="file for the rows")
     args = parser.parse_args(words)
     disable_progress_bar()
-    text = NOISE if args.text is None else args.text.read_text(encoding="utf-8")
-    rows = json.loads(args.json.read_text())["rows"] if args.json.exists() else []
-    tasks = args.task or [*TASKS]
+    tasks, path = args.task or [*TASKS], args.text
+    try:
+        text = NOISE if path is None else path.read_text(encoding="utf-8")
+        path = args.json
+        rows = list(json.loads(path.read_bytes())["rows"]) if path.exists() else []
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise DataError(path, f"cannot be read ({error})", "Choose another file") from None
     for folder in args.model:
+        TensorFile.open(folder)  # a wrong folder is one line
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
         model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True).eval().to(args.device)
         for task, number in ((task, number) for number in range(args.haystacks) for task in tasks):

@@ -211,6 +211,20 @@ def test_the_text_of_a_haystack_answers_its_questions(task):
         retrieval.Haystack.draw(task, Letters(), 300, 0)
 
 
+def test_the_command_skips_rows_that_exist_and_names_a_wrong_file(plain, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(retrieval.AutoTokenizer, "from_pretrained", lambda *_, **settings: Letters())
+    monkeypatch.setattr(retrieval, "scores", lambda model, tokenizer, haystack: [1, 0])
+    words = ["--length", 2500, "--model", plain, "--task", "keys", "--json", tmp_path / "rows.json"]
+    run(retrieval, *words, "--haystacks", 1)
+    monkeypatch.setattr(retrieval, "scores", lambda model, tokenizer, haystack: [1, 1])
+    run(retrieval, *words)
+    rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
+    assert [(row["task"], row["haystack"], row["scores"]) for row in rows] == [("keys", 0, [1, 0]), ("keys", 1, [1, 1])]
+    assert "'keys': '0.75 ± 0.22 of 4'" in capsys.readouterr().out
+    assert "cannot be read" in refused(capsys, retrieval, *words, "--text", tmp_path / "none.txt")
+    assert "no such folder" in refused(capsys, retrieval, "--model", tmp_path / "none", *words)
+
+
 def test_questions_are_answered_from_the_cache_as_from_the_whole_text(plain):
     model, tokenizer, text = AutoModelForCausalLM.from_pretrained(plain), Letters(97, 26), [*range(40)]
     answer = model.generate(torch.tensor([[*text, 10, 65]]), max_new_tokens=retrieval.NEW, do_sample=False)
