@@ -87,12 +87,12 @@ def test_compare_trains_every_arm_on_the_readers_text(folder):
     (line,) = (words for words in commands(text) if words[:2] == ["compare", "mine.json"])
     main([word.replace("steps=600", "steps=2").replace("=100", "=1") for word in line])
     fingerprint = Index.load(folder / "data/books").fingerprint
-    protocols = [result(file)["protocol"] for file in folder.glob("runs/mine/*/evaluation.json")]
+    protocols = [result(file)["protocol"] for file in folder.glob("runs/compared/*/evaluation.json")]
     assert len(protocols) == 9
     assert {(each["trained_on_fingerprint"], each["split"]) for each in protocols} == {(fingerprint, "validation")}
-    rows = (folder / "runs/mine/table.md").read_text().splitlines()[2:]
+    rows = (folder / "runs/compared/table.md").read_text().splitlines()[2:]
     assert {row.split(" | ")[0] for row in rows} == {"| window", "| lsh", "| n-gram"}
-    assert "validation split" in (folder / "runs/mine/curves.svg").read_text()
+    assert "validation split" in (folder / "runs/compared/curves.svg").read_text()
 
 
 @pytest.mark.slow
