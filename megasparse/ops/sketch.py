@@ -22,7 +22,7 @@ KEYS = 1 << 11
 """Keys per tile. Random draws depend on it, because each tile uses a separate random key."""
 WIDEST = 16
 """The largest d that the kernels support: a thread keeps all coordinates of its rows in registers."""
-_SCORE_ELEMENTS = 1 << 21  # scores per tile
+_SCORE_ELEMENTS = 3 << 19  # scores per tile
 _PROJECTED = 1 << 12  # tokens projected at a time in float64
 _WIDE = 1 << 15  # keys per tile without noise
 _BEHIND = 2.0**-24  # subtracted from a rank per position, in steps: of equal scores the smaller position wins
