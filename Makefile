@@ -1,4 +1,4 @@
-# make quickstart   train and evaluate a small model on real text: 10 minutes on two idle cores
+# make quickstart   train and evaluate a small model on real text: 8 minutes on two idle cores
 # make test         run the default tests                       make checks   run ruff, mypy, prose and link checks
 # make test-all     run the slow tests that `make test` skips   make soak     run tests of minutes to hours
 # make kernels      run every GPU kernel in Triton's interpreter and compile it for A100 and H100, without a GPU
