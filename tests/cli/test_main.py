@@ -72,6 +72,12 @@ def test_every_door_leads_to_a_subcommand_and_is_short():
         assert re.findall(r'door\("(.*)"\)', text)[0] in COMMANDS and ast.get_docstring(ast.parse(text))
 
 
+def test_without_deepspeed_training_names_the_engine_that_does_not_need_it(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "deepspeed", None)
+    code, _, error = ended(capsys, "pretrain", "quickstart", "--set", "deepspeed.zero_optimization.overlap_comm=false")
+    assert code == 2 and "deepspeed: " in error and "--set 'run.engine=\"torch\"'" in error
+
+
 @pytest.mark.slow
 def test_a_door_works_from_any_folder_and_under_deepspeed(tmp_path):
     words = ["--local_rank=0", "--config", "configs/quickstart.json", "--set", "run.seed=5", "--print-config"]

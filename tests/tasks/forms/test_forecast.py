@@ -65,8 +65,8 @@ def test_windows_of_a_split(made, split, predicted):
         read, marks = example.inputs
         np.testing.assert_allclose(read, scaled[now - L : now], rtol=1e-12)
         np.testing.assert_allclose(example.label, scaled[now : now + H], rtol=1e-12)
-        wanted = time_features(np.array(dates[now - L : now + H], dtype="datetime64[us]"), 3600.0)
-        np.testing.assert_array_equal(marks, wanted)
+        expected = time_features(np.array(dates[now - L : now + H], dtype="datetime64[us]"), 3600.0)
+        np.testing.assert_array_equal(marks, expected)
         assert example.name == str(dates[now])
         assert str(example.location) == f"{made}:{now + 1}"  # of the last row read, under the line of names
 
@@ -82,16 +82,16 @@ def test_columns_by_name(made):
 
 
 def test_a_resolved_task_needs_no_training_file(made, tmp_path):
-    kept = json.loads(series(made).config.model_dump_json())
+    settings = json.loads(series(made).config.model_dump_json())
     before = part(series(made), made, "test")
     new = write(tmp_path / "new.csv", by_hand(made)[1][60:97].tolist(), START + 60 * HOUR)
     made.unlink()
-    task = build_task(TaskConfig(**{**kept, "name": "series"}))
+    task = build_task(TaskConfig(**{**settings, "name": "series"}))
     (result,) = task.read(new)
     assert result.label is None and str(result.location) == f"{new}:38" and result.name == str(START + 97 * HOUR)
-    wanted = next(each for each in before if each.name == str(START + 96 * HOUR)).inputs
-    np.testing.assert_array_equal(result.inputs[0][:-1], wanted[0][1:])  # one row later
-    np.testing.assert_array_equal(result.inputs[1][:-1], wanted[1][1:])
+    expected = next(each for each in before if each.name == str(START + 96 * HOUR)).inputs
+    np.testing.assert_array_equal(result.inputs[0][:-1], expected[0][1:])  # one row later
+    np.testing.assert_array_equal(result.inputs[1][:-1], expected[1][1:])
     later = time_features(np.array([START + (97 + H - 1) * HOUR], dtype="datetime64[us]"), 3600.0)
     np.testing.assert_array_equal(result.inputs[1][-1:], later)
 
@@ -165,11 +165,11 @@ def test_features_equal_datetime(minutes):
     for start in (datetime(2016, 2, 27, 21, 30), datetime(1968, 12, 30, 3), datetime(2023, 12, 31, 23, 45)):
         dates = [start + i * timedelta(minutes=minutes) for i in range(400)]
         result = time_features(np.array(dates, dtype="datetime64[us]"), minutes * 60.0)
-        wanted = []
+        expected = []
         for one in dates:
             day = [one.hour / 23, one.weekday() / 6, (one.day - 1) / 30, (one.timetuple().tm_yday - 1) / 365]
-            wanted.append([one.minute / 59, *day] if minutes % 60 else day)
-        np.testing.assert_allclose(result, np.array(wanted) - 0.5, rtol=0, atol=1e-15)
+            expected.append([one.minute / 59, *day] if minutes % 60 else day)
+        np.testing.assert_allclose(result, np.array(expected) - 0.5, rtol=0, atol=1e-15)
         assert np.abs(result).max() <= 0.5
 
 
@@ -232,9 +232,9 @@ def test_the_loss_is_the_mean_squared_error(tmp_path, file):
     values = predicted(run, windows)
     assert windows.labels is not None
     objective, result = run.model(windows, RngContext.evaluation(0, 3))
-    wanted = mean_squared_error(windows.labels.flatten(), values.flatten())
-    assert float(objective.detach()) == pytest.approx(wanted, rel=1e-6)
-    assert float(result["nats"] / result["tokens"]) == pytest.approx(wanted, rel=1e-6)
+    expected = mean_squared_error(windows.labels.flatten(), values.flatten())
+    assert float(objective.detach()) == pytest.approx(expected, rel=1e-6)
+    assert float(result["nats"] / result["tokens"]) == pytest.approx(expected, rel=1e-6)
     each = [float(((values[i] - windows.labels[i]) ** 2).sum()) for i in range(3)]
     assert result["costs"].tolist() == pytest.approx(each, rel=1e-6) and result["weights"].tolist() == [H] * 3
     _, result = run.model(Windows(windows.values, windows.marks, None), RngContext.evaluation(0, 3))
