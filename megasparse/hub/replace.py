@@ -18,7 +18,7 @@ import transformers
 from pydantic import ValidationError
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import AutoConfig, PreTrainedModel
+from transformers import AutoConfig, Cache, PreTrainedModel
 from transformers.utils import cached_file
 
 from megasparse.attention.contract import Attention, Targets
@@ -101,6 +101,8 @@ def replace_attention(
             whole._megasparse_hooked = True
     base._megasparse = _State(seed)
     model.set_attn_implementation(NAME)
+    if getattr(model, "generation_config", None) is not None:
+        model.generation_config.disable_compile = True  # a compiled pass would be compiled again for every length
     for key, value in replacement(config, seed).items():
         setattr(model.config, key, value)
     return model
@@ -308,6 +310,9 @@ def _begin(model: PreTrainedModel, args: Any, kwargs: dict[str, Any]) -> tuple[A
     draws, targets = kwargs.pop(DRAWS, None), kwargs.pop(TARGETS, None)
     named = inspect.signature(model.forward).bind_partial(*args, **kwargs).arguments
     positions_given = named.get("position_ids", kwargs.get("position_ids"))
+    cache = named.get("past_key_values")
+    if isinstance(cache, Cache) and model.config._attn_implementation == NAME:
+        IndexedLayer.of_static(cache)
     run = ReplacedPass(model, state.seed, state.step, targets or _targets(model, named), positions_given, draws)
     if model.training and draws is None:
         state.step += 1

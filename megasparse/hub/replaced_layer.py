@@ -12,7 +12,14 @@ from typing import Any, NamedTuple, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers.cache_utils import Cache, DynamicIndexedLayer, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import (
+    Cache,
+    DynamicIndexedLayer,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    StaticLayer,
+    StaticSlidingWindowLayer,
+)
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -152,22 +159,17 @@ def _attends_fully(attention: nn.Module) -> bool:
 class IndexedLayer(DynamicIndexedLayer):  # type: ignore[misc]
     """A layer of transformers' generation cache with an index for the mechanisms' selection of keys.
 
-    Its tensors have spare capacity, so that most tokens are appended without a copy.
+    Its tensors have spare capacity, so that most tokens are appended without a copy. capacity: number of tokens of a
+    static cache, allocated at once; None for a growing one.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, capacity: int | None = None) -> None:
         super().__init__()
-        self.stores: dict[str, Tensor] = {}
+        self.capacity, self.stores = capacity, dict[str, Tensor]()
 
     @staticmethod
     def of(cache: Cache, number: int, needs_index: bool) -> None:
         """Replace an empty layer of a cache by an IndexedLayer. Raises HubError for a layer of another type."""
-        if needs_index and cache.offloading:
-            problem, hint = (
-                "past_key_values is offloaded, but its index cannot be",
-                'Use cache_implementation="dynamic"',
-            )
-            raise HubError(type(cache).__name__, problem, hint)
         while len(cache.layers) <= number:
             cache.layers.append(DynamicLayer())
         layer: Any = cache.layers[number]
@@ -177,6 +179,20 @@ class IndexedLayer(DynamicIndexedLayer):  # type: ignore[misc]
             problem = f"layer {number} of past_key_values is a {type(layer).__name__} without an index of its tokens"
             hint = 'Use cache_implementation="dynamic", with one attn_implementation while the cache fills'
             raise HubError(type(cache).__name__, problem, hint)
+
+    @staticmethod
+    def of_static(cache: Cache) -> None:
+        """Replace the empty static layers of a cache, which return keys and values of tokens to come."""
+        for number, layer in enumerate(cast(list[Any], cache.layers)):
+            if type(layer) is StaticLayer and not layer.get_seq_length():
+                cache.layers[number] = IndexedLayer(layer.max_cache_len)
+            elif type(layer) is StaticSlidingWindowLayer and not layer.get_seq_length():
+                cache.layers[number] = DynamicSlidingWindowLayer(layer.max_cache_len)
+
+    def offload(self) -> None:
+        """Move keys and values to CPU memory, but not the index, which is small and is extended next."""
+        DynamicLayer.offload(self)
+        self.stores = {name: store for name, store in self.stores.items() if name == "index"}
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         if not self.is_initialized:
@@ -196,11 +212,15 @@ class IndexedLayer(DynamicIndexedLayer):  # type: ignore[misc]
         assert old is not None
         length, store = old.shape[-2] if old.numel() else 0, self.stores.get(name)
         total = length + new.shape[-2]
+        if self.capacity is not None and total > self.capacity:
+            problem = f"is static, with room for {self.capacity} tokens, not {total}"
+            raise HubError("past_key_values", problem, "Use a larger max_cache_len")
         if new.requires_grad:
             return torch.cat([old, new], dim=-2)
         moved = store is None or old.data_ptr() != store.data_ptr() or old.stride() != store.stride()
         if store is None or moved or store.shape[-2] < total or len(store) != len(new):
-            store = self.stores[name] = new.new_empty(*new.shape[:-2], total + max(16, total // 32), new.shape[-1])
+            room = self.capacity or total + max(16, total // 32)
+            store = self.stores[name] = new.new_empty(*new.shape[:-2], room, new.shape[-1])
             if length:
                 store[..., :length, :] = old
         store[..., length:total, :] = new

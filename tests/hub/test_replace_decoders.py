@@ -2,6 +2,7 @@
 
 import copy
 from functools import partial
+from unittest.mock import MagicMock
 
 import peft
 import pytest
@@ -17,6 +18,7 @@ from transformers import (
     MistralConfig,
     Qwen2Config,
     Qwen3Config,
+    StaticCache,
 )
 from transformers.cache_utils import DynamicLayer
 
@@ -90,6 +92,14 @@ def build(kind="Llama", name="ForCausalLM", dtype=torch.float64, **changes):
 
 
 inputs = partial(test_replace.inputs, left=True)
+
+
+@pytest.fixture
+def streams(monkeypatch):
+    """CUDA streams that do nothing, for offloaded caches."""
+    stream = MagicMock()
+    monkeypatch.setattr(torch, "Stream", lambda: stream)
+    monkeypatch.setattr(torch.cuda, "default_stream", lambda device: stream)
 
 
 def positions_of(mask):
@@ -172,11 +182,13 @@ def test_mechanisms_get_the_models_own_queries_and_keys(kind):
 
 @pytest.mark.parametrize("beams", [pytest.param(1, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize("attention", SMALL, ids=str)
-def test_generation_from_a_cache_equals_whole_sequences(attention, beams):
+def test_generation_from_a_cache_equals_whole_sequences(attention, beams, streams):
     model, given = replace_attention(build(), attention, seed=4), inputs(batch=2, length=12)
     options = {"max_new_tokens": 14, "do_sample": False, "num_beams": beams}
-    found = [model.generate(**given, **options, use_cache=cached) for cached in (True, False)]
-    assert torch.equal(*found) and len(found[0][0].unique()) > 5
+    expected = model.generate(**given, **options, use_cache=False)
+    for kind in ("dynamic", "static", "offloaded", "offloaded_static"):
+        assert torch.equal(model.generate(**given, **options, cache_implementation=kind), expected)
+    assert len(expected[0].unique()) > 5
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
@@ -213,13 +225,14 @@ def test_launches_do_not_depend_on_the_number_of_new_tokens(attention):
 @pytest.mark.parametrize("attention", SMALL, ids=str)
 def test_a_cache_is_cropped_and_takes_drafts(attention):
     model, given = replace_attention(build(), attention, seed=4), inputs(batch=1, length=14)
-    cache, tokens = DynamicCache(), torch.cat([given["input_ids"], given["input_ids"]], 1)
+    tokens = torch.cat([given["input_ids"], given["input_ids"]], 1)
     options = {"max_new_tokens": 12, "do_sample": False}
-    logits(model, input_ids=tokens[:, :20], past_key_values=cache, use_cache=True)
-    for length in (11, 23):
-        cache.crop(length - cache.get_seq_length())
-        again = logits(model, input_ids=tokens[:, length:], past_key_values=cache, use_cache=True)
-        assert torch.allclose(again, logits(model, input_ids=tokens)[:, length:], atol=1e-10)
+    for cache in (DynamicCache(), StaticCache(model.config, 28)):
+        logits(model, input_ids=tokens[:, :20], past_key_values=cache, use_cache=True)
+        for length in (11, 23):
+            cache.crop(length - cache.get_seq_length())
+            again = logits(model, input_ids=tokens[:, length:], past_key_values=cache, use_cache=True)
+            assert torch.allclose(again, logits(model, input_ids=tokens)[:, length:], atol=1e-10)
     greedy = model.generate(tokens, **options)
     assert torch.equal(model.generate(tokens, **options, prompt_lookup_num_tokens=3), greedy)
     assert torch.equal(model.generate(tokens, **options, assistant_model=build(num_hidden_layers=1)), greedy)
@@ -396,11 +409,31 @@ def test_unsupported_calls_are_rejected():
         model.generate(**given, max_new_tokens=12)
 
 
+def test_static_caches_are_allocated_once_and_not_compiled():
+    model, given = replace_attention(build("Gemma3"), LHA), inputs(batch=2, length=24)
+    options = {**given, "max_new_tokens": 4, "do_sample": False}
+    compiled = transformers.CompileConfig()
+    compiled._compile_all_devices = True  # as on a GPU
+    cached = model.generate(**options, compile_config=compiled, cache_implementation="static")
+    assert torch.equal(model.generate(**options), cached) and not hasattr(model, "_compiled_call")
+    cache = StaticCache(model.config, 24)
+    logits(model, **given, past_key_values=cache, use_cache=True)
+    held = [layer.keys.untyped_storage().nbytes() for layer in cache.layers if isinstance(layer, IndexedLayer)]
+    assert held == 2 * [2 * 2 * 24 * 16 * 8]
+    with pytest.raises(HubError, match="past_key_values: is static, with room for 24 tokens, not 25"):
+        logits(model, input_ids=given["input_ids"][:, :1], past_key_values=cache, use_cache=True)
+
+
+def test_offloaded_layers_keep_only_their_index(streams):
+    model, given = replace_attention(build(), LHA), inputs(batch=1)["input_ids"]
+    cache = DynamicCache(offloading=True)
+    parts = [logits(model, input_ids=part, past_key_values=cache, use_cache=True) for part in given.split(39, 1)]
+    assert [layer.stores.keys() for layer in cache.layers] == 2 * [{"index"}]
+    assert torch.allclose(torch.cat(parts, 1), logits(model, input_ids=given), atol=1e-10)
+
+
 def test_other_caches_are_one_line():
     model, given = replace_attention(build(), LHA), inputs(batch=1, length=24)
-    for kind, problem in (("static", "StaticLayer without"), ("offloaded", "offload"), ("offloaded_static", "offload")):
-        with pytest.raises(HubError, match=f"{problem}.* Use cache_implementation=.dynamic"):
-            model.generate(**given, max_new_tokens=4, cache_implementation=kind)
     quantized = DynamicCache()
     quantized.layers.append(type("QuantizedLayer", (DynamicLayer,), {})())  # transformers' own asks for a library
     with pytest.raises(HubError, match="of past_key_values is a QuantizedLayer without an index"):
