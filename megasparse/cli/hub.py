@@ -163,9 +163,11 @@ def teach(args: argparse.Namespace) -> None:
     used for training; the loss on them is printed before and after. Progress is saved in TAUGHT.teaching after every
     pass: the same command resumes from there with bit-identical results, and removes it when TAUGHT is written. For
     hashes use {"kind": "lha", "chunk": 64} in an encoder, {"kind": "lha", "joint": false, "utility": "collisions"} in
-    a decoder.
+    a decoder. It runs on a GPU if there is one.
     """
     import shutil
+
+    import torch
 
     from megasparse.errors import ConfigError, DataError
     from megasparse.hub import require_transformers
@@ -188,6 +190,8 @@ def teach(args: argparse.Namespace) -> None:
     if not 8 <= length <= longest:
         raise ConfigError("--length", f"{length} is not from 8 to {longest}, the longest input", "Change it")
     model = load_replaced(args.model)
+    if torch.cuda.is_available():
+        torch.nn.Module.to(model, "cuda")
     tokenizer = AutoTokenizer.from_pretrained(args.model, local_files_only=True)
     windows = [tokens for tokens in read_windows(tokenizer, args.texts, length) if len(tokens) == length]
     if len(windows) <= args.held_out:

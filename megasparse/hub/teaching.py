@@ -84,7 +84,7 @@ class Teacher:
         while self.passes < passes:
             epoch, position = divmod(self.passes, len(windows))
             order = random.Random(f"{self.seed}/{epoch}").sample(range(len(windows)), len(windows))
-            loss = self.learn(torch.tensor([windows[order[position]]]), self.passes / passes)
+            loss = self.learn(self._batch(windows[order[position]]), self.passes / passes)
             self._keep(folder, record, identity)
             progress.update()
             progress.set_postfix(loss=f"{loss:.4f}")
@@ -108,7 +108,10 @@ class Teacher:
         return self._run(tokens, _HELD_OUT, 0)
 
     def _loss_on(self, windows: list[list[int]]) -> float:
-        return sum(self.measure(torch.tensor([tokens])) for tokens in windows) / len(windows)
+        return sum(self.measure(self._batch(tokens)) for tokens in windows) / len(windows)
+
+    def _batch(self, tokens: list[int]) -> Tensor:
+        return torch.tensor([tokens], device=self.model.device)
 
     def _run(self, tokens: Tensor, step: int, updates: int) -> float:
         losses: list[Tensor] = []

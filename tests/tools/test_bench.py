@@ -161,7 +161,8 @@ def test_decoders_measure_nats_captured_attention_and_speed(plain, monkeypatch):
     texts = {"full": '{"kind": "full"}', "window": '{"kind": "local", "chunk": 8, "sinks": 2}'}
     texts |= {"oracle": '{"best": 10, "window": 8, "sinks": 2}', "all": '{"best": 64, "window": 1, "sinks": 0}'}
     arms = {name: decoders.arm_of(f"{name}={text}") for name, text in texts.items()}
-    rows = {name: decoders.measure(arm.model(plain, 60, 0), tokens, arm.oracle) for name, arm in arms.items()}
+    models = {name: arm.model(plain, 60, 0, tokens.device) for name, arm in arms.items()}
+    rows = {name: decoders.measure(models[name], tokens, arm.oracle) for name, arm in arms.items()}
     assert rows["full"]["nats"] == pytest.approx(expected, abs=1e-5)
     assert rows["full"]["captured"] == pytest.approx(1.0) == rows["all"]["captured"]
     assert rows["all"]["nats"] == pytest.approx(expected, abs=1e-5)

@@ -16,8 +16,9 @@ hidden facts. Rows that exist in FILE are skipped, so the command can be stopped
       --arm 'sketch={"kind": "smart_bird", "keys": 128, "sketch": "heads", "objective": "attention"}'
 
 --speed measures seconds of these lengths instead, on random tokens: prefill, one decoded token, TURN more tokens on the
-filled cache and alone, and bytes of the cache, each next to the model with transformers' SDPA, in turns. On a CPU these
-are seconds of all threads; for GPUs give --device cuda.
+filled cache and alone, and bytes of the cache, each next to the model with transformers' SDPA, in turns.
+
+Seconds are CPU seconds of all threads; for GPUs give --device cuda.
 
 H heads, S queries, L length, D head dim.
 """
@@ -77,7 +78,7 @@ class Best:
     def attend(self, call: Call) -> Tensor:
         """Return softmax attention to the oracle's keys, computed in tiles of queries: (1, H, L, D)."""
         out = []
-        for queries in torch.arange(call.inputs.q.shape[2]).split(_TILE):
+        for queries in torch.arange(call.inputs.q.shape[2], device=call.inputs.q.device).split(_TILE):
             k, v = (x[:, :, : int(queries[-1]) + 1] for x in (call.inputs.k, call.inputs.v))
             weight = weights(replace(call, inputs=call.inputs._replace(k=k, v=v)), queries)
             weight *= self.pairs(weight, queries)
@@ -128,11 +129,22 @@ class Arm:
             return [replacement_of(self.attention)["seed"]]
         return list(range(1 if self.attention.get("kind") in ("full", "local", None) else count))
 
-    def model(self, plain: Path, length: int, seed: int) -> PreTrainedModel:
+    def model(self, plain: Path, length: int, seed: int, device: torch.device) -> PreTrainedModel:
         if isinstance(self.attention, Path):
-            return load_replaced(self.attention).eval()
-        settings = {"kind": "full"} if self.oracle else self.attention
-        return replace_attention(load_plain(plain), settings, max_length=length, seed=seed).eval()
+            model = load_replaced(self.attention)
+        else:
+            settings = {"kind": "full"} if self.oracle else self.attention
+            model = replace_attention(load_plain(plain), settings, max_length=length, seed=seed)
+        nn.Module.to(model, device)
+        return model.eval()
+
+
+def clock(device: torch.device) -> float:
+    """Return CPU seconds of all threads, or for a GPU seconds after its work is done."""
+    if device.type == "cpu":
+        return time.process_time()
+    torch.cuda.synchronize(device)
+    return time.perf_counter()
 
 
 @torch.no_grad()
@@ -141,31 +153,31 @@ def measure(model: PreTrainedModel, tokens: Tensor, oracle: Best | None, page: i
 
     Returns:
         nats: mean over the tokens after the first. keys: visible keys per query, captured: fraction of the layer's full
-        attention on them, and scored: see `scored_pairs`; means over QUERIES queries, heads and layers. seconds: CPU
-        time of all threads for the pass without the counting. layers: captured per layer.
+        attention on them, and scored: see `scored_pairs`; means over QUERIES queries, heads and layers. seconds: of
+        the pass without the counting, see `clock`. layers: captured per layer.
     """
-    length, parts = tokens.shape[1], dict[int, list[tuple[float, float, float]]]()
-    queries = 1 + torch.arange(min(QUERIES, length - 1)) * (length - 1) // min(QUERIES, length - 1)
+    length, parts, device = tokens.shape[1], dict[int, list[tuple[float, float, float]]](), tokens.device
+    queries = 1 + torch.arange(min(QUERIES, length - 1), device=device) * (length - 1) // min(QUERIES, length - 1)
     counting = 0.0
 
     def listen(call: Call) -> None:
         nonlocal counting
-        start = time.process_time()
+        start = clock(device)
         weight = weights(call, queries)
         masks = (oracle.pairs(weight, queries) if oracle else seen_pairs(call, queries)).expand_as(weight)
         scored = scored_pairs(call, queries)
         for head, mask in zip(weight, masks, strict=True):
             keys, share = mask.sum(-1).float().mean(), (head * mask).sum(-1).mean()
             parts.setdefault(call.context.layer, []).append((float(keys), float(share), scored))
-        counting += time.process_time() - start
+        counting += clock(device) - start
 
     base: Any = model.base_model
-    start = time.process_time()
+    start = clock(device)
     with ExitStack() as stack:
         stack.enter_context(each_call(model, listen))
         stack.enter_context(attending(model, oracle, page))
         hidden = base(input_ids=tokens, use_cache=False).last_hidden_state[0]
-    seconds = time.process_time() - start - counting
+    seconds = clock(device) - start - counting
     layers = [torch.tensor(parts[layer]).mean(0).tolist() for layer in sorted(parts)]
     return {
         "nats": nats(model, hidden, tokens[0]),
@@ -211,7 +223,14 @@ KEYS = ("arm", "attention", "seed", "text", "trial")
 
 
 def measured(
-    plain: Path, arms: Sequence[Arm], texts: list[Path], length: int, seeds: int, trials: int, output: Path
+    plain: Path,
+    arms: Sequence[Arm],
+    texts: list[Path],
+    length: int,
+    seeds: int,
+    trials: int,
+    output: Path,
+    device: torch.device,
 ) -> list[dict[str, Any]]:
     """Return the rows of every arm, seed and text, and of `trials` haystacks per task in the first text. Rows missing
     in the JSON file `output` are measured and written. Raises DataError for short texts or a file of another kind.
@@ -232,16 +251,17 @@ def measured(
             continue
         if loaded != (arm.name, seed):
             model = None  # one at a time
-            model, loaded = arm.model(plain, length, seed), (arm.name, seed)
+            model, loaded = arm.model(plain, length, seed, device), (arm.name, seed)
         assert model is not None
         if trial is None:
-            rows.append(row | measure(model, torch.tensor([first[number]]), arm.oracle, arm.page))
+            rows.append(row | measure(model, torch.tensor([first[number]], device=device), arm.oracle, arm.page))
         else:
             task, _, haystack = trial.partition(" ")
             asked = Haystack.draw(task, tokenizer, length, int(haystack), str(tokenizer.decode(first[0])))
             with attending(model, arm.oracle, arm.page):
                 rows.append(row | {"task": task, "scores": scores(model, tokenizer, asked, cached=not arm.oracle)})
-        write_json(output, {"length": length, "threads": torch.get_num_threads(), "rows": rows})
+        settings = {"length": length, "threads": torch.get_num_threads(), "device": device.type}
+        write_json(output, settings | {"rows": rows})
     return rows
 
 
@@ -324,18 +344,12 @@ def speed(
     seconds: dict[str, dict[str, list[float]]] = {name: defaultdict(list) for name in models}
     caches: dict[str, Any] = {}
 
-    def clock() -> float:
-        if device.type == "cpu":
-            return time.process_time()
-        torch.cuda.synchronize(device)
-        return time.perf_counter()
-
     def timed(name: str, part: str, first: int, end: int, cache: Any = None) -> None:
-        start = clock()
+        start = clock(device)
         caches[name] = models[name](
             tokens[:, first:end], past_key_values=cache, use_cache=True, logits_to_keep=1
         ).past_key_values
-        seconds[name][part].append(clock() - start)
+        seconds[name][part].append(clock(device) - start)
 
     for _ in range(repeats):
         for name in models:
@@ -376,7 +390,7 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--texts", type=Path, nargs="+", default=[], metavar="FILE", help="files, folders with *.txt")
     parser.add_argument("--speed", type=int, nargs="+", metavar="L", help="measure seconds of these lengths instead")
     parser.add_argument("--layers", type=int, metavar="N", help="of a decoder whose speed is measured (default: all)")
-    parser.add_argument("--device", type=torch.device, default=torch.device("cpu"), help="of --speed (default: cpu)")
+    parser.add_argument("--device", type=torch.device, default=torch.device("cpu"), help="(default: cpu)")
     parser.add_argument("--repeats", type=int, default=3, help="measurements of speed (default: %(default)s)")
     parser.add_argument("--length", type=int, default=4096, help="tokens per text (default: %(default)s)")
     parser.add_argument("--arm", action="append", required=True, metavar="NAME=VALUE", help="may be repeated")
@@ -394,7 +408,9 @@ def main(words: Sequence[str] | None = None) -> None:
         return
     if not args.texts:
         raise ConfigError("--texts", "it is missing", "Give text files, or --speed")
-    print(table(measured(args.model, arms, args.texts, args.length, args.seeds, args.haystacks, args.json)))
+    print(
+        table(measured(args.model, arms, args.texts, args.length, args.seeds, args.haystacks, args.json, args.device))
+    )
 
 
 def arm_of(text: str) -> Arm:
