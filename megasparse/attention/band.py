@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -220,8 +221,12 @@ class BandAttention(Attention):
         visible, start, always = tokens.once((self.sinks, self.local, self.window.chunk), lambda: self._always(tokens))
         position = torch.arange(length, device=codes.device)
         if count == 1:
-            match = codes == queries.to(codes.dtype)
-            index = torch.where(match, visible, -1).topk(chunk, dim=-1).values.unsqueeze(3)  # (B, H, R, 1, M)
+            match = torch.eq(codes, queries, out=codes.new_empty(codes.shape, dtype=torch.bool))
+            if codes.device.type == "cpu":
+                index = _newest(match.logical_and_(visible >= 0), chunk)
+            else:
+                index = torch.where(match, visible, -1).topk(chunk, dim=-1).values
+            index = index.unsqueeze(3)  # (B, H, R, 1, M)
         else:  # sort all keys by (row, bucket, position); a query's keys precede its own position in that order
             first = torch.arange(batch * heads * rounds, device=codes.device).view(batch, heads, rounds, 1)
             first, codes = first * (self.buckets + 1), codes.masked_fill(visible < 0, self.buckets)
@@ -295,6 +300,15 @@ class BandAttention(Attention):
             keys = (queries if keys is None else keys).to(torch.int64, copy=True)
             keys[..., : self.sinks - position] = self.buckets
         return queries, keys
+
+
+def _newest(match: Tensor, count: int) -> Tensor:
+    """Return the last `count` positions of a mask (..., L) on a CPU, newest first, (..., count), −1 in empty slots."""
+    rows = np.arange(0, match.numel(), match.shape[-1])[:, None]
+    chosen = np.append(-1, np.flatnonzero(match.numpy()))
+    slot = chosen.searchsorted(rows + match.shape[-1]) - 1 - np.arange(count)
+    newest = np.maximum(chosen[np.maximum(slot, 0)] - rows, -1)
+    return torch.from_numpy(newest).view(*match.shape[:-1], count)
 
 
 def check_band(key: str, window: str, local: bool, sinks: int) -> None:

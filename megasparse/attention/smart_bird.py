@@ -323,10 +323,13 @@ class SmartBirdAttention(Attention):
         sketched, inputs, context = queries
         keys = index.unflatten(2, (sketched.shape[1], -1)).transpose(1, 2)
         masked = inputs._replace(key_mask=tokens.real)
-        chosen = self._choose((sketched, keys), masked, context, index.shape[1] - tokens.number).long()
+        chosen = self._choose((sketched, keys), masked, context, index.shape[1] - tokens.number)
         sinks, chunk = self.config.sinks, self.near.window.chunk if self.config.local else None
         extra, start = tokens.near(chunk, sinks)
-        rank = tokens.rank.expand(len(chosen), -1).gather(1, chosen.clamp_min(0).flatten(1)).view(chosen.shape)
+        rank = chosen
+        if tokens.real is not None:
+            position = chosen.clamp_min(0).long().flatten(1)
+            rank = tokens.rank.expand(len(chosen), -1).gather(1, position).view(chosen.shape)
         chosen = chosen.masked_fill((rank < sinks) | (rank >= start[:, None]), -1)
         return torch.cat([chosen, extra[:, None].expand(*chosen.shape[:2], -1, -1)], dim=-1)
 

@@ -143,9 +143,9 @@ class Mechanisms(nn.ModuleDict):
     ) -> Iterator[tuple[Attention, AttentionInputs, AttentionContext]]:
         """Yield each mechanism, its heads of (B, H, L, D), and its context."""
         mechanisms = {kind: cast(Attention, self[kind]) for kind in self.split}
-        shares = zip(k.split(list(self.split.values()), dim=1), mechanisms.values(), strict=True)
-        keyed = [keys for keys, mechanism in shares if not mechanism.shared_qk]
-        k = torch.cat(keyed, dim=1) if len(keyed) > 1 else keyed[0] if keyed else k[:, :0]
+        if any(mechanism.shared_qk for mechanism in mechanisms.values()):
+            shares = zip(k.split(list(self.split.values()), dim=1), mechanisms.values(), strict=True)
+            k = torch.cat([k[:, :0], *(keys for keys, mechanism in shares if not mechanism.shared_qk)], dim=1)
         for kind, heads, part_context in split_heads_by_mechanism(
             mechanisms, self.split, (q, k, v), padding, self.causal, context, position
         ):
@@ -322,8 +322,8 @@ def attend(
         problem = f"{length} tokens are more than the max_length = {layer.config.max_length} of its attention"
         raise HubError(name, problem, "Call replace_attention with a larger max_length")
     position, repeats = length - count, query.shape[1] // key.shape[1]
-    newest = (x[:, :, position:].repeat_interleave(repeats, dim=1) for x in (key, value))
-    read = Projected(megasparse_input, query, *newest)
+    newest = key[:, :, position:].repeat_interleave(repeats, dim=1)
+    read = Projected(megasparse_input, query, newest, newest)  # an index reads no values
     targets = run.targets if module.training and run.targets and len(run.targets.values) == batch else None
     grouped = all(heads % repeats == 0 for heads in layer.split.values())
     rng = run.rng(batch, module.training)
@@ -358,6 +358,7 @@ def attend(
         segments = segments if layer.causal else None
         if cached is not None:
             cached.packed = segments is not None
+        read = read._replace(v=value.repeat_interleave(repeats, dim=1))
         out, losses = layer.attend(read, Padding(attention_mask, segments), context)
         run.losses += losses
         if s_aux is not None:
@@ -377,9 +378,10 @@ def _indexed(cached: IndexedLayer, parts: list[_Part], position: int) -> list[Te
     if before != position:
         problem = f"has an index of {before} of its {position} tokens: another attn_implementation read the others"
         raise HubError("past_key_values", problem, "Start with an empty cache, or keep one attn_implementation")
-    whole = iter(cached.update_indexer(torch.cat(entries, dim=-1)).split([x.shape[-1] for x in entries], dim=-1))
-    split = [None if part.entries is None else (next(whole), part.entries.dtype) for part in parts]
-    return [x and (x[0] if len(entries) == 1 else x[0].contiguous()).view(x[1]) for x in split]
+    whole = cached.update_indexer(torch.cat(entries, dim=-1) if len(entries) > 1 else entries[0])
+    split = iter(whole.split([x.shape[-1] for x in entries], dim=-1)) if len(entries) > 1 else iter([whole])
+    columns = (x if len(entries) == 1 else x.contiguous() for x in split)
+    return [None if part.entries is None else next(columns).view(part.entries.dtype) for part in parts]
 
 
 def _again(part: _Part, k: Tensor, v: Tensor, entries: Tensor | None, real: Tensor | None) -> Tensor:

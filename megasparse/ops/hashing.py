@@ -61,11 +61,12 @@ def _angular_hash(x: Tensor, rotations: Tensor, factors: list[int]) -> Tensor:
         part_of_x = x[:, :, start : start + step].to(dtype)
         rotated = (at_least_rows(part_of_x) @ matrix)[:, :, : part_of_x.shape[2]]  # (B, H, l, R·S)
         rotated = rotated.unflatten(-1, (rounds, width))
-        code: Tensor | int = 0
+        code: Tensor | None = None
         for part, factor in zip(rotated.split([n // 2 for n in factors], dim=-1), factors, strict=True):
             highest, lowest = part.max(dim=-1), part.min(dim=-1)
             plus = highest.values >= -lowest.values
-            code = code * factor + torch.where(plus, highest.indices, lowest.indices + factor // 2)
+            number = torch.where(plus, highest.indices, lowest.indices + factor // 2)
+            code = number if code is None else code * factor + number
         codes[..., start : start + step] = code.transpose(-1, -2)  # type: ignore[union-attr]
     return codes
 
