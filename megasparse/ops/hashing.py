@@ -51,15 +51,13 @@ def _angular_hash(x: Tensor, rotations: Tensor, factors: list[int]) -> Tensor:
         Codes (B, H, R, L), int16 if large enough, else int32. Computed in fp32 or wider, without TF32 in the kernels;
         not differentiable.
     """
-    batch, heads, length, head_dim = x.shape
+    batch, heads, _, head_dim = x.shape
     rounds, width = rotations.shape[1], rotations.shape[3]
     dtype = torch.promote_types(x.dtype, torch.float32)
     matrix = rotations.to(dtype).permute(0, 2, 1, 3).reshape(heads, head_dim, rounds * width)
-    codes = torch.empty(batch, heads, rounds, length, dtype=code_dtype(math.prod(factors)), device=x.device)
-    step = max(1, _BLOCK_ELEMENTS // (batch * heads * rounds * width))
-    for start in range(0, length, step):
-        part_of_x = x[:, :, start : start + step].to(dtype)
-        rotated = (at_least_rows(part_of_x) @ matrix)[:, :, : part_of_x.shape[2]]  # (B, H, l, R·S)
+    of_blocks = []
+    for block in x.split(max(1, _BLOCK_ELEMENTS // (batch * heads * rounds * width)), dim=2):
+        rotated = (at_least_rows(block.to(dtype)) @ matrix)[:, :, : block.shape[2]]  # (B, H, l, R·S)
         rotated = rotated.unflatten(-1, (rounds, width))
         code: Tensor | None = None
         for part, factor in zip(rotated.split([n // 2 for n in factors], dim=-1), factors, strict=True):
@@ -67,8 +65,11 @@ def _angular_hash(x: Tensor, rotations: Tensor, factors: list[int]) -> Tensor:
             plus = highest.values >= -lowest.values
             number = torch.where(plus, highest.indices, lowest.indices + factor // 2)
             code = number if code is None else code * factor + number
-        codes[..., start : start + step] = code.transpose(-1, -2)  # type: ignore[union-attr]
-    return codes
+        assert code is not None
+        of_blocks.append(
+            code.transpose(-1, -2).to(code_dtype(math.prod(factors)), memory_format=torch.contiguous_format)
+        )
+    return of_blocks[0] if len(of_blocks) == 1 else torch.cat(of_blocks, dim=-1)
 
 
 angular_hash = Operator(

@@ -27,6 +27,7 @@ _PROJECTED = 1 << 12  # tokens projected at a time in float64
 _WIDE = 1 << 15  # keys per tile without noise
 _BEHIND = 2.0**-24  # subtracted from a rank per position, in steps: of equal scores the smaller position wins
 _STEPS = 256  # without noise, products are rounded to multiples of 1/256
+_ROWS = 16  # with fewer queries, products without noise are in float64: the error of fp32 costs a pass over the keys
 _LARGEST = 2.0**28  # of a rank without noise: 24 bits remain for the position
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)  # supported by the kernels of the choice
 _NOTHING = torch.iinfo(torch.int64).min  # rank below every key
@@ -244,14 +245,23 @@ def _chosen_keys(
     q: Tensor, k: Tensor, spec: KeyChoiceSpec, noise: Noise | None, lse: Tensor | None, key_mask: Tensor | None,
     segments: Tensor | None, first_query: int,
 ) -> Tensor:  # fmt: skip
-    """Compute `chosen_keys` in tiles: s in float64 except for the logarithms; drawn scores are ranked in fp32."""
+    """Compute `chosen_keys` in tiles: s in float64 except for the logarithms; drawn scores are ranked in fp32. On a CPU
+    without noise, products are in fp32 if they can be rounded as float64 ones, see `_top_products`.
+    """
     sight, count = _Sight(spec.causal, key_mask, segments), spec.count
     batch, queries, width = q.shape
     heads = 1 if noise is None else len(noise.heads)
     index = torch.full((batch, heads, queries, count), -1, dtype=torch.int32, device=q.device)
     tile = KEYS if noise is not None else _WIDE
     step = max(1, _SCORE_ELEMENTS // (batch * heads * min(tile, k.shape[1])))
-    scores = q.new_empty(batch * min(step, queries) * min(tile, k.shape[1]), dtype=torch.float64)  # memory of all tiles
+    error: Tensor | None = None
+    if noise is None and q.device.type == "cpu" and queries >= _ROWS:
+        longest = torch.linalg.vector_norm(k.double(), dim=-1).amax(1, keepdim=True)
+        error = torch.linalg.vector_norm(q.double(), dim=-1) * longest * (width + 2) * 2.0**-24  # (B, Lq)
+        error = error if float(error.max()) * _STEPS * width**-0.5 < 0.1 else None
+    # In float64, so that equal keys have equal scores in every tile.
+    of_queries, of_keys = (x.to(torch.float64 if error is None else torch.float32) for x in (q, k))
+    scores = of_keys.new_empty(batch * min(step, queries) * min(tile, k.shape[1]))  # memory of all tiles
     for start in range(0, queries, step):
         rows = slice(start, min(start + step, queries))
         positions = torch.arange(rows.start, rows.stop, device=q.device) + first_query
@@ -259,10 +269,9 @@ def _chosen_keys(
         best = chosen = index[:, :, rows, :0]
         for first_key in range(0, last, tile):
             keys = torch.arange(first_key, min(first_key + tile, last), device=q.device)
-            # In float64, so that equal keys have equal scores in every tile.
-            of_keys = k[:, first_key : first_key + len(keys)].double().transpose(-1, -2)
+            columns = slice(first_key, first_key + len(keys))
             score = scores[: batch * len(positions) * len(keys)].view(batch, -1, len(keys))
-            torch.bmm(q[:, rows].double(), of_keys, out=score)
+            torch.bmm(of_queries[:, rows], of_keys[:, columns].transpose(-1, -2), out=score)
             ranks, nothing = score[:, None], -torch.inf
             if noise is not None:
                 log_p = _log_p(score.mul_(width**-0.5), spec.sampling, None if lse is None else lse[:, rows, None])
@@ -273,7 +282,8 @@ def _chosen_keys(
                 first = max(0, start - first_key) if sight.hides_nothing(start, start) else 0  # that may be hidden
                 ranks[..., first:].masked_fill_(~sight.pairs(positions, keys[first:])[:, None], nothing)
             if noise is None and q.device.type == "cpu":
-                values, tokens = _top_products(ranks, width, first_key, count)
+                exact = None if error is None else (q[:, rows], k[:, columns], error[:, rows])
+                values, tokens = _top_products(ranks, width, first_key, count, exact)
             else:
                 values, slot = top_k(ranks if noise is not None else rounded_ranks(ranks, width, keys), count)
                 tokens = torch.where(values == nothing, -1, slot + first_key).to(torch.int32)
@@ -306,25 +316,38 @@ def top_k(ranks: Tensor, count: int) -> tuple[Tensor, Tensor]:
     return values, torch.cat([slots.flatten(-2), rest], dim=-1).gather(-1, chosen)
 
 
-def _top_products(products: Tensor, width: int, first: int, count: int) -> tuple[Tensor, Tensor]:
+def _top_products(
+    products: Tensor, width: int, first: int, count: int, exact: tuple[Tensor, Tensor, Tensor] | None
+) -> tuple[Tensor, Tensor]:
     """Return the `count` largest `rounded_ranks` of products (B, 1, T, C) of the keys from position `first` on, or all,
     in falling order, and their positions, −1 for hidden keys, whose products are −∞. On a CPU.
 
     Only products that reach the K-th largest maximum of a row's blocks, or round to the same number, are ranked: about
     1.4·K of them. A rank includes its position, so that numbers are sorted, not pairs.
+
+    exact: None for float64 products; for fp32 ones the queries (B, T, d), the keys (B, C, d) and the largest errors
+    (B, T) of the products. Products whose rounding the error could change are computed again in float64.
     """
-    size, scale, bound = products.shape[-1], _STEPS * width**-0.5, np.finfo(np.float64).min
+    numbers, size, scale = products.numpy(), products.shape[-1], _STEPS * width**-0.5
+    bound, error = np.finfo(numbers.dtype).min, np.zeros(1) if exact is None else exact[2][:, None, :, None].numpy()
     if size > count:
         number = max(1, 2 * size // (3 * count))
         maxima = products[..., : size // number * number].unflatten(-1, (number, -1)).amax(-2).numpy()
         maxima.partition(size // number - count)
-        bound = np.maximum(maxima[..., size // number - count, None] - 1.01 / scale, bound)
-    chosen = np.flatnonzero((products >= torch.as_tensor(bound)).numpy())
+        least = maxima[..., size // number - count, None] - np.float64(1.01 / scale) - 2.0 * error
+        bound = np.maximum(np.nextafter(least.astype(numbers.dtype), -np.inf), bound)
+    chosen = np.flatnonzero(numbers >= bound)
     rows = np.arange(0, products.numel() + 1, size)
     starts = chosen.searchsorted(rows)
     slots = starts[:-1, None] + np.arange(np.diff(starts).max())
     chosen = chosen[np.minimum(slots, len(chosen) - 1)]  # (B·T, about 1.4·K)
-    steps = np.rint(np.clip(products.numpy().reshape(-1)[chosen] * scale, -_LARGEST, _LARGEST))
+    steps = numbers.reshape(-1)[chosen] * np.float64(scale)
+    if exact is not None:
+        row, slot = np.nonzero(np.abs(steps - np.floor(steps) - 0.5) <= error.reshape(-1, 1) * scale)
+        sequence, key = row // products.shape[2], chosen[row, slot] % size
+        pairs = (x.double().numpy() for x in (exact[0].flatten(0, 1)[row], exact[1][sequence, key]))
+        steps[row, slot] = np.einsum("nd,nd->n", *pairs) * scale
+    steps = np.rint(np.clip(steps, -_LARGEST, _LARGEST))
     ranks = np.where(slots < starts[1:, None], steps - _BEHIND * (chosen - (rows[:-1, None] - first)), -np.inf)
     ranks.sort()
     values = torch.from_numpy(ranks[:, : -count - 1 : -1].copy()).view(*products.shape[:-1], -1)

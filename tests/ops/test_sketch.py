@@ -300,3 +300,13 @@ def test_kernels_reject_a_sketch_wider_than_their_registers(kernels):
     q, k, v = (x.float() for x in random_sketch(5, dim=17, device=DEVICE))
     with pytest.raises(ConfigError, match="up to a head dim of 16"):
         sketched_attention(q, k, v, causal=True)
+
+
+def test_products_in_fp32_are_rounded_as_in_float64():
+    """These products in steps are n + ½ ± 1e-9, which fp32 cannot tell apart."""
+    q, k = torch.ones(1, 40, 4, dtype=torch.float64), torch.zeros(1, 500, 4, dtype=torch.float64)
+    numbers = torch.Generator().manual_seed(0)
+    sign = torch.randint(2, (500,), generator=numbers) * 2.0 - 1.0
+    k[0, :, 0] = (torch.randint(9, (500,), generator=numbers) + 0.5 + 1e-9 * sign.double()) / 128
+    given = q, k, KeyChoiceSpec(30, True, "top_k"), None, None, None, None, 460
+    assert torch.equal(chosen_keys(*given), reference_choice(*given))
