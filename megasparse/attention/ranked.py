@@ -17,7 +17,7 @@ from megasparse.attention.contract import AttentionContext, AttentionInputs, Mec
 from megasparse.attention.far_attention import SAMPLES
 from megasparse.attention.smart_bird import SmartBirdAttention, check_sketch_heads
 from megasparse.config.attention import MechanismSection, mechanism
-from megasparse.config.section import Count, Positive, Rate
+from megasparse.config.section import Count, Positive
 from megasparse.errors import ConfigError
 from megasparse.ops.operator import without_autocast
 from megasparse.ops.sketch import rounded_ranks
@@ -45,9 +45,6 @@ class RankedAttentionConfig(MechanismSection):
     probes: Positive = 8
     """P, buckets that a query searches. P/N of the pairs are scored if buckets are equally large; queries prefer large
     ones, so learned buckets score up to twice as many."""
-    min_probability: Rate = 0.0
-    """Buckets that a query finds less likely than this are not searched, except its best. Probabilities are the softmax
-    of the query's bucket scores. 0 searches all P."""
     members: Positive | None = None
     """M, newest keys of each bucket that a query scores; null for all. With a bound, work per query is constant."""
     local: bool = True
@@ -80,9 +77,8 @@ class RankedAttention(SmartBirdAttention):
     """Softmax attention to the K best of the keys in a query's P buckets, ranked by a sketch.
 
     With q′ = W_q·q and k′ = W_k·k, of the heads that share a sketch: a key is in bucket argmax_b (c_b·k′ + γ_b). A
-    query searches the P buckets with the largest e_b·q′ + ε_b, except unlikely ones, and reads the K keys in them with
-    the largest q′·k′/√d, earlier positions first among equals. Only keys at or before the query take part, so the
-    choice is strictly causal.
+    query searches the P buckets with the largest e_b·q′ + ε_b, and reads the K keys in them with the largest q′·k′/√d,
+    earlier positions first among equals. Only keys at or before the query take part, so the choice is strictly causal.
 
     Two losses train it: the divergence of the sketch from the heads' full attention, and `bucket_loss`.
     """
@@ -106,16 +102,6 @@ class RankedAttention(SmartBirdAttention):
         missed = bucket_loss(*scores, shares.where(shares >= least, 0.0))
         return loss + missed, {**statistics, "bucket_loss": missed.detach()}
 
-    def probes(self, q: Tensor, context: AttentionContext) -> Tensor:
-        """Return the buckets that sketched queries q (B, groups here, L, d) search, best first: (B, groups here, L, P)
-        int64; N + 1, a bucket without keys, instead of unlikely ones.
-        """
-        scores = self.query_buckets(q, context)
-        best, probes = scores.topk(self.config.probes, dim=-1)
-        unlikely = (best - scores.logsumexp(-1, keepdim=True)).exp() < self.config.min_probability
-        unlikely[..., 0] = False
-        return probes.masked_fill(unlikely, self.config.buckets + 1)
-
     @torch.no_grad()
     def _choose(
         self,
@@ -126,7 +112,7 @@ class RankedAttention(SmartBirdAttention):
     ) -> Tensor:
         count, config = sketches[0].shape[1], self.config
         codes = self.key_buckets(sketches[1], context).argmax(-1).flatten(0, 1)
-        probes = self.probes(sketches[0], context).flatten(0, 1)
+        probes = self.query_buckets(sketches[0], context).topk(config.probes, dim=-1).indices.flatten(0, 1)
         q, k = (x.flatten(0, 1) for x in sketches)
         masks = (inputs.key_mask, inputs.segments)
         real, documents = (None if x is None else x.repeat_interleave(count, dim=0) for x in masks)

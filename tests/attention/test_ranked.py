@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from megasparse.attention.observation import calls
 from megasparse.attention.ranked import bucket_loss, ranked_keys
 from tests.helpers.models import Single
 
@@ -43,26 +42,6 @@ def test_with_all_buckets_the_sketch_chooses():
     sketch.mechanism.load_state_dict(ranked.mechanism.state_dict(), strict=False)
     inputs = ranked.inputs(50)
     torch.testing.assert_close(ranked(*inputs).out, sketch(*inputs).out)
-
-
-def test_unlikely_buckets_are_not_searched():
-    single = Single("ranked", True, settings={"probes": 3, "min_probability": 0.2, "keys": 50, "local": False})
-    mechanism = single.mechanism
-    torch.nn.init.normal_(mechanism.query_buckets.weight, std=0.3, generator=torch.Generator().manual_seed(3))
-    with calls(mechanism) as recorded:
-        single(*single.inputs(50))
-    q, k = mechanism.sketches(recorded[0].x, recorded[0].inputs, recorded[0].context)
-    scores = []
-    for x, part in ((q, mechanism.query_buckets), (k, mechanism.key_buckets)):
-        weight, bias = (w.detach().double().unflatten(0, (2, -1)) for w in (part.weight, part.bias))
-        scores.append(4 * (x @ weight.mT + bias.unsqueeze(1)))
-    probability, codes = scores[0].softmax(-1), scores[1].argmax(-1)
-    best = probability.topk(3, dim=-1).values
-    likely = (probability >= best[..., 2:]) & (probability >= best[..., :1].clamp_max(0.2))
-    assert 1.1 < likely.sum(-1).double().mean() < 2.9
-    candidates = likely.gather(3, codes.unsqueeze(2).expand(-1, -1, 50, -1)).tril()
-    chosen = mechanism._choose((q, k), recorded[0].inputs, recorded[0].context).long()
-    assert torch.equal(torch.zeros(2, 2, 50, 51).bool().scatter_(3, chosen % 51, True)[..., :50], candidates)
 
 
 def test_the_loss_of_buckets_is_its_definition():

@@ -92,12 +92,12 @@ def scored_pairs(call: Call, queries: Tensor) -> float:
     if not isinstance(mechanism, RankedAttention):
         return float(isinstance(mechanism, SmartBirdAttention | FullAttention))
     q, k = mechanism.sketches(call.x, call.inputs, call.context)
-    codes, buckets = mechanism.key_buckets(k, call.context)[0].argmax(-1), mechanism.config.buckets
-    probes = mechanism.probes(q[:, :, queries], call.context)[0]
-    searched = torch.zeros(*probes.shape[:2], buckets + 2, dtype=torch.bool, device=q.device).scatter_(2, probes, True)
+    codes, scores = mechanism.key_buckets(k, call.context)[0].argmax(-1), mechanism.query_buckets(q, call.context)[0]
+    probes = scores[:, queries].topk(mechanism.config.probes, dim=-1).indices
+    searched = torch.zeros_like(scores[:, queries], dtype=torch.bool).scatter_(2, probes, True)
     causal = torch.arange(codes.shape[1], device=queries.device) <= queries[:, None]
     candidates = searched.gather(2, codes[:, None].expand(-1, len(queries), -1)) & causal  # (groups, S, L)
-    scored = candidates.sum((1, 2)) + buckets * len(queries)
+    scored = candidates.sum((1, 2)) + mechanism.config.buckets * len(queries)
     return float((scored / causal.sum()).mean())
 
 
