@@ -284,6 +284,8 @@ class Attention(nn.Module, ABC):
     """Weight of the auxiliary loss; `learn` divides it among the layers."""
     leak: str | None = None
     """Reason why a later token can change an earlier output (a paper's non-causal window); None if it cannot."""
+    decodes_alike: bool = False
+    """True if activations select no keys, and decoding from a cache is bit-identical to `forward`."""
     normalises: bool = False
     """True if each output is scaled to length 1 and therefore not linear in the values."""
     shares_pairs: bool = False

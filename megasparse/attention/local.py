@@ -99,7 +99,7 @@ class LocalAttention(Attention):
         super().__init__(config, spec)
         self.chunk, self.sinks = min(config.chunk, spec.max_length), config.sinks
         self.relative = RelativePositions(spec) if config.relative else None
-        self.shares_pairs = self.relative is None
+        self.shares_pairs = self.decodes_alike = self.relative is None
 
     def forward(self, x: Tensor, inputs: AttentionInputs, context: AttentionContext) -> AttentionOutput:
         causal, scale = inputs.causal, self.spec.head_dim**-0.5

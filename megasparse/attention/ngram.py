@@ -86,7 +86,7 @@ class NGramAttention(Attention):
     """
 
     reads_tokens = True
-    shares_pairs = True
+    shares_pairs = decodes_alike = True
 
     def __init__(self, config: NGramAttentionConfig, spec: MechanismSpec):
         super().__init__(config, spec)

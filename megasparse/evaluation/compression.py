@@ -1,10 +1,11 @@
 """Lossless compression of files with a trained decoder.
 
-Tokens are divided into windows of T as in evaluation. Encoding and decoding run the same loop, which predicts token by
-token from a cache in fp64, so that both compute identical logits and hash codes on one machine. Other machines round
-differently. Logits are therefore rounded to a grid of 1/64 nat below the most likely token. If a logit is within MARGIN
-of the middle between two grid points, two machines could round it differently, and the file stores the choice as an
-exception (a few in ten million bytes). A different hash code is only detected by the checksum.
+Tokens are divided into windows of T as in evaluation. Decoding predicts token by token from a cache in fp64, and so
+does encoding, so that both compute identical logits and hash codes on one machine. If activations select no keys
+(`Attention.decodes_alike`), encoding on a CPU computes whole windows: several times as fast, with identical logits.
+Other machines round differently. Logits are therefore rounded to a grid of 1/64 nat below the most likely token. If a
+logit is within MARGIN of the middle between two grid points, two machines could round it differently, and the file
+stores the choice as an exception (a few in ten million bytes). A different hash code is only detected by the checksum.
 
 File format: MAGIC; 3 bytes of the model's digest; the text's CRC-32; twice the number of tokens, plus one if exceptions
 follow; the number of exceptions and the exceptions; the range coder's words without trailing zeros. CRC and words are
@@ -31,6 +32,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from megasparse.attention.heads import Padding
 from megasparse.data.tokenizers import Tokenizer
 from megasparse.errors import ConfigError, DataError
 from megasparse.evaluation.bits_per_dim import refuse_leaks
@@ -48,10 +50,8 @@ MARGIN = 1e-9
 """Fraction of a grid step. Machines differ by about 1e-12 in fp64."""
 AT_ONCE = 1 << 24
 """Largest W·T·V of a group of windows."""
-
-
 Progress = Callable[[int], object]
-"""Called with the number of newly processed tokens."""
+"""Function of the number of newly processed tokens."""
 
 
 @dataclass(frozen=True)
@@ -78,10 +78,6 @@ def depths(logits: Tensor) -> np.ndarray:
     return ((logits.amax(-1, keepdim=True) - logits) * SCALE).clamp(max=DEEPEST).cpu().numpy()
 
 
-def grid_points(below: np.ndarray) -> np.ndarray:
-    return np.floor(below + 0.5).astype(np.int16)
-
-
 def probabilities(points: np.ndarray) -> np.ndarray:
     """Return probabilities (n, V) fp64 of grid points (n, V), as quotients of integers."""
     counts = weights()[points]
@@ -101,22 +97,29 @@ def groups(tokens: int, length: int, vocabulary: int) -> Iterator[tuple[list[int
 @torch.no_grad()
 def walk(
     model: Any, tokens: int, length: int, seed: int, choose: Callable[[Sequence[int], int, np.ndarray], Tensor],
-    progress: Progress,
+    progress: Progress, text: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Predict the tokens of windows of `length` one after another with a cache. model: strictly causal, in fp64.
+    """Predict windows of `length` token by token, or a known `text` in whole passes. model: strictly causal, in fp64.
 
     seed: seed of the hash rotations. choose: (starts of windows, position, `depths` (W, V)) -> tokens (W,) int64.
     """
     vocabulary, device = model.config.vocabulary, next(model.parameters()).device
     for starts, size in groups(tokens, length, vocabulary):
-        cache = model.new_cache(len(starts), seed)
         # The same draws as in evaluation, for the same code length.
-        cache.rng = dataclasses.replace(RngContext.evaluation(seed, len(starts)), samples=torch.tensor(starts))
-        logits = model.prefill(torch.empty(len(starts), 0, dtype=torch.int64, device=device), cache)
+        rng = dataclasses.replace(RngContext.evaluation(seed, len(starts)), samples=torch.tensor(starts))
+        if text is not None:
+            windows = (text[None, start : start + size - 1] for start in starts)
+            draws = (dataclasses.replace(rng, samples=sample) for sample in rng.samples.split(1))
+            passes = (model.streams(*inputs, Padding()) for inputs in zip(windows, draws, strict=True))
+            ahead = torch.cat([model.logits(streams) for streams, *_ in passes])  # (W, T, V)
+        else:
+            cache = model.new_cache(len(starts), seed)
+            cache.rng = rng
+            logits = model.prefill(torch.empty(len(starts), 0, dtype=torch.int64, device=device), cache)
         for t in range(size):
-            symbols = choose(starts, t, depths(logits))
+            symbols = choose(starts, t, depths(logits if text is None else ahead[:, t]))
             progress(len(starts))
-            if t + 1 < size:
+            if text is None and t + 1 < size:
                 logits = model.decode(symbols.to(device), cache)
 
 
@@ -129,7 +132,7 @@ def encode(model: Any, tokens: Tensor, length: int, seed: int, progress: Progres
     exceptions: list[np.ndarray] = []
 
     def choose(starts: Sequence[int], t: int, below: np.ndarray) -> Tensor:
-        points, position = grid_points(below), np.array(starts) + t
+        points, position = np.floor(below + 0.5).astype(np.int16), np.array(starts) + t
         unsure = np.flatnonzero(np.abs(below - np.floor(below) - 0.5) < MARGIN)
         logit = position[unsure // below.shape[1]] * below.shape[1] + unsure % below.shape[1]
         exceptions.append(np.stack([logit, points.reshape(-1)[unsure] & 1], axis=1))
@@ -137,7 +140,8 @@ def encode(model: Any, tokens: Tensor, length: int, seed: int, progress: Progres
         coder.encode(symbols.numpy().astype(np.int32), family, probabilities(points))
         return symbols
 
-    walk(model, len(tokens), length, seed, choose, progress)
+    alike = next(model.parameters()).is_cpu and all(mechanism.decodes_alike for _, mechanism in model.mechanisms())
+    walk(model, len(tokens), length, seed, choose, progress, tokens if alike else None)
     rows = np.concatenate([np.empty((0, 2), dtype=np.int64), *exceptions])
     return Code(coder.get_compressed(), rows[np.argsort(rows[:, 0])])
 
@@ -155,7 +159,7 @@ def decode(model: Any, code: Code, tokens: int, length: int, seed: int, progress
     out = torch.empty(tokens, dtype=torch.int64)
 
     def choose(starts: Sequence[int], t: int, below: np.ndarray) -> Tensor:
-        points = grid_points(below)
+        points = np.floor(below + 0.5).astype(np.int16)
         for row, start in enumerate(starts):
             for v, parity in by_token.get(start + t, ()):
                 low = int(np.floor(below[row, v]))
@@ -167,8 +171,6 @@ def decode(model: Any, code: Code, tokens: int, length: int, seed: int, progress
     walk(model, tokens, length, seed, choose, progress)
     return out
 
-
-# The file
 
 MAGIC = b"\xb5\x01"
 DIGEST = 3
@@ -233,11 +235,7 @@ def damaged(path: Path) -> DataError:
 
 
 def _varint(number: int) -> bytes:
-    out = bytearray()
-    while number > 127:
-        out.append(number & 127 | 128)
-        number >>= 7
-    return bytes([*out, number])
+    return bytes([number]) if number < 128 else bytes([number & 127 | 128]) + _varint(number >> 7)
 
 
 def _read_varint(raw: bytes, at: int) -> tuple[int, int]:

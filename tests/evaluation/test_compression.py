@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from megasparse.attention.contract import Attention
 from megasparse.cli.main import main
 from megasparse.errors import DataError, UserError
 from megasparse.evaluation import compression
@@ -46,6 +47,18 @@ def test_every_causal_mechanism_gives_the_tokens_back_at_the_promised_length(nam
         assert not decode(model, code, len(tokens), 30, seed=8).equal(tokens)
 
 
+def test_whole_windows_give_the_file_that_the_cache_gives(monkeypatch):
+    model = build_model(small(("local", "ngram")), seed=3).double().eval()
+    tokens, walk, known = random_tokens(1, 160)[0], compression.walk, []
+    monkeypatch.setattr(compression, "walk", lambda *given: known.append(given[6]) or walk(*given))
+    whole = encode(model, tokens, 30, seed=7)
+    for _, mechanism in model.mechanisms():
+        mechanism.decodes_alike = False
+    cached = encode(model, tokens, 30, seed=7)
+    assert known[0] is tokens and known[1] is None
+    assert np.array_equal(whole.words, cached.words) and np.array_equal(whole.exceptions, cached.exceptions)
+
+
 def test_probabilities_that_two_machines_round_apart_are_written_down():
     """A decoder whose logits differ by less than MARGIN, and lie on a middle between two grid points."""
     generator = torch.Generator().manual_seed(0)
@@ -55,6 +68,9 @@ def test_probabilities_that_two_machines_round_apart_are_written_down():
         logits = -(torch.randint(0, 300, (40, config.vocabulary), generator=generator).double() + 0.5) / SCALE
         logits[:, 0] = 0.0
         error = 0.0
+
+        def mechanisms(self):
+            return [(0, Attention)]
 
         def parameters(self):
             return iter([self.logits])
