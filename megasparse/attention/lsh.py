@@ -155,9 +155,8 @@ class LSHAttention(BandAttention):
         matrices = self._rotations[1]
         if self.shared_qk:
             return angular_hash(inputs.q.detach(), matrices, self.factors), None
-        codes = angular_hash(torch.cat([inputs.q.detach(), inputs.k.detach()], dim=2), matrices, self.factors)
-        queries, keys = codes.split([inputs.q.shape[2], inputs.k.shape[2]], dim=-1)
-        return queries.contiguous(), keys.contiguous()
+        queries, keys = angular_hash(torch.cat([inputs.q.detach(), inputs.k.detach()]), matrices, self.factors).chunk(2)
+        return queries, keys
 
     def band_codes(self, inputs: AttentionInputs, position: int, context: AttentionContext) -> Codes:
         return self.assign(inputs, context)

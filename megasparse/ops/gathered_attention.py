@@ -41,7 +41,8 @@ def _gathered_attention(
         whose slots are all empty. Scores, softmax statistics and gradients are computed in fp32 or wider.
     """
     size = len(q) * math.lcm(k.shape[1], index.shape[1]) * index.shape[2:].numel() * q.shape[3]
-    if dropout is None and size <= _GATHERED_ELEMENTS and not torch.is_grad_enabled():
+    numpy = q.device.type == "cpu" and q.dtype in (torch.float32, torch.float64) and not torch.is_grad_enabled()
+    if numpy and dropout is None and size <= _GATHERED_ELEMENTS:
         return _one_block(q, k, v, index, scale)
     out, lse = _GatheredAttention.apply(q, k, v, index, scale, dropout)
     return out, lse
@@ -119,19 +120,25 @@ class _GatheredAttention(Function):
 
 
 def _one_block(q: Tensor, k: Tensor, v: Tensor, index: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Compute `gathered_attention` without gradients, in one block: fewer operations for a new token."""
+    """Compute `gathered_attention` of a new token by NumPy, whose calls take half of the time of torch's."""
     (batch, groups, _, dim), (_, lists, queries, slots) = k.shape, index.shape
-    dtype, shares = torch.promote_types(q.dtype, torch.float32), math.lcm(groups, lists)
-    k, v, *steps = _lines(k, v)
-    first = torch.from_numpy(_firsts(batch, shares, (*steps, groups), (len(index), lists, queries))[0])
-    line = index if lists == shares else index.repeat_interleave(shares // lists, dim=1)  # (B|1, S, Lq, K)
-    empty = line < 0
-    line = line.clamp_min(0) + first.to(q.device).view(batch, shares, 1, 1)
-    chosen_k, chosen_v = (x.index_select(0, line.flatten()).view(-1, slots, dim).to(dtype) for x in (k, v))
-    score = torch.bmm(_by_share(q, shares).to(dtype), chosen_k.transpose(1, 2)).mul_(scale)  # (B·S·Lq, R, K)
-    score.view(batch, -1, *score.shape[1:]).masked_fill_(empty.flatten(1, 2).unsqueeze(2), -torch.inf)
-    weight, lse = _softmax_(score)
-    return _by_head(torch.bmm(weight, chosen_v).to(q.dtype), q), _by_head(lse, q)
+    shares, (k, v, *steps) = math.lcm(groups, lists), _lines(k, v)
+    first = _firsts(batch, shares, (*steps, groups), (len(index), lists, queries))[0]
+    line = index.numpy().repeat(shares // lists, axis=1)  # (B|1, S, Lq, K)
+    bias = np.where(line < 0, -np.inf, 0.0).astype(np.float32).reshape(len(index), -1, 1, slots)
+    line = (np.maximum(line, 0) + first.reshape(batch, shares, 1, 1)).reshape(batch, -1, slots)
+    chosen_k, chosen_v = (x.numpy(force=True).take(line, axis=0) for x in (k, v))  # (B, S·Lq, K, D)
+    shared_q = _by_share(q, shares).numpy(force=True).reshape(batch, -1, q.shape[1] // shares, dim)
+    score = np.matmul(shared_q, chosen_k.swapaxes(2, 3))  # (B, S·Lq, R, K)
+    score *= scale
+    score += bias
+    highest = np.maximum(score.max(-1, keepdims=True), np.finfo(score.dtype).min)
+    weight = np.exp(score - highest)
+    total = weight.sum(-1, keepdims=True)
+    out = np.matmul(weight / np.maximum(total, 1.0), chosen_v)
+    with np.errstate(divide="ignore"):
+        lse = (highest + np.log(total)).reshape(-1, score.shape[2])
+    return _by_head(torch.from_numpy(out).flatten(0, 1), q), _by_head(torch.from_numpy(lse), q)
 
 
 def _softmax_(score: Tensor) -> tuple[Tensor, Tensor]:

@@ -27,7 +27,7 @@ _PROJECTED = 1 << 12  # tokens projected at a time in float64
 _WIDE = 1 << 15  # keys per tile without noise
 _BEHIND = 2.0**-24  # subtracted from a rank per position, in steps: of equal scores the smaller position wins
 _STEPS = 256  # without noise, products are rounded to multiples of 1/256
-_ROWS = 16  # with fewer queries, products without noise are in float64: the error of fp32 costs a pass over the keys
+_ROWS = 16  # with fewer queries, products are in float64: a bound of the error of fp32 costs a pass over the keys
 _LARGEST = 2.0**28  # of a rank without noise: 24 bits remain for the position
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)  # supported by the kernels of the choice
 _NOTHING = torch.iinfo(torch.int64).min  # rank below every key
@@ -156,7 +156,8 @@ def exact_projection(x: Tensor, weight: Tensor) -> Tensor:
     Each row is independent of the number of rows, so that equal tokens tie and are ordered by position; otherwise
     decoding could choose other tokens than a full pass.
     """
-    if weight.shape[-2] <= WIDEST and implementation(x, _FLOATS, largest_width=None) == "triton":
+    several = x.dim() == 4 and x.shape[2] < _ROWS  # one product launches less than a kernel per sketch
+    if weight.shape[-2] <= WIDEST and not several and implementation(x, _FLOATS, largest_width=None) == "triton":
         from megasparse.ops.sketch_kernels import exact_projection as project
 
         return torch.stack([*map(project, x.unbind(1), weight)], dim=1) if x.dim() == 4 else project(x, weight)
