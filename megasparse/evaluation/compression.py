@@ -74,8 +74,7 @@ def weights() -> np.ndarray:
 
 def depths(logits: Tensor) -> np.ndarray:
     """Return the distance of each logit (..., V) to the largest one in grid steps, fp64, not rounded."""
-    logits = logits.double()
-    return ((logits.amax(-1, keepdim=True) - logits) * SCALE).clamp(max=DEEPEST).cpu().numpy()
+    return ((logits.amax(-1, keepdim=True) - logits.double()) * SCALE).clamp(max=DEEPEST).cpu().numpy()
 
 
 def probabilities(points: np.ndarray) -> np.ndarray:
@@ -110,14 +109,16 @@ def walk(
         if text is not None:
             windows = (text[None, start : start + size - 1] for start in starts)
             draws = (dataclasses.replace(rng, samples=sample) for sample in rng.samples.split(1))
-            passes = (model.streams(*inputs, Padding()) for inputs in zip(windows, draws, strict=True))
-            ahead = torch.cat([model.logits(streams) for streams, *_ in passes])  # (W, T, V)
+            passes = (model.streams(*inputs, Padding())[0] for inputs in zip(windows, draws, strict=True))
+            streams = [torch.cat(parts) for parts in zip(*passes, strict=True)]  # (W, T, E) each
         else:
             cache = model.new_cache(len(starts), seed)
             cache.rng = rng
             logits = model.prefill(torch.empty(len(starts), 0, dtype=torch.int64, device=device), cache)
         for t in range(size):
-            symbols = choose(starts, t, depths(logits if text is None else ahead[:, t]))
+            if text is not None:
+                logits = model.head([x[:, : t + 1] for x in streams], None)
+            symbols = choose(starts, t, depths(logits))
             progress(len(starts))
             if text is None and t + 1 < size:
                 logits = model.decode(symbols.to(device), cache)
@@ -125,9 +126,8 @@ def walk(
 
 def encode(model: Any, tokens: Tensor, length: int, seed: int, progress: Progress = lambda _: None) -> Code:
     """Encode tokens (n,) int64, see `walk`."""
-    import constriction
+    from constriction import stream
 
-    stream = constriction.stream
     coder, family = stream.queue.RangeEncoder(), stream.model.Categorical(perfect=False)
     exceptions: list[np.ndarray] = []
 
@@ -148,9 +148,8 @@ def encode(model: Any, tokens: Tensor, length: int, seed: int, progress: Progres
 
 def decode(model: Any, code: Code, tokens: int, length: int, seed: int, progress: Progress = lambda _: None) -> Tensor:
     """Return the tokens (n,) int64 of a code. A damaged code gives wrong tokens instead of an error: check them."""
-    import constriction
+    from constriction import stream
 
-    stream = constriction.stream
     coder, family = stream.queue.RangeDecoder(code.words), stream.model.Categorical(perfect=False)
     by_token: dict[int, list[tuple[int, int]]] = {}
     for logit, parity in code.exceptions.tolist():
