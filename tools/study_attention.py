@@ -190,7 +190,8 @@ def measure_hashes(
             queries, keys = sides["plain"]
             shares = imbalance(queries, keys, args.buckets)._asdict()
             values |= {f"imbalance/{method}/{share}": value for share, value in shares.items()}
-    lsh = attention.lsh.model_copy(update={"shared_qk": call.mechanism.shared_qk, "buckets": None})
+    changes = {"shared_qk": call.mechanism.shared_qk, "shifted_keys": False}
+    lsh = attention.lsh.model_copy(update={**changes, "buckets": None})
     yoso = attention.yoso.model_copy(update={"convolution": None})
     kinds: dict[str, Attention] = {"lsh": LSHAttention(lsh, call.spec), "yoso": YOSOAttention(yoso, call.spec)}
     if call.kind != "full":
@@ -294,7 +295,8 @@ def coverage_sums(
     """
     (q, k), length = (at_least_fp32(x[0]) for x in call.inputs[:2]), tokens.shape[1]
     previous = F.pad(tokens[:, :-1], (1, 0), value=-1)
-    lsh = LSHAttention(attention.lsh.model_copy(update={"shared_qk": call.mechanism.shared_qk}), call.spec)
+    changes = {"shared_qk": call.mechanism.shared_qk, "shifted_keys": False}
+    lsh = LSHAttention(attention.lsh.model_copy(update=changes), call.spec)
     rng = dataclasses.replace(call.context.rng, rounds=max(LSH_ROUNDS))
     lsh_context = dataclasses.replace(call.context, rng=rng, recompute=RecomputeCache())
     of_queries, of_keys = lsh.assign(call.inputs, lsh_context)[:2]

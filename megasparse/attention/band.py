@@ -48,7 +48,8 @@ class BandCache(Cache):
 
     codes: (B, H, R, capacity), the keys' buckets. rank: (B, H, R, capacity), a key's index inside its bucket. last: (B,
     H, R, N, M) tokens; the key of rank k is at index k mod M. size: (B, H, R, N). If all heads share codes, H is 1 in
-    these four tensors.
+    these four tensors. next_key, next_codes: with LSH's shifted keys, what the next position stores, (B, H, 1, D) and
+    (B, H, R, 1); None in an empty cache.
     """
 
     tokens: KeyValueCache
@@ -56,6 +57,8 @@ class BandCache(Cache):
     rank: Tensor
     last: Tensor
     size: Tensor
+    next_key: Tensor | None = None
+    next_codes: Tensor | None = None
 
     @staticmethod
     def empty(
@@ -274,15 +277,21 @@ class BandAttention(Attention):
         return 1
 
     def fill_cache(self, x: Tensor, inputs: AttentionInputs, cache: BandCache, context: AttentionContext) -> None:
-        cache.fill(inputs, *self._cached_codes(inputs, 0, context))
+        cache.fill(inputs, *self._cached_codes(0, *self.band_codes(inputs, 0, context)))
 
     def decode(
         self, x: Tensor, inputs: AttentionInputs, cache: BandCache, position: int, context: AttentionContext
     ) -> Tensor:
+        return self.decode_codes(inputs, cache, position, *self.band_codes(inputs, position, context))
+
+    def decode_codes(
+        self, inputs: AttentionInputs, cache: BandCache, position: int, query_codes: Tensor, key_codes: Tensor | None
+    ) -> Tensor:
+        """Run `decode` for a token whose query and key are in these buckets."""
         if self.leak is not None:
             problem = f"{type(self).__name__} cannot decode token by token: {self.leak}"
             raise ConfigError("model.attention.pattern", problem, "Train with the strictly causal setting")
-        queries, keys = (None if x is None else x.long() for x in self._cached_codes(inputs, position, context))
+        queries, keys = (None if x is None else x.long() for x in self._cached_codes(position, query_codes, key_codes))
         assert queries is not None
         cache.append(inputs, queries if keys is None else keys, position)
         spec = self._spec(True, self_at_last=False)
@@ -293,9 +302,9 @@ class BandAttention(Attention):
         out, lse = merge(parts) if self.sinks else parts[0]
         return torch.where(lse.isneginf().unsqueeze(-1), inputs.v.to(out.dtype), out)
 
-    def _cached_codes(self, inputs: AttentionInputs, position: int, context: AttentionContext) -> Codes:
+    def _cached_codes(self, position: int, query_codes: Tensor, key_codes: Tensor | None) -> Codes:
         """Return codes in which the sinks' keys are in a bucket without queries."""
-        queries, keys = self._seen_codes(*self.band_codes(inputs, position, context))
+        queries, keys = self._seen_codes(query_codes, key_codes)
         if position < self.sinks:
             keys = (queries if keys is None else keys).to(torch.int64, copy=True)
             keys[..., : self.sinks - position] = self.buckets

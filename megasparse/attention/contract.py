@@ -40,6 +40,15 @@ class AttentionInputs(NamedTuple):
         q, k, v, key_mask, segments, _, dropout = self
         return bucketed_attention(q, k, v, codes, spec, key_mask, segments, key_codes, dropout=dropout)
 
+    def continues(self) -> Tensor:
+        """Return (B or 1, L) bool, true for real tokens that follow a real token of the same document."""
+        continues = (torch.arange(self.q.shape[2], device=self.q.device) > 0)[None]
+        if self.segments is not None:
+            continues = continues & (self.segments == self.segments.roll(1, 1))
+        if self.key_mask is not None:
+            continues = continues & self.key_mask & self.key_mask.roll(1, 1)
+        return continues
+
 
 class AttentionOutput(NamedTuple):
     """Result of a mechanism. out: (B, H, Lq, D). auxiliary_loss: scalar, minimised together with the task loss, or
@@ -278,6 +287,8 @@ class Attention(nn.Module, ABC):
     """True if the keys are q/|q|."""
     reads_tokens: bool = False
     """True if the mechanism hashes token ids, see AttentionContext.tokens."""
+    rotated: bool = True
+    """True if rotary positions rotate its queries and keys. If False, its layers use none."""
     task_weight: float = 1.0
     """Weight of the task loss relative to the auxiliary loss (LHA's convex combination)."""
     auxiliary_weight: float = 1.0

@@ -86,9 +86,10 @@ class AttentionLayer(nn.Module):
         super().__init__()
         self.heads, self.head_dim, self.groups = config.heads, head_dim(config), config.attention.head_groups
         self.causal, self.group = config.kind != "encoder", config.heads // (config.key_heads or config.heads)
-        self.rotary = Rotary(config.positions, self.head_dim) if config.positions.kind == "rotary" else None
         self.split = heads_of_layer(config, layer)
         mechanisms = {kind: build_mechanism(kind, config, heads) for kind, heads in self.split.items()}
+        rotary = config.positions.kind == "rotary" and all(mechanism.rotated for mechanism in mechanisms.values())
+        self.rotary = Rotary(config.positions, self.head_dim) if rotary else None
         self.mechanisms = nn.ModuleDict(mechanisms)
         biases = config.attention_biases or ("all" if config.style == "bert" else "none")
         biased = biases != "none"

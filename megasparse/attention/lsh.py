@@ -7,9 +7,10 @@ import math
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from megasparse.attention.band import BandAttention, Codes, check_band
+from megasparse.attention.band import BandAttention, BandCache, Codes, check_band
 from megasparse.attention.contract import (
     AttentionContext,
     AttentionInputs,
@@ -18,7 +19,8 @@ from megasparse.attention.contract import (
     MechanismSpec,
     Passes,
 )
-from megasparse.config.attention import MechanismSection, mechanism
+from megasparse.config.attention import MechanismSection, heads_of_layer, mechanism
+from megasparse.config.messages import show
 from megasparse.config.section import Count, Positive
 from megasparse.errors import ConfigError
 from megasparse.ops.bucketed_attention import Window
@@ -54,8 +56,16 @@ class LSHAttentionConfig(MechanismSection):
     sinks: Count = 0
     """With band only: first tokens of each document that all later ones (in an encoder all) attend to, in the same
     softmax. They are excluded from buckets and window, so each is included once."""
+    shifted_keys: bool = False
+    """Decoders with shared_qk and a band only: each token gets the key and the buckets of the previous token and so
+    attends to the tokens that followed equal ones, at any distance. The first key of a document is 0, in bucket 0. Such
+    layers do not use rotary positions."""
 
     rounds_key = "rounds"
+
+    @property
+    def causal_only(self) -> str | None:  # type: ignore[override]
+        return "with shifted_keys it attends to the tokens that followed earlier ones" if self.shifted_keys else None
 
     def check(self, key: str, model: "ModelConfig") -> None:
         if self.chunk > model.max_length:
@@ -72,6 +82,8 @@ class LSHAttentionConfig(MechanismSection):
                 'Set window to "band", or shared_qk to true',
             )
         check_band(key, self.window, False, self.sinks)  # local = true is allowed with chunks too
+        if self.shifted_keys:
+            self._check_shifted_keys(f"{key}.shifted_keys", model)
         key = f"{key}.buckets"
         factors = self.buckets if isinstance(self.buckets, list) else [self.buckets] if self.buckets else []
         if isinstance(self.buckets, list) and len(factors) not in (1, 2):
@@ -85,6 +97,15 @@ class LSHAttentionConfig(MechanismSection):
         except ValueError as error:
             problem = f"{error}, and one rotation of that size would cost too much"
             raise ConfigError(key, problem, "Use a multiple of 4") from None
+
+    def _check_shifted_keys(self, key: str, model: "ModelConfig") -> None:
+        if not self.shared_qk or self.window != "band":
+            problem = f'true is given, but shared_qk = {show(self.shared_qk)} and window = "{self.window}"'
+            raise ConfigError(key, problem, 'Set shared_qk to true and window to "band"')
+        for layer in range(model.layers if model.positions.kind == "rotary" else 0):
+            if "lsh" in (split := heads_of_layer(model, layer)) and len(split) > 1:
+                problem = f"true removes rotary positions from all heads of layer {layer}: {split}"
+                raise ConfigError(key, problem, "Set it to false, or give lsh all heads of its layers")
 
 
 LARGEST_SINGLE = 128
@@ -129,6 +150,9 @@ class LSHAttention(BandAttention):
     visible. With separate QK, as in the LHA paper's LSH, the logits are q·k/√D, the same rotations hash queries and
     keys, and a token may attend to itself. The band window is strictly causal; decoding reads a bucket's last M keys.
     `chunk` is Reformer's window.
+
+    With shifted keys, k_j = q_{j−1}/|q_{j−1}|, in the buckets of q_{j−1}, and a token may attend to itself. Equal
+    queries select the tokens that followed them, as induction heads do (Olsson et al. 2022), before any training.
     """
 
     def __init__(self, config: LSHAttentionConfig, spec: MechanismSpec):
@@ -137,7 +161,9 @@ class LSHAttention(BandAttention):
         self.factors = lsh_buckets(config, spec.max_length)
         self.buckets = math.prod(self.factors)
         scale = 1.0 if self.shared_qk else spec.head_dim**-0.5
-        self.rule = {"scale": scale, "exclude_self": self.shared_qk, "count_rounds": config.count_rounds}
+        self.shifted_keys, self.rotated = config.shifted_keys, not config.shifted_keys
+        excludes_self = self.shared_qk and not self.shifted_keys
+        self.rule = {"scale": scale, "exclude_self": excludes_self, "count_rounds": config.count_rounds}
         self.window = Window(config.window, min(config.chunk, spec.max_length), config.same_bucket)
         self.local, self.sinks = config.local, config.sinks
         self._rotations: tuple[Any, Tensor] | None = None  # cached: evaluation never redraws them
@@ -154,7 +180,10 @@ class LSHAttention(BandAttention):
             self._rotations = draws, rotations(key, numbers, rounds, inputs.q.shape[3], self.factors, inputs.q.device)
         matrices = self._rotations[1]
         if self.shared_qk:
-            return angular_hash(inputs.q.detach(), matrices, self.factors), None
+            codes = angular_hash(inputs.q.detach(), matrices, self.factors)
+            if not self.shifted_keys:
+                return codes, None
+            return codes, F.pad(codes, (1, -1)).masked_fill(~inputs.continues()[:, None, None], 0)
         queries, keys = angular_hash(torch.cat([inputs.q.detach(), inputs.k.detach()]), matrices, self.factors).chunk(2)
         return queries, keys
 
@@ -168,7 +197,37 @@ class LSHAttention(BandAttention):
 
     def forward(self, x: Tensor, inputs: AttentionInputs, context: AttentionContext) -> AttentionOutput:
         queries, keys = context.recompute.keep(lambda: self.assign(inputs, context))
-        return self.attend(inputs, queries, keys, context.part)
+        return self.attend(self._shifted(inputs), queries, keys, context.part)
+
+    def _shifted(self, inputs: AttentionInputs) -> AttentionInputs:
+        """Return the inputs with the key that each position attends with."""
+        if not self.shifted_keys:
+            return inputs
+        k = F.pad(inputs.k, (0, 0, 1, -1)).masked_fill(~inputs.continues()[:, None, :, None], 0.0)
+        return inputs._replace(k=k)
+
+    def fill_cache(self, x: Tensor, inputs: AttentionInputs, cache: BandCache, context: AttentionContext) -> None:
+        super().fill_cache(x, self._shifted(inputs), cache, context)
+        if self.shifted_keys:
+            cache.next_key = inputs.k[:, :, -1:].clone()
+            cache.next_codes = self.assign(inputs._replace(q=inputs.q[:, :, -1:]), context)[0]
+
+    def decode(
+        self, x: Tensor, inputs: AttentionInputs, cache: BandCache, position: int, context: AttentionContext
+    ) -> Tensor:
+        queries, keys = self.assign(inputs, context)
+        shifted = self._shifted(inputs)  # a first token: its key and buckets are 0
+        if self.shifted_keys:
+            if cache.next_key is not None:
+                shifted, keys = inputs._replace(k=cache.next_key), cache.next_codes
+            cache.next_key, cache.next_codes = inputs.k, queries
+        return self.decode_codes(shifted, cache, position, queries, keys)
+
+    def exact(self) -> "LSHAttention | None":
+        if not self.shifted_keys:
+            return None
+        window = {"local": True, "chunk": self.spec.max_length, "rounds": 1, "evaluation_rounds": None, "buckets": 2}
+        return LSHAttention(self.config.model_copy(update=window), self.spec)
 
     def flops(self, length: int) -> Passes:
         """Pairs in windows. Codes, forward only: in each round 2·D for each rotation vector, of which there are half as

@@ -209,12 +209,7 @@ def _following(codes: Tensor, inputs: AttentionInputs, buckets: int) -> Tensor:
     """Return the buckets of keys (B, R, L): the query bucket of the previous position. A document's first key gets
     `buckets`, a bucket without queries.
     """
-    continues = (torch.arange(inputs.q.shape[2], device=inputs.q.device) > 0)[None]  # (B or 1, L)
-    if inputs.segments is not None:
-        continues = continues & (_earlier(inputs.segments, 1, -1) == inputs.segments)
-    if inputs.key_mask is not None:
-        continues = continues & inputs.key_mask & _earlier(inputs.key_mask, 1, False)
-    return F.pad(codes.int(), (1, -1)).masked_fill(~continues[:, None], buckets)
+    return F.pad(codes.int(), (1, -1)).masked_fill(~inputs.continues()[:, None], buckets)
 
 
 def _earlier(x: Tensor, steps: int, fill: int | bool) -> Tensor:

@@ -237,6 +237,9 @@ def _require_decodable(layers: list[Mechanisms]) -> None:
             if attention.leak is not None:
                 problem = f"a decoder would attend to later tokens: {attention.leak}"
                 raise ConfigError(f"attention.{kind}", problem, "Change that setting")
+            if not attention.rotated:
+                problem = "it attends without rotary positions, but transformers passes rotated queries and keys"
+                raise ConfigError(f"attention.{kind}", problem, "Choose another kind or setting")
             if attention.reads_tokens:
                 problem = "it reads token ids, which transformers does not pass to attention"
                 raise ConfigError(f"attention.{kind}", problem, "Choose another kind or setting")

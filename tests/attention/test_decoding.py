@@ -28,10 +28,12 @@ from tests.helpers.models import (
 LEAKING = [name for name in causal_names() if name not in strict_names()]
 HASHED = ("lsh", "lha", "routing", "random", "ngram")
 GROUPED = [name for name in strict_names() if name in MECHANISMS]
+SHIFTED = {"shifted_keys": True, "sinks": 2}
 CONFIGS = {
     "mixed, ordinary, tied": small(blocks="ordinary", activations="stored", tied_embeddings=True),
     "split heads": small(attention=attention({"local": 1, "lsh": 1}, "full")),
     "rotary": small(positions={"kind": "rotary"}),
+    "rotary, except shifted": small(attention=attention("lsh", "local", lsh=SHIFTED), positions={"kind": "rotary"}),
     "learned": small(positions={"kind": "learned"}, head_dim=12),
     "sinusoidal": small(positions={"kind": "sinusoidal"}, tied_embeddings=True),
 }

@@ -14,6 +14,7 @@ SMALL = {"model": {"max_length": 64, "d_model": 32, "heads": 4, "layers": 4}, "d
 
 ENCODER = ["model.kind=encoder", "model.vocabulary=257"]
 ATTENTION, ZERO = "model.attention", "deepspeed.zero_optimization"
+SHIFTED = f"{ATTENTION}.lsh.shifted_keys"
 PARAM, OPTIMIZER = f"{ZERO}.offload_param", f"{ZERO}.offload_optimizer"
 
 
@@ -76,6 +77,9 @@ def scaled(positions: str, kind: str, **settings: float) -> list[str]:
         (using("local", "sinks=4", "relative=true"), f"{ATTENTION}.local.sinks", ["4", "relative"]),
         (using("yoso", "local=true"), f"{ATTENTION}.yoso", ["local", "needs a softmax", "convolution"]),
         (using("lsh", "window=chunk", "shared_qk=false"), f"{ATTENTION}.lsh.window", ["shared_qk = false", '"band"']),
+        (using("lsh", "shifted_keys=true", "shared_qk=false"), SHIFTED, ["shared_qk = false", "to true"]),
+        ([f"{SHIFTED}=true", *by('"lsh"'), *ENCODER], f"{ATTENTION}.pattern[0]", ["see both ways: with shifted_keys"]),
+        ([f"{SHIFTED}=true", *by('{"local": 2, "lsh": 2}'), "model.positions.kind=rotary"], SHIFTED, ["layer 0"]),
         ([*using("local", "relative=true"), "model.positions.kind=rotary"], f"{ATTENTION}.local.relative", ["rotary"]),
         (using("smart_bird", "objective=pooled"), f"{ATTENTION}.smart_bird.labels", ["null", '"pooled"']),
         (using("smart_bird", "objective=answer"), f"{ATTENTION}.smart_bird.objective", ['"answer"', '"token"']),

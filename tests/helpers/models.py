@@ -53,6 +53,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "lsh 3 rounds, few buckets, not counted": ("lsh", {"rounds": 3, "buckets": 4, "count_rounds": False}),
     "lsh chunk": ("lsh", {"window": "chunk", "rounds": 1}),
     "lsh separate": ("lsh", {"shared_qk": False}),
+    "lsh shifted": ("lsh", {"shifted_keys": True, "local": True}),
     "lha linear, sinusoidal": ("lha", {"hash": "linear", "sinusoidal_positions": True}),
     "lha projected, normalized": ("lha", {"sinusoidal_positions": True, "project_positions": True, "normalize": True}),
     "lha random": ("lha", {"hash": "random"}),
@@ -110,7 +111,7 @@ def causal_names() -> list[str]:
 
 
 def encoder_names() -> list[str]:
-    return [name for name in all_names() if getattr(AttentionConfig(), kind_of(name)).causal_only is None]
+    return [name for name in all_names() if getattr(named(name), kind_of(name)).causal_only is None]
 
 
 PATHS = {
@@ -119,6 +120,7 @@ PATHS = {
     "local relative": "the operator with distances",
     "lsh": "bucketed attention of shared codes, a token itself as last resort, rounds counted",
     "lsh local, sinks": "a window as a round, and sinks, merged by log-sum-exp",
+    "lsh shifted": "keys and buckets of the token before",
     "lha": "bucketed attention of codes of queries and of keys, and hashes that learn",
     "yoso": "hash tables",
     "smart_bird": "a sketch that chooses keys, and gathered attention",

@@ -382,6 +382,7 @@ def test_a_model_that_was_not_replaced_is_not_loaded_as_one(tmp_path):
         ("Llama", {}, {"kind": "lha", "window": "top_k"}, None, "attention.lha: a decoder would attend to later"),
         ("Llama", {}, {"kind": "smyrf"}, None, "smyrf"),
         ("Llama", {}, {"kind": "ngram"}, None, "attention.ngram: it reads token ids"),
+        ("Llama", {}, {"kind": "lsh", "shared_qk": True, "shifted_keys": True}, None, "without rotary positions"),
         ("Llama", {}, LHA, 65, "has 64 positions, fewer than max_length = 65. Set .* rope_parameters"),
         ("GPT2", {}, LHA, 65, "has 64 positions, fewer than max_length = 65. Use a smaller one"),
         ("GPT2", {"add_cross_attention": True}, LHA, None, "has cross-attention"),
