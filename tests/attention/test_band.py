@@ -4,30 +4,38 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megasparse.attention.contract import AttentionInputs, MechanismSpec
+from megasparse.attention.contract import AttentionContext, AttentionInputs, MechanismSpec
 from megasparse.attention.lsh import LSHAttention, LSHAttentionConfig
 from megasparse.ops.bucketed_attention import Window
+from megasparse.ops.random import RngContext
 from tests.helpers.comparing import assert_same_with_gradients
 
-WINDOW = Window("band", 4)
+WINDOW, LENGTH = Window("band", 4), 21
+MASKS = {
+    "key_mask": torch.rand(2, LENGTH, generator=torch.Generator().manual_seed(2)) > 0.3,
+    "segments": torch.tensor([0] * 2 + [1] * 9 + [2] * 10).expand(2, -1),
+}
 
 
-def random_heads(length, causal=True, dtype=torch.float64, **masks):
+def spec(causal=True):
+    return MechanismSpec(heads=2, head_dim=6, d_model=12, max_length=64, causal=causal)
+
+
+def random_heads(causal=True, **masks):
     generator = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(2, 2, length, 6, generator=generator, dtype=dtype) for _ in range(3))
+    q, k, v = (torch.randn(2, 2, LENGTH, 6, generator=generator, dtype=torch.float64) for _ in range(3))
     return AttentionInputs(q, k, v, masks.get("key_mask"), masks.get("segments"), causal)
 
 
-def random_codes(length, rounds=2, buckets=3):
+def random_codes():
     generator = torch.Generator().manual_seed(1)
-    return [torch.randint(0, buckets, (2, 2, rounds, length), generator=generator) for _ in range(2)]
+    return [torch.randint(0, 8, (2, 2, 2, LENGTH), generator=generator) for _ in range(2)]
 
 
 def together(heads, b):
     """Which tokens of sequence b are real and of one document, (L, L)."""
-    length = heads.q.shape[2]
-    real = torch.ones(length, dtype=torch.bool) if heads.key_mask is None else heads.key_mask[b]
-    document = torch.zeros(length) if heads.segments is None else heads.segments[b]
+    real = torch.ones(LENGTH, dtype=torch.bool) if heads.key_mask is None else heads.key_mask[b]
+    document = torch.zeros(LENGTH) if heads.segments is None else heads.segments[b]
     return real & real[:, None] & (document == document[:, None])
 
 
@@ -58,22 +66,38 @@ def defined(heads, query_codes, key_codes, window, *, scale, exclude_self, count
     return weight @ heads.v / total[..., None], total.log().masked_fill(blind, -torch.inf)
 
 
+@pytest.mark.parametrize("shifted", [True, False])
+@pytest.mark.parametrize("local", [True, False])
+@pytest.mark.parametrize("sinks", [0, 2])
+@pytest.mark.parametrize("masked", [True, False])
+def test_lsh_by_its_definition_with_the_key_of_the_token_or_of_the_previous_one(shifted, local, sinks, masked):
+    config = LSHAttentionConfig(chunk=WINDOW.chunk, buckets=8, shifted_keys=shifted, local=local, sinks=sinks)
+    mechanism, context = LSHAttention(config, spec()), AttentionContext(0, RngContext.evaluation(0, 2))
+    heads = random_heads(**(MASKS if masked else {}))
+    heads = heads._replace(k=F.normalize(heads.q, dim=-1))
+    codes = mechanism.assign(heads, context)[0]
+    key, key_codes = (torch.zeros_like(x) if shifted else x for x in (heads.k, codes))
+    for b, j in itertools.product(range(2), range(1, LENGTH if shifted else 1)):
+        if together(heads, b)[j - 1, j]:
+            key[b, :, j], key_codes[b, ..., j] = heads.k[b, :, j - 1], codes[b, ..., j - 1]
+    seen = [F.pad(x, (0, 0, 1, 0)) if local else x for x in (codes, key_codes)]
+    rule = {"scale": 1.0, "exclude_self": not shifted, "count_rounds": True, "sinks": sinks}
+    expected = defined(heads._replace(k=key), *seen, WINDOW, **rule)[0]
+    torch.testing.assert_close(mechanism(None, heads, context).out, expected)
+
+
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("shared", [True, False])
 @pytest.mark.parametrize("local", [True, False])
 @pytest.mark.parametrize("sinks", [0, 1, 3])
 def test_sinks_are_in_the_softmax_of_buckets_and_window_once(causal, shared, local, sinks):
-    length = 21
-    spec = MechanismSpec(heads=2, head_dim=6, d_model=12, max_length=64, causal=causal)
     config = LSHAttentionConfig(chunk=WINDOW.chunk, buckets=40, shared_qk=shared, local=local, sinks=sinks)
-    mechanism, (queries, keys) = LSHAttention(config, spec), random_codes(length, buckets=8)
+    mechanism, (queries, keys) = LSHAttention(config, spec(causal)), random_codes()
     keys = queries if shared else keys
     ahead = WINDOW.chunk - (shared and not sinks)  # without codes of their own, the keys less than M ranks away
     everywhere = [F.pad(codes, (0, 0, 1, 0)) for codes in (queries, keys)]  # a window is a round of one bucket
-    mask = torch.rand(2, length, generator=torch.Generator().manual_seed(2)) > 0.3
-    documents = torch.tensor([0] * 2 + [1] * 9 + [2] * 10).expand(2, -1)
-    for masks in ({}, {"key_mask": mask}, {"segments": documents}, {"key_mask": mask, "segments": documents}):
-        heads = random_heads(length, causal, **masks)
+    for names in ((), ("key_mask",), ("segments",), MASKS):
+        heads = random_heads(causal, **{name: MASKS[name] for name in names})
 
         def ours(q, k, v, heads=heads):
             return mechanism.attend(heads._replace(q=q, k=k, v=v), queries, None if shared else keys)[0]

@@ -10,11 +10,8 @@ from megasparse.attention.heads import AttentionLayer, Padding, build_mechanism
 from megasparse.attention.lsh import LSHAttentionConfig, lsh_buckets
 from megasparse.attention.observation import calls
 from megasparse.evaluation.attention_quality import weights_of
-from megasparse.ops.bucketed_attention import BucketedAttentionSpec, Window
-from megasparse.ops.bucketed_attention.definition import reference_attention as defined
-from megasparse.ops.normalize import unit_keys
 from megasparse.ops.random import RngContext, rotations
-from tests.helpers.models import Single, attention, layer_of, padded_and_packed, small
+from tests.helpers.models import Single, attention, layer_of, small
 
 WIDTH, HEADS = 32, 2
 
@@ -112,21 +109,6 @@ def test_huggingface_without_its_wrap_gives_the_same_for_every_token(causal, rou
         assert (ours_ - theirs_).norm() < 1e-4 * theirs_.norm()
 
 
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("window", ["band", "chunk"])
-def test_the_shared_form_is_the_definition_on_its_own_codes(causal, window):
-    single = Single("lsh", causal)
-    mechanism = build_mechanism("lsh", settings(causal, window=window), 2)
-    _, q, _, v = single.inputs(50)
-    heads = AttentionInputs(*unit_keys(q), v, None, None, causal)
-    context = AttentionContext(0, RngContext.evaluation(0, 2))
-    codes, keys = mechanism.assign(heads, context)
-    assert keys is None and codes.max() < 32
-    out = mechanism(None, heads, context).out
-    expected, _ = defined(*(x.double() for x in heads[:3]), codes, BucketedAttentionSpec(Window(window, 8), causal))
-    torch.testing.assert_close(out.double(), expected, rtol=1e-4, atol=1e-5)
-
-
 def settings(causal, **changes):
     return small(attention=attention("lsh", lsh=changes), kind="decoder" if causal else "encoder")
 
@@ -148,29 +130,6 @@ def test_separate_queries_and_keys_meet_if_their_hashes_agree(causal):
     seen = seen | (torch.eye(50, dtype=torch.bool) & ~seen.any(-1, keepdim=True))
     score = (q @ k.transpose(-1, -2) / 4).masked_fill(~seen, -torch.inf)
     torch.testing.assert_close(mechanism(None, heads, context).out, torch.softmax(score, -1) @ v)
-
-
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("settings", [{}, {"local": True}, {"sinks": 2}])
-def test_shifted_keys_by_their_definition(settings, masked):
-    single = Single("lsh", True, settings={"shifted_keys": True, "buckets": 4, **settings})
-    x, q, k, v = single.inputs(40, dtype=torch.float64)
-    real, documents = padded_and_packed(40).values() if masked else (torch.ones(2, 40).bool(), torch.zeros(2, 40))
-    real[0, :3] = not masked
-    inputs, context = AttentionInputs(q, k, v, None, None, True), AttentionContext(0, RngContext.evaluation(0, 2))
-    codes = Single("lsh", True, settings={"buckets": 4}).mechanism.assign(inputs, context)[0]
-    sinks, window, unit = settings.get("sinks", 0), 8 if "local" in settings else 0, unit_keys(q)[1]
-    found = single(x, q, k, v, **({"key_mask": real, "segments": documents} if masked else {})).out
-    for row, head, at in real[:, None].expand(-1, 2, -1).nonzero().tolist():
-        seen = [j for j in range(at + 1) if real[row, j] and documents[row, j] == documents[row, at]]
-        keys = torch.stack([torch.zeros(16), *unit[row, head, seen[:-1]]])
-        buckets = torch.stack([torch.zeros(2), *codes[row, head][:, seen[:-1]].T])
-        visible = {*range(min(sinks, len(seen))), *range(max(0, len(seen) - window), len(seen))}
-        for number, bucket in enumerate(codes[row, head, :, at]):
-            visible |= {*[n for n in range(sinks, len(seen)) if buckets[n, number] == bucket][-8:]}
-        weights = torch.softmax(keys[[*visible]].double() @ q[row, head, at], 0)
-        expected = weights @ v[row, head, [seen[n] for n in visible]] if visible else v[row, head, at]
-        torch.testing.assert_close(found[row, head, at], expected)
 
 
 def test_with_shifted_keys_equal_tokens_meet_at_any_distance():
