@@ -26,8 +26,8 @@ def build_model(config: ModelConfig, seed: int, dtype: torch.dtype = torch.float
     """Build a model whose weights are pure functions of (seed, weight name).
 
     Embeddings are standard normal. Projections are normal with deviation 1/√fan-in, and those into a residual stream
-    are divided by √(branches of the stack). Norms are 1, biases 0. With `style` "bert" all weights except the
-    mechanisms' own use BERT's deviation.
+    are divided by √(branches of the stack). Norms are 1, biases 0. Scores of `ranked` buckets have deviation 0.02. With
+    `style` "bert" all weights except the mechanisms' own use BERT's deviation.
 
     Args:
         config: The section `model` of a configuration.
@@ -121,6 +121,8 @@ class _MatricesOnMeta(TorchFunctionMode):
 
 
 BERT_DEVIATION = 0.02
+BUCKET_DEVIATION = 0.02
+"""Of ranked attention's buckets: larger weights give almost all probability to one bucket, so gradients vanish."""
 
 
 def _deviation(name: str, shape: Sequence[int], config: ModelConfig) -> float:
@@ -130,6 +132,8 @@ def _deviation(name: str, shape: Sequence[int], config: ModelConfig) -> float:
         return BERT_DEVIATION
     if name.startswith("embedding."):
         return 1.0
+    if name.endswith("_buckets.weight"):
+        return BUCKET_DEVIATION
     scale = shape[1] ** -0.5
     branches = config.layers * (3 if config.source else 2)
     return scale * branches**-0.5 if name.endswith((".output.weight", ".down")) else scale

@@ -20,6 +20,12 @@ def test_weights_are_a_function_of_seed_and_name():
     assert torch.equal(a.get_parameter(name), deeper.get_parameter(name))
 
 
+def test_initial_buckets_are_almost_equally_likely():
+    parameters = build_model(small(("ranked",)), 0).named_parameters()
+    scores = [weight for name, weight in parameters if name.endswith("_buckets.weight")]
+    assert scores and all(abs(weight.std() / 0.02 - 1) < 0.1 for weight in scores)
+
+
 def test_every_weight_is_trained():
     for config in (small(), small(tied_embeddings=True), small(blocks="ordinary", activations="stored")):
         model = build_model(config, 0)
