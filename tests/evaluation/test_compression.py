@@ -14,17 +14,7 @@ from megasparse.cli.main import main
 from megasparse.errors import DataError, UserError
 from megasparse.evaluation import compression
 from megasparse.evaluation.bits_per_dim import of_model, score
-from megasparse.evaluation.compression import (
-    DEEPEST,
-    SCALE,
-    Code,
-    decode,
-    encode,
-    model_digest,
-    pack,
-    unpack,
-    weights,
-)
+from megasparse.evaluation.compression import DEEPEST, SCALE, Code, decode, encode, model_digest, pack, unpack, weights
 from megasparse.model.build import build_model
 from tests.helpers.models import by_path, named, random_tokens, small, strict_names
 from tests.helpers.scoring import Stream

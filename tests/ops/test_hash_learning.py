@@ -4,15 +4,7 @@ import pytest
 import torch
 
 import megasparse.ops.hash_learning as hash_learning
-from megasparse.ops.hash_learning import (
-    Draws,
-    divergence,
-    draw_keys,
-    ranks,
-    sampled_keys,
-    sampled_queries,
-    unit_sum,
-)
+from megasparse.ops.hash_learning import Draws, divergence, draw_keys, ranks, sampled_keys, sampled_queries, unit_sum
 from tests.helpers.definitions import utilities
 from tests.helpers.operators import DEVICE
 

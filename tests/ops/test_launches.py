@@ -130,11 +130,7 @@ def test_a_step_of_reformer_64k_takes_no_more_than_recorded():
     both = total(count_step(load_config("reformer_64k")))
     assert (both.transfers, both.host) == (0, 0)
     assert both.torch + both.kernels <= 2140 and both.moved <= 349.7e9 and both.flops <= 77.8e12
-    products = {
-        "mm",
-        "addmm",
-        *(f"kernel {name}" for name in ("forward", "query_gradient", "key_gradient")),
-    }
+    products = {"mm", "addmm", *(f"kernel {name}" for name in ("forward", "query_gradient", "key_gradient"))}
     elementwise = sum(moved for name, (_, moved) in both.by_name.items() if name not in products)
     assert elementwise <= 417e9 / 2
 
