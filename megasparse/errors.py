@@ -113,7 +113,7 @@ class MemoryShortage(UserError):
 
 
 class HubError(FileError):
-    """A HuggingFace model is damaged, or the target format cannot express the model."""
+    """A Hugging Face model is damaged, or the target format cannot express the model."""
 
 
 class SourceError(DataError):

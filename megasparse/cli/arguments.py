@@ -48,7 +48,7 @@ def add_start(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--start",
         metavar="FOLDER",
-        help="initialize from a megasparse checkpoint or a HuggingFace model; model keys not set in CONFIG are copied"
+        help="initialize from a megasparse checkpoint or a Hugging Face model; model keys not set in CONFIG are copied"
         " from it, its attention may be replaced, and missing weights are randomly initialized",
     )
 

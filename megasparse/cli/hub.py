@@ -1,4 +1,4 @@
-"""Commands for HuggingFace models."""
+"""Commands for Hugging Face models."""
 
 import argparse
 import sys
@@ -16,7 +16,7 @@ def add_convert_from_hf(parser: argparse.ArgumentParser) -> None:
 
 
 def convert_from_hf(args: argparse.Namespace) -> None:
-    """Convert a HuggingFace model (Llama, SmolLM, Mistral, Qwen2, Qwen3, GPT-2, BERT, Reformer, YOSO, or an export of
+    """Convert a Hugging Face model (Llama, SmolLM, Mistral, Qwen2, Qwen3, GPT-2, BERT, Reformer, YOSO, or an export of
     `megasparse convert to-hf`) to a checkpoint.
 
         megasparse convert from-hf --model ~/models/SmolLM2-135M --output runs/imported
@@ -36,10 +36,13 @@ def convert_from_hf(args: argparse.Namespace) -> None:
     from megasparse.hub import require_transformers
 
     require_transformers()
+    from transformers.utils.logging import disable_progress_bar
+
     from megasparse.hub.importing import HFModel, with_first_token, write_checkpoint
     from megasparse.hub.tensor_file import refuse_existing
 
     refuse_existing(args.output)
+    disable_progress_bar()
     model = HFModel.open(args.model)
     values = model.config.model_dump(mode="json")
     values["run"]["directory"] = str(args.output)
@@ -50,7 +53,7 @@ def convert_from_hf(args: argparse.Namespace) -> None:
         values["data"]["tokenizer"] = str(args.output / f"tokenizer{tokenizer.suffix}")
     config = build_config(values)
     tokens = model.compare()
-    print(f"{model.folder}: logits agree with the converted model's on {tokens} tokens", file=sys.stderr)
+    print(f"{args.model}: logits agree with the converted model's on {tokens} tokens", file=sys.stderr)
     files = {} if tokenizer is None else model.companion_files
     print(write_checkpoint(config, with_first_token(model.tensors, args.first_byte), args.output, tokenizer, files))
 
@@ -66,7 +69,7 @@ def add_convert_to_hf(parser: argparse.ArgumentParser) -> None:
 
 
 def convert_to_hf(args: argparse.Namespace) -> None:
-    r"""Write a checkpoint as a HuggingFace model.
+    r"""Write a checkpoint as a Hugging Face model.
 
         megasparse convert to-hf --checkpoint runs/quickstart --output export/quickstart
         megasparse convert to-hf --checkpoint runs/enwik8/checkpoints/00020000 --output export/enwik8 \
@@ -102,7 +105,7 @@ def add_replace_attention(parser: argparse.ArgumentParser) -> None:
 
 
 def replace_attention(args: argparse.Namespace) -> None:
-    r"""Replace the attention of a HuggingFace encoder (BERT, RoBERTa, XLM-RoBERTa, DistilBERT) or of a
+    r"""Replace the attention of a Hugging Face encoder (BERT, RoBERTa, XLM-RoBERTa, DistilBERT) or of a
     decoder that uses transformers' attention interface (Llama, Qwen, Gemma, Phi, GPT-2, ...).
 
         megasparse replace-attention --model DIR --attention '{"kind": "yoso"}' --max-length 4096 --output DIR
@@ -152,7 +155,7 @@ def add_teach(parser: argparse.ArgumentParser) -> None:
 
 
 def teach(args: argparse.Namespace) -> None:
-    r"""Train the hashes or sketches of a HuggingFace model with replaced attention to select the keys with the largest
+    r"""Train the hashes or sketches of a Hugging Face model with replaced attention to select the keys with the largest
     weights in its full attention; in a decoder, keys beyond the window and the sinks. Other weights are unchanged.
 
         megasparse replace-attention --model MODEL --output HASHED --max-length 4096 --attention \
@@ -213,8 +216,8 @@ def add_check_model(parser: argparse.ArgumentParser) -> None:
 
 
 def check_model(args: argparse.Namespace) -> None:
-    """Check a HuggingFace decoder on random tokens: no logit may depend on later tokens, padding, other rows of a batch
-    or other documents packed into the row, and decoding from a cache must give the logits of the whole pass.
+    """Check a Hugging Face decoder on random tokens: no logit may depend on later tokens, padding, other rows of a
+    batch or other documents packed into the row, and decoding from a cache must give the logits of the whole pass.
 
         megasparse check-model --model models/SmolLM2-135M
         megasparse check-model --length 512 --model export/quickstart

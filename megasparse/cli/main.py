@@ -11,7 +11,7 @@ from megasparse import __version__
 from megasparse.errors import UserError, did_you_mean, report_user_errors, without_secrets
 
 COMMANDS = {
-    "quickstart": ("train", "prepare real text, train a small model on it and evaluate it: 10 minutes on two cores"),
+    "quickstart": ("train", "prepare real text, train a small model on it and evaluate it: 8 minutes on two cores"),
     "pretrain": ("train", "pretrain a decoder, an encoder or an encoder-decoder"),
     "finetune": ("train", "fine-tune a pretrained model on a downstream task or a table of your own"),
     "evaluate": ("evaluation", "held-out bits/dim of a pretrained model, the metrics of a fine-tuned one"),
@@ -24,11 +24,11 @@ COMMANDS = {
     "train-tokenizer": ("data", "train a tokenizer on text"),
     "plan": ("train", "predict memory, traffic, time and cost of a pretraining run"),
     "report": ("train", "write an HTML page about one or several runs"),
-    "convert to-hf": ("hub", "write a checkpoint as a HuggingFace model"),
-    "convert from-hf": ("hub", "turn a HuggingFace model into a checkpoint"),
-    "replace-attention": ("hub", "replace the attention of a HuggingFace encoder or decoder"),
+    "convert to-hf": ("hub", "write a checkpoint as a Hugging Face model"),
+    "convert from-hf": ("hub", "turn a Hugging Face model into a checkpoint"),
+    "replace-attention": ("hub", "replace the attention of a Hugging Face encoder or decoder"),
     "teach": ("hub", "teach a replaced model's hashes or sketches its own attention"),
-    "check-model": ("hub", "check a HuggingFace decoder for leaks of later tokens, padding and other documents"),
+    "check-model": ("hub", "check a Hugging Face decoder for leaks of later tokens, padding and other documents"),
     "compare": ("train", "train and evaluate several attention mechanisms alike"),
 }
 """Subcommand -> (module in megasparse.cli, purpose), in the order of `megasparse --help`. For example, `convert to-hf`

@@ -151,7 +151,7 @@ def add_quickstart(parser: argparse.ArgumentParser) -> None:
 def quickstart(args: argparse.Namespace) -> None:
     """Prepare real text, train a small model on it, evaluate it and generate a sample, on any machine.
 
-        megasparse quickstart            # 10 minutes on two idle cores; writes data/quickstart and runs/quickstart
+        megasparse quickstart            # 8 minutes on two idle cores; writes data/quickstart and runs/quickstart
         megasparse quickstart --small    # all steps in two or three minutes; writes runs/quickstart_small
         make quickstart                  # the first command in a checkout, after installing into .venv
 

@@ -95,7 +95,7 @@ def check_values(section: dict[str, Any]) -> None:
         logging.disable(logging.NOTSET)
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
-    # strict: otherwise DeepSpeed drops every "auto", which only HuggingFace's trainer fills in
+    # strict: otherwise DeepSpeed drops every "auto", which only Hugging Face's trainer fills in
     _validate(DeepSpeedZeroConfig, zero, "deepspeed.zero_optimization", strict=True)
     for key, supported in ZERO_SUPPORTED.items():
         *parts, last = key.split(".")

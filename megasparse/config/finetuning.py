@@ -24,7 +24,7 @@ class StartConfig(Section):
     """With `model` only: a GloVe text file to initialise token embeddings from (with the principal components if its
     vectors are wider than model.d_model), and Smart Bird's sketches from the principal components."""
     activations: Literal["stored", "checkpoint", "checkpoint_cpu"] | None = None
-    """As `model.activations`; null keeps a checkpoint's value, and is `stored` for HuggingFace models."""
+    """As `model.activations`; null keeps a checkpoint's value, and is `stored` for Hugging Face models."""
     sha256: str | None = None
     """SHA-256 of the file of weights, written into the run's configuration. Any other file is an error."""
 

@@ -48,9 +48,9 @@ class PositionsConfig(Section):
     axial_dims: list[Positive] | None = None
     """Axial only: the width of each axis' embedding; the widths sum to `model.d_model`."""
     offset: Count = 0
-    """Learned only: unused rows of the table before the first position (2 in HuggingFace's YOSO)."""
+    """Learned only: unused rows of the table before the first position (2 in Hugging Face's YOSO)."""
     base: Annotated[float, Field(gt=1.0)] = 10000.0
-    """Rotary only: base of the frequencies base^(−2i/D), HuggingFace's rope_theta."""
+    """Rotary only: base of the frequencies base^(−2i/D), Hugging Face's rope_theta."""
     scaling: RotaryScalingConfig | None = None
     """Rotary only: scaling to sequences longer than in the original training."""
 
@@ -192,7 +192,7 @@ class DataConfig(Section):
     shuffle_shards: Positive = 16
     """Sequences are shuffled within groups of this many shards; the order of shards is shuffled first."""
     tokenizer: str = "bytes"
-    """`bytes`, `pixels`, or the path of a tokenizer: *.model (sentencepiece), *.json (HuggingFace), *.txt (words)."""
+    """`bytes`, `pixels`, or the path of a tokenizer: *.model (sentencepiece), *.json (Hugging Face), *.txt (words)."""
 
 
 class TrainingConfig(Section):

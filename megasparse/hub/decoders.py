@@ -189,7 +189,7 @@ class DecoderFormat(Format):
         self.must_be(model, "adaptive_cutoffs", [])
         self.must_be(model, "logit_scale", 1.0, *([] if model.tied_embeddings else [None]))
         if model.start_token is None:
-            problem = f"null, a learned start vector, which HuggingFace's {self.name} does not support"
+            problem = f"null, a learned start vector, which Hugging Face's {self.name} does not support"
             raise HubError("model.start_token", problem, "Export to another format, such as megasparse")
         if any(mechanism.shared_qk for mechanism in mechanisms(unfilled(model))):
             raise self.inexpressible("attention.pattern", model.attention.pattern, "separate queries and keys")

@@ -92,7 +92,7 @@ class Format(ABC):
             raise self.inexpressible(key, value, " or ".join(map(repr, only)))
 
     def inexpressible(self, key: str, value: Any, only: str) -> HubError:
-        problem = f"{value!r} is not supported by HuggingFace's {self.name}, only {only}"
+        problem = f"{value!r} is not supported by Hugging Face's {self.name}, only {only}"
         return HubError(f"model.{key}", problem, "Export to another format, such as megasparse")
 
     def check_parts(self, model: ModelConfig) -> None:

@@ -182,10 +182,10 @@ def read_config(folder: Path) -> dict[str, Any]:
         text = read_file(path).decode()
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or "not UTF-8"
-        raise HubError(path, f"cannot be read ({reason})", "Use the folder of a HuggingFace model") from None
+        raise HubError(path, f"cannot be read ({reason})", "Use the folder of a Hugging Face model") from None
     values = parse_json(text, str(path))
     if not isinstance(values, dict):
-        raise HubError(path, "is not a configuration", "Use the folder of a HuggingFace model")
+        raise HubError(path, "is not a configuration", "Use the folder of a Hugging Face model")
     return values
 
 

@@ -101,7 +101,7 @@ class ReformerFormat(Format):
     name = "reformer"
     note = (
         "Every input starts with BOS (its tokenizer adds it), and the logits at a position predict the next token; the "
-        "logit of BOS is meaningless. Attention inside hash buckets is random here: HuggingFace's Reformer draws new "
+        "logit of BOS is meaningless. Attention inside hash buckets is random here: Hugging Face's Reformer draws new "
         "rotations at each call (hash_seed null), and lets the first chunk of a hash round attend to the last chunk of "
         "the round before, unlike the original model. Individual logits therefore differ from the original model's, "
         "as between two draws of its rotations. A sequence is padded to full chunks, and must fit "

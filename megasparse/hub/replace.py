@@ -180,7 +180,7 @@ def _require_plain(model: PreTrainedModel) -> None:
     """Raise HubError for a model whose attention cannot be replaced according to its configuration."""
     name = type(model).__name__
     if not isinstance(model, PreTrainedModel):
-        raise HubError(name, "is not a model of HuggingFace transformers", HINT)
+        raise HubError(name, "is not a model of Hugging Face transformers", HINT)
     hf = model.config
     if hf.is_encoder_decoder or getattr(hf, "add_cross_attention", False):
         raise HubError(name, "has cross-attention (config.add_cross_attention)", "Use a decoder without it")

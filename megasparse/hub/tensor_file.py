@@ -42,7 +42,7 @@ class TensorFile:
         """
         folder = Path(folder)
         if not folder.is_dir():
-            raise HubError(folder, "no such folder", "Use the folder of a HuggingFace model")
+            raise HubError(folder, "no such folder", "Use the folder of a Hugging Face model")
         replaced = TensorFile.one(folder / ADAPTER)._files if (folder / ADAPTER).exists() else {}
         if (folder / WEIGHTS).exists():
             return TensorFile(folder, TensorFile.one(folder / WEIGHTS)._files | replaced)._of_its_depth()
@@ -52,7 +52,7 @@ class TensorFile:
         if pickled:
             hint = "Convert it to safetensors with transformers' save_pretrained, if you trust the file"
             raise HubError(folder / pickled[0], "is a pickle, which could run any code when it is loaded", hint)
-        raise HubError(folder, f"contains neither {WEIGHTS} nor {INDEX}", "Use the folder of a HuggingFace model")
+        raise HubError(folder, f"contains neither {WEIGHTS} nor {INDEX}", "Use the folder of a Hugging Face model")
 
     @staticmethod
     def one(path: Path) -> "TensorFile":

@@ -113,6 +113,7 @@ def train_all(comparison: dict[str, Any], runs: Sequence[ArmRun], log: Path, job
 def _train_and_evaluate(run: ArmRun) -> list[tuple[str, Row]]:
     missing = [words for words in run.evaluations.values() if not Path(words[-1]).exists()]
     if missing:
+        tqdm.write(f"{run.folder}: training, see training.log there", file=sys.stderr)
         call(*run.training, log=run.folder / "training.log")
     for words in missing:
         call(*words, log=Path(words[-1]).with_suffix(".log"))

@@ -36,12 +36,15 @@ PLATFORM = ["--platform", "manylinux_2_24_x86_64", "--python-version", "3.11", "
 
 NEXT = """
 Next:
-  {run}/report.html                                         a page about this run, in a browser
-  tensorboard --logdir runs                                 curves of the run
-  megasparse generate --checkpoint {run} --prompt "A "      more text
+  # open {run}/report.html, a page about this run, in a browser; or watch the curves of all runs
+  tensorboard --logdir runs
+  # generate more text
+  megasparse generate --checkpoint {run} --prompt "A "
+  # train on your own text
   megasparse prepare-data text --source my_books/ --output data/books
   megasparse pretrain quickstart --set data.path=data/books --set run.directory=runs/books
-  megasparse finetune finetune/reviews --set start.checkpoint={run}     classify reviews, or your own table"""
+  # classify reviews, or your own table
+  megasparse finetune finetune/reviews --set start.checkpoint={run}"""
 
 
 def quickstart(small: bool = False) -> None:

@@ -189,7 +189,7 @@ def test_a_model_trained_here_goes_out_and_in_again(tmp_path, changes):
 def test_features_missing_in_huggingface_are_named(changes, key):
     config = build_config({"model": {**MODEL, **changes}, "data": {"sequence_length": 64}})
     to = "bert" if key.startswith("model.attention.full") else "yoso"
-    with pytest.raises(HubError, match=rf"^{key}.*: .* is not supported by HuggingFace's {to}, only "):
+    with pytest.raises(HubError, match=rf"^{key}.*: .* is not supported by Hugging Face's {to}, only "):
         format_named(to).export(config, lambda name: pytest.fail("a weight was read"))
     with pytest.raises(HubError, match=r"^model.kind: 'decoder' is not .* bert, only 'encoder'"):
         format_named("bert").export(Config(), lambda name: pytest.fail("a weight was read"))

@@ -308,7 +308,7 @@ def test_settings_that_do_not_fit_change_nothing(attention, message):
 
 
 def test_unsupported_models_and_requests_are_rejected():
-    with pytest.raises(HubError, match="Linear: is not a model of HuggingFace transformers"):
+    with pytest.raises(HubError, match="Linear: is not a model of Hugging Face transformers"):
         replace_attention(torch.nn.Linear(2, 2), {"kind": "lha"})
     config = transformers.ElectraConfig(**SIZE, **WIDTHS)
     with pytest.raises(HubError, match='ElectraModel: is of type "electra", whose attention is not causal'):

@@ -40,7 +40,7 @@ PINNED = re.compile(r"hf://(datasets/|spaces/)?[^/@]+/[^/@]+@[0-9a-f]{40}(/|\Z)"
 def download_all(location: str, folder: Path, suffixes: Sequence[str]) -> list[tuple[Path, str]]:
     """Return (local copy, name) of each file of a URL: a file; in an object store, a folder too, or a pattern.
 
-    suffixes: restrict the files of folders to these. Raises ConfigError for a HuggingFace URL without a revision;
+    suffixes: restrict the files of folders to these. Raises ConfigError for a Hugging Face URL without a revision;
     DataError as `download` does, for an invalid URL, and if another process is downloading into the folder.
     """
     if location.startswith("hf://") and not PINNED.match(location):
