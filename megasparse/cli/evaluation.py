@@ -210,11 +210,15 @@ def predict(args: argparse.Namespace) -> None:
     rows = predict(task, args.source, log) if args.source else [predict_texts(task, args.text, log)]
     if args.output is None:
         for row in rows:
-            print(json.dumps(row))
+            shown = row if args.source else {key: row[key] for key in row if key not in SOURCE_KEYS}
+            print(json.dumps(shown))
         return
     write_predictions(args.output, rows)
     log(f"{len(rows):,} predictions by step {task.checkpoint.step} of {task.checkpoint.path}: {args.output}")
 
+
+SOURCE_KEYS = ("name", "file", "line", "label")
+"""Keys of a prediction that an example from --text does not have."""
 
 SUFFIX = ".msz"
 

@@ -205,7 +205,7 @@ def teach(args: argparse.Namespace) -> None:
     before, after = teacher.teach(windows[: -args.held_out], windows[-args.held_out :], args.passes, folder)
     save_replaced(model, args.output, tokenizer)
     shutil.rmtree(folder, ignore_errors=True)
-    print(f"loss on {args.held_out} held-out windows: {before:.4f} before, {after:.4f} after {teacher.passes} passes")
+    print(f"held-out loss ({args.held_out} windows): {before:.4f} before, {after:.4f} after {teacher.passes} passes")
     print(args.output)
 
 
