@@ -20,7 +20,8 @@ from typing import Any
 from torch import Tensor
 from tqdm import tqdm
 
-from megasparse.config.schema import RunSettings
+from megasparse.config.checks import BYTE_TOKENS
+from megasparse.config.schema import Config, RunSettings
 from megasparse.errors import ConfigError, one_line, without_secrets
 from megasparse.files import JsonLines, read_file, write_file
 from megasparse.training.ranks import Ranks
@@ -28,8 +29,8 @@ from megasparse.training.ranks import Ranks
 PLAIN_LINE_SECONDS = 10.0
 """Minimum seconds between progress lines if stderr is not a terminal."""
 SHOWN = {
-    "train/loss": "loss {:.4f}", "train/bits_per_dim": "{:.4f} bits/dim", "optimizer/learning_rate": "lr {:.2e}",
-    "speed/tokens_per_second": "{:,.0f} tokens/s", "evaluation/bits_per_dim": "held-out {:.4f} bits/dim",
+    "train/loss": "loss {:.4f}", "train/bits_per_dim": "{:.4f} {unit}", "optimizer/learning_rate": "lr {:.2e}",
+    "speed/tokens_per_second": "{:,.0f} tokens/s", "evaluation/bits_per_dim": "held-out {:.4f} {unit}",
 }  # fmt: skip
 """Scalars of the progress line, which otherwise contains all of `evaluation/`."""
 Backend = namedtuple("Backend", "scalars text image close")
@@ -102,6 +103,8 @@ class Tracker(AbstractContextManager["Tracker"]):
         self._every, self._steps, self._backends = config.logging.every, config.training.steps, dict[str, Any]()
         if not self.writing:
             return
+        tokens = isinstance(config, Config) and config.data.tokenizer not in BYTE_TOKENS
+        self._unit = "bits/token" if tokens else "bits/dim"
         self._bar = tqdm(total=self._steps, initial=start_step, unit="step", dynamic_ncols=True, disable=None)
         self._began, self._start_step, self._last_plain = time.monotonic(), start_step, -math.inf
         directory.mkdir(parents=True, exist_ok=True)
@@ -168,7 +171,7 @@ class Tracker(AbstractContextManager["Tracker"]):
             self.say(f"{name} is switched off until the run is restarted ({reason}). {hint}")
 
     def _show_progress(self, step: int, scalars: dict[str, float], is_due: bool) -> None:
-        parts = [form.format(scalars[name]) for name, form in SHOWN.items() if name in scalars]
+        parts = [form.format(scalars[name], unit=self._unit) for name, form in SHOWN.items() if name in scalars]
         if "evaluation/bits_per_dim" not in scalars and "evaluation/loss" in scalars:
             held_out = [f"{name[11:]} {x:.4f}" for name, x in scalars.items() if name.startswith("evaluation/")]
             parts.append(f"held-out {', '.join(held_out)}")

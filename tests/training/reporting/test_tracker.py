@@ -198,6 +198,16 @@ def test_without_a_terminal_a_line_has_every_held_out_metric(tmp_path, capsys):
     assert "tokens/s, held-out loss 0.2500, accuracy 0.5000, " in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("tokenizer", "unit"), [("bytes", "bits/dim"), ("books.model", "bits/token")])
+def test_the_progress_line_names_the_unit_of_its_bits(tmp_path, capsys, tokenizer, unit):
+    config = tiny_config(tmp_path)
+    config = config.model_copy(update={"data": config.data.model_copy(update={"tokenizer": tokenizer})})
+    with Tracker(config, Ranks(), 0) as tracker:
+        tracker.log(1, SCALARS | {"train/bits_per_dim": 2.0, "evaluation/bits_per_dim": 2.5})
+    line = capsys.readouterr().err
+    assert f"2.0000 {unit}" in line and f"held-out 2.5000 {unit}" in line
+
+
 PICTURE = torch.zeros(4, 4, 3, dtype=torch.uint8)
 
 
