@@ -342,11 +342,13 @@ def _of_huggingface(config: FinetuneConfig, named: Path, form: Any, labels: int)
 def _transformer(config: FinetuneConfig, folder: Path, labels: int) -> tuple[Backbone, dict[str, Any]]:
     """Load a model that remains a transformers model, with its attention replaced if the configuration requests it."""
     from transformers import AutoModel
+    from transformers.utils.logging import disable_progress_bar
 
     from megasparse.hub.replace import ENCODERS, ENTRY, extend_positions, positions, replace_attention
     from megasparse.hub.tensor_file import TensorFile
 
     TensorFile.open(folder)
+    disable_progress_bar()
     attention, longest = config.start.attention, config.task.max_length
     try:
         model, report = AutoModel.from_pretrained(

@@ -200,6 +200,9 @@ def open_dataset(path: Path) -> dict[str, Any]:
         raise DataError(path, "needs the package datasets", "pip install 'megasparse[tasks]'") from None
     except Exception as error:  # errors of pyarrow, the Hub's client and datasets
         problem = f"cannot be read as a dataset ({' '.join(str(error).split())[:200]})"
+        if str(path).startswith(HUB):
+            hint = "Check the network and the name, or give a folder of its files with --source"
+            raise DataError(f"hf://datasets/{str(path).removeprefix(HUB)}", problem, hint) from None
         hint = "Use a folder of save_to_disk or of .parquet files, or hf://datasets/O/N"
         raise DataError(path, problem, hint) from None
 

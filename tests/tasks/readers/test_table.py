@@ -388,7 +388,7 @@ def test_a_dataset_that_cannot_be_read_is_one_line(tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
     result = refusal(lambda: split_files(build_task(TaskConfig(name="sst2")), Path("hub"), "train"))
-    assert result.startswith("hf:/datasets/nyu-mll/glue/sst2: cannot be read as a dataset (")
+    assert result.startswith("hf://datasets/nyu-mll/glue/sst2: cannot be read as a dataset (")
 
 
 @pytest.mark.parametrize(("name", "text", "label"), [("listops", "Source", "Target"), ("ag_news", "text", "label")])
