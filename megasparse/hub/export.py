@@ -155,7 +155,8 @@ def text_tokens(model: ModelConfig) -> list[Tensor]:
 
 PIPELINES = {"decoder": "text-generation", "encoder": "fill-mask", "encoder_decoder": "translation"}
 USE = {
-    "decoder": 'inputs = tokenizer("The ", return_tensors="pt")\nprint(tokenizer.decode(model.generate(**inputs)[0]))',
+    "decoder": 'inputs = tokenizer("The ", return_tensors="pt")\n'
+    "print(tokenizer.decode(model.generate(**inputs, max_new_tokens=64, do_sample=True)[0]))",
     "encoder": 'inputs = tokenizer("The [MASK]", return_tensors="pt")\nlogits = model(**inputs).logits',
     "encoder_decoder": 'inputs = tokenizer(["A source."], return_tensors="pt")\n'
     "print(tokenizer.batch_decode(model.generate(**inputs, num_beams=4), skip_special_tokens=True))",
@@ -187,7 +188,7 @@ def card(checkpoint: Checkpoint, exported: Exported, to: str, evaluation: str | 
         causal = "It is strictly causal: no output depends on a later token."
         leaks = "; ".join(built.leaks)
         lines += ["", f"**It is not strictly causal** ({leaks})." if leaks else causal]
-    lines += ["", "Its licence is for those who publish it to state.", "", "## Use", "", *_use(config, exported, to)]
+    lines += ["", "Add a licence before you publish the model.", "", "## Use", "", *_use(config, exported, to)]
     lines += ["", "## Training", ""]
     if (fingerprint := checkpoint.manifest["data_fingerprint"]) == NO_DATA:
         lines += ["The weights were imported, and not trained further."]
