@@ -149,7 +149,7 @@ class HuggingFaceBody(Backbone):
         if not self.model.supports_gradient_checkpointing:
             problem = f"{type(self.model).__name__} does not support recomputation of its layers"
             raise ConfigError("start.activations", problem, 'Set it to "stored"')
-        self.model.gradient_checkpointing_enable({"use_reentrant": False})
+        self.model.activation_checkpointing_enable({"use_reentrant": False})
         self.offload = offload_to_cpu
 
     def attention(self) -> dict[str, Any] | None:
