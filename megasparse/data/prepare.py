@@ -292,7 +292,7 @@ def _finished(plan: PartialIndex, output: Path) -> tuple[dict[str, Shard], dict[
             return shards, earlier.ends if isinstance(earlier, PartialIndex) else {}
     if stray := next(output.glob("*.tar"), None):
         problem = f"{stray.name} is here, but no {INDEX_FILE} says what it holds"
-        raise DataError(output, problem, "Choose another --output, or delete what is here")
+        raise DataError(output, problem, "Choose another --output or run.directory, or delete this folder")
     save(plan, output / PROGRESS_FILE)
     return {}, {}
 
@@ -309,7 +309,7 @@ def _refuse_another(plan: IndexFile, earlier: IndexFile, output: Path) -> None:
     if differing:
         changes = ", ".join(one_line(f"{key} {old.get(key)} (now {new.get(key)})") for key in differing[:9])
         problem = f"this folder was prepared with another {changes}"
-        raise DataError(output, problem, "Choose another --output, or delete this folder")
+        raise DataError(output, problem, "Choose another --output or run.directory, or delete this folder")
 
 
 def _is_whole(output: Path, shard: Shard) -> bool:
