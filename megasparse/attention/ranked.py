@@ -25,7 +25,7 @@ from megasparse.ops.sketch import rounded_ranks
 if TYPE_CHECKING:
     from megasparse.config.schema import ModelConfig
 
-_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 26}
+_ELEMENTS = {"cpu": 1 << 19, "cuda": 1 << 26}
 """Coordinates of the candidates of a tile of queries; on a CPU they fit its cache."""
 _BEST = 128
 """Keys of each sampled query that its buckets learn to contain."""
