@@ -122,7 +122,7 @@ class _MatricesOnMeta(TorchFunctionMode):
 
 BERT_DEVIATION = 0.02
 BUCKET_DEVIATION = 0.02
-"""Of ranked attention's buckets: larger weights give almost all probability to one bucket, so gradients vanish."""
+"""For buckets of ranked attention: larger weights give one bucket almost all probability, so gradients vanish."""
 
 
 def _deviation(name: str, shape: Sequence[int], config: ModelConfig) -> float:
