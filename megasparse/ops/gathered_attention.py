@@ -42,7 +42,7 @@ def _gathered_attention(
     """
     size = len(q) * math.lcm(k.shape[1], index.shape[1]) * index.shape[2:].numel() * q.shape[3]
     numpy = q.device.type == "cpu" and q.dtype in (torch.float32, torch.float64) and not torch.is_grad_enabled()
-    if numpy and q.shape[2] == 1 and dropout is None and size <= _GATHERED_ELEMENTS:  # more: same bits as with gradients
+    if numpy and q.shape[2] == 1 and dropout is None and size <= _GATHERED_ELEMENTS:  # others: bits as with gradients
         return _one_block(q, k, v, index, scale)
     out, lse = _GatheredAttention.apply(q, k, v, index, scale, dropout)
     return out, lse
