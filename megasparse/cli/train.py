@@ -40,8 +40,8 @@ def pretrain(args: argparse.Namespace) -> None:
     if args.start is not None and args.resume != "auto":
         problem = f"cannot be combined with --resume {args.resume}"
         raise ConfigError("--start", problem, "Remove one of them")
-    signals = StopSignals()
-    if not args.dry_run:
+    signals = None if args.dry_run else StopSignals()
+    if signals is not None:
         signals.follow_launcher()
     # Imported when the configuration is known to be right: a mistake in it should be reported at once.
     from megasparse.planning.dry_run import dry_run_report
@@ -93,8 +93,8 @@ def finetune(args: argparse.Namespace) -> None:
     if args.source is not None:
         args.set.append(f"task.source={json.dumps(args.source)}")
     config = config_from(args, FinetuneConfig)
-    signals = StopSignals()
-    if not args.dry_run:
+    signals = None if args.dry_run else StopSignals()
+    if signals is not None:
         signals.follow_launcher()
     build_task(config.task)  # report missing files and columns before the imports
     # Imported when the configuration is known to be right: a mistake in it should be reported at once.
@@ -216,7 +216,7 @@ def compare(args: argparse.Namespace) -> None:
     order, and shared weights have the same initial values. Instead of `prepare`, `corpora` may define several corpora,
     each with settings for all arms and with its own folder. Every step is an ordinary command, and finished steps are
     skipped, so an interrupted comparison can be continued. The results are OUTPUT/table.md and, if evaluation.every is
-    above 0, OUTPUT/curves.svg.
+    above 0, OUTPUT/curves.svg; bits/token equals bits/dim if tokens are bytes or pixels.
     """
     import shlex
 

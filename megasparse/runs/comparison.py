@@ -144,7 +144,7 @@ def _quiet_step(steps: list[Row]) -> float:
 
 def table(results: dict[str, list[Row]]) -> list[str]:
     """Return Markdown rows, best accuracy first: mean ± standard deviation over the seeds."""
-    lines = ["| attention | accuracy, % | loss, nats | bits/dim | s/step | training, s |", "|---" * 6 + "|"]
+    lines = ["| attention | accuracy, % | loss, nats | bits/token | s/step | training, s |", "|---" * 6 + "|"]
     for name, rows in sorted(results.items(), key=lambda item: -statistics.mean(row["accuracy"] for row in item[1])):
         units = (("accuracy", 100), ("loss", 1), ("loss", 1 / math.log(2)))
         accuracy, loss, bits = ([row[key] * unit for row in rows] for key, unit in units)
@@ -161,7 +161,7 @@ def spread(values: Sequence[float], digits: int = 3) -> str:
 
 
 def plot(output: Path, runs: Sequence[ArmRun]) -> None:
-    """Draw the held-out bits/dim of every arm, the mean over its seeds and these faintly, into `output`/curves.svg.
+    """Draw the held-out bits/token of every arm, the mean over its seeds and these faintly, into `output`/curves.svg.
     Nothing is written if no arm evaluates held-out text.
     """
     from megasparse.evaluation.outputs import COLOURS, new_figure, save_figure
@@ -182,6 +182,6 @@ def plot(output: Path, runs: Sequence[ArmRun]) -> None:
         values = [statistics.mean(curve[step] for curve in held_out) for step in common]
         by_step.plot(common, values, color=colour, label=arm)
         by_second.plot([step * seconds for step in common], values, color=colour)
-    by_step.set(title="bits/dim of the validation split, over steps", xlabel="steps")
+    by_step.set(title="bits/token of the validation split, over steps", xlabel="steps")
     by_second.set(title="over seconds of training", xlabel="seconds")
     save_figure(figure, output / "curves.svg")
