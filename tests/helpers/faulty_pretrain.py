@@ -13,8 +13,8 @@ starts of the run together, and leave the note `fault-NUMBER.json`; those with `
     write PATH, synced PATH                a checkpoint's file is about to be opened, has reached the disk
     rename PATH PATH, remove NAME          before it happens
 
-Acts: kill, stop (SIGKILL and SIGSTOP to itself), sleep SECONDS [to SECONDS], raise MESSAGE, gil (sleep for ever and let
-no other thread run).
+Acts: kill, stop (SIGKILL and SIGSTOP to itself), sleep SECONDS [to SECONDS], raise MESSAGE, gil (lock a locked
+mutex, which a signal does not interrupt, and let no other thread run).
 
 Each rank also appends the samples that it trains on to `samples-RANK.txt`: process id, step, sample number, crc32."""
 
@@ -87,7 +87,7 @@ class Faults:
         elif what == "raise":
             raise Injected(argument)
         elif what == "gil":
-            ctypes.PyDLL(None).sleep(10_000)  # unlike CDLL, PyDLL keeps the lock of the interpreter
+            ctypes.PyDLL(None).pthread_mutex_lock(ctypes.create_string_buffer(b"\1", 64))  # PyDLL keeps the GIL
         else:
             raise AssertionError(act)
 

@@ -1,6 +1,6 @@
 """Checkpoints on an independent S3 server: uploads in parts, and runs that resume on one machine after another.
 
-Needs `pip install 'moto[server]'`, which `dev` does not install, because it brings 45 packages."""
+Needs `pip install 'moto[server]' s3fs` (together, for one botocore); `dev` lacks it because it brings 45 packages."""
 
 import random
 import shutil
