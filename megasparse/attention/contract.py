@@ -285,6 +285,8 @@ class Attention(nn.Module, ABC):
 
     shared_qk: bool = False
     """True if the keys are q/|q|."""
+    changes_keys: bool = False
+    """True if `prepare` changes the keys."""
     reads_tokens: bool = False
     """True if the mechanism hashes token ids, see AttentionContext.tokens."""
     rotated: bool = True

@@ -83,10 +83,10 @@ class FullAttention(KeyValueAttention):
 
     def __init__(self, config: FullAttentionConfig, spec: MechanismSpec):
         super().__init__(config, spec)
-        self.shared_qk, self.adds_positions = config.shared_qk, config.sinusoidal_positions
+        self.shared_qk, self.changes_keys = config.shared_qk, config.sinusoidal_positions
 
     def prepare(self, q: Tensor, k: Tensor, first: int) -> tuple[Tensor, Tensor]:
-        if not self.adds_positions:
+        if not self.changes_keys:
             return q, k
         positions = sinusoids(first, q.shape[2], q.shape[3], q.device).to(q.dtype)
         return q + positions, k + positions

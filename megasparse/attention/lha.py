@@ -163,6 +163,7 @@ class LHAAttention(BandAttention):
         self.local, self.sinks, self.shares_pairs = config.local, config.sinks, config.window == "band"
         self.buckets = -(-spec.max_length // config.chunk)
         self.bucket_size = math.floor(math.sqrt(2) * spec.max_length / self.buckets)
+        self.changes_keys = config.sinusoidal_positions or config.normalize
         self.rule = {"scale": spec.head_dim**-0.5, "exclude_self": False, "count_rounds": True}
         self.hash = HashFunctions(config.hash, spec, self.buckets)
         if config.hash != "random":

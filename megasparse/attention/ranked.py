@@ -29,6 +29,8 @@ _ELEMENTS = {"cpu": 1 << 19, "cuda": 1 << 26}
 """Coordinates of the candidates of a tile of queries; on a CPU they fit its cache."""
 _BEST = 128
 """Keys of each sampled query that its buckets learn to contain."""
+_CODES = 256
+"""Bf16 represents integers up to this one, so a bucket's number is stored as two."""
 _GAIN = 4.0
 """Factor of the bucket scores: their weights learn as fast as the sketch's by the same steps of Adam."""
 
@@ -85,6 +87,7 @@ class RankedAttention(SmartBirdAttention):
 
     def __init__(self, config: RankedAttentionConfig, spec: MechanismSpec):
         super().__init__(cast(Any, config), spec)  # with a sketch's settings
+        self.index_width += 2
         self.query_buckets, self.key_buckets = (
             BucketScores(self.groups, config.sketch_dim, config.buckets) for _ in range(2)
         )
@@ -92,6 +95,16 @@ class RankedAttention(SmartBirdAttention):
     def teaching_rate(self, parameter: str, progress: float = 0.0) -> float | None:
         """Return a falling rate of buckets, which follow a sketch that changes."""
         return 1e-2 * (1 - 0.9 * progress) if "buckets" in parameter else super().teaching_rate(parameter)
+
+    def sketches(
+        self, x: Tensor, inputs: AttentionInputs, context: AttentionContext, exactly: bool = True
+    ) -> tuple[Tensor, Tensor]:
+        """As in `smart_bird`. Exact keys have two more numbers, the key's bucket // 256 and % 256."""
+        q, k = super().sketches(x, inputs, context, exactly)
+        if not exactly:
+            return q, k
+        codes = self.key_buckets(k, context).argmax(-1, keepdim=True)
+        return q, torch.cat([k, codes // _CODES, codes % _CODES], dim=-1)
 
     def _sketch_loss(
         self, q: Tensor, k: Tensor, shares: Tensor, far: Tensor, context: AttentionContext
@@ -111,9 +124,9 @@ class RankedAttention(SmartBirdAttention):
         first_query: int = 0,
     ) -> Tensor:
         count, config = sketches[0].shape[1], self.config
-        codes = self.key_buckets(sketches[1], context).argmax(-1).flatten(0, 1)
         probes = self.query_buckets(sketches[0], context).topk(config.probes, dim=-1).indices.flatten(0, 1)
         q, k = (x.flatten(0, 1) for x in sketches)
+        k, codes = k[..., :-2], (k[..., -2] * _CODES + k[..., -1]).long()
         masks = (inputs.key_mask, inputs.segments)
         real, documents = (None if x is None else x.repeat_interleave(count, dim=0) for x in masks)
         limits = config.buckets, config.members, config.keys
@@ -208,6 +221,14 @@ def ranked_keys(
         (B, Lq, K) int32 positions, best first; −1 if fewer than K keys take part.
     """
     (batch, queries, width), length, device = q.shape, k.shape[1], q.device
+    chosen = torch.full((batch * queries, count), -1, dtype=torch.int32, device=device)
+    if q.is_meta:  # data decide the sizes; a plan counts the largest tile
+        q.new_empty(min(_ELEMENTS["cuda"], batch * queries * length * width), dtype=torch.float64)
+        return chosen.unflatten(0, (batch, queries))
+    if segments is not None:  # a bucket per document
+        of_queries = segments[:, first_query : first_query + queries, None]
+        codes, probes = codes + buckets * segments, probes + buckets * of_queries
+        buckets *= 1 + int(segments.max())
     if key_mask is not None:
         codes = codes.masked_fill(~key_mask, buckets)
     order = codes.argsort(dim=1, stable=True)  # by bucket, then by position
@@ -221,7 +242,6 @@ def ranked_keys(
     by_number = sums[..., -1].flatten().argsort()  # tiles of queries with about equally many candidates
     sums, starts = (x.flatten(0, 1)[by_number] for x in (sums, last - sums))
     q, k, order = q.flatten(0, 1)[by_number], k.flatten(0, 1), order.flatten()
-    chosen = torch.full((batch * queries, count), -1, dtype=torch.int32, device=device)
     step = max(1, _ELEMENTS[device.type] // (max(1, int(sums.max())) * width))
     for tile in torch.arange(batch * queries, device=device).split(step):
         rows, total = by_number[tile], sums[tile]
@@ -231,9 +251,6 @@ def ranked_keys(
         hidden = number >= total[:, -1:]
         slot = number + starts[tile].gather(1, probe)
         key = order[slot.clamp_max_(length - 1) + offset]  # (T, C)
-        if segments is not None:
-            documents = segments.flatten()
-            hidden |= documents[key + offset] != documents[offset + first_query + (rows % queries).unsqueeze(-1)]
         vectors = F.embedding(key + offset, k).double()  # (T, C, d)
         ranks = rounded_ranks((vectors @ q[tile].double().unsqueeze(-1)).squeeze(-1), width, key)
         best, rank = ranks.masked_fill_(hidden, -torch.inf).topk(min(count, ranks.shape[-1]), dim=-1)

@@ -147,7 +147,7 @@ class SmartBirdAttention(Attention):
         self.width = config.sketch_dim if self.reads_tokens else spec.d_model
         self.query: Any
         self.key: Any
-        self.groups = 1
+        self.groups, self.index_width = 1, config.sketch_dim
         if config.sketch == "heads":
             wide = config.sketch_heads * spec.head_dim
             self.groups = spec.heads // config.sketch_heads
@@ -224,13 +224,16 @@ class SmartBirdAttention(Attention):
     def sketches(
         self, x: Tensor, inputs: AttentionInputs, context: AttentionContext, exactly: bool = True
     ) -> tuple[Tensor, Tensor]:
-        """Return the queries and keys of this rank's S sketches, for the tokens in `inputs`: (B, S, L, d) each."""
+        """Return the queries and keys of this rank's S sketches, for the tokens in `inputs`: (B, S, L, d) each. Exact
+        keys are rounded to the dtype of the heads' keys, as replaced models cache them.
+        """
         if self.config.sketch == "heads":
             q, k = inputs.q.detach(), inputs.k.detach()
-            return self.query(q, context.part, exactly), self.key(k, context.part, exactly)
-        x = x if exactly else at_least_fp32(x)  # `exact_projection` widens its input itself
-        q, k = (self._whole(project(x, exactly), context.part).unsqueeze(1) for project in (self.query, self.key))
-        return q, k
+            q, k = self.query(q, context.part, exactly), self.key(k, context.part, exactly)
+        else:
+            x = x if exactly else at_least_fp32(x)  # `exact_projection` widens its input itself
+            q, k = (self._whole(project(x, exactly), context.part).unsqueeze(1) for project in (self.query, self.key))
+        return q, k.to(inputs.k.dtype).to(k.dtype) if exactly else k
 
     def _objective(self, x: Tensor, inputs: AttentionInputs, targets: Targets, part: SequencePart) -> Tensor:
         """Return the sketch's loss. With sequence parallelism, every rank computes the whole loss."""
@@ -295,7 +298,7 @@ class SmartBirdAttention(Attention):
 
     def new_cache(self, batch: int, like: Tensor, rounds: int | None, part: SequencePart = WHOLE) -> SketchCache:
         capacity, groups = self.spec.max_length, self.groups if self.groups == 1 else self.groups // part.shares
-        sketch = like.new_zeros(batch, capacity, groups * self.config.sketch_dim, dtype=torch.float64)
+        sketch = like.new_zeros(batch, capacity, groups * self.index_width, dtype=torch.float64)
         return SketchCache(KeyValueCache.empty(batch, self.spec.on_rank(part), capacity, like), sketch)
 
     def fill_cache(self, x: Tensor, inputs: AttentionInputs, cache: SketchCache, context: AttentionContext) -> None:

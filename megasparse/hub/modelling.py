@@ -33,12 +33,10 @@ from megasparse.attention.heads import Padding
 from megasparse.config.attention import predicts
 from megasparse.config.schema import ModelConfig
 from megasparse.hub.formats import TASKS
+from megasparse.hub.replaced_layer import IGNORED, share_of_batch
 from megasparse.model.build import empty_model, initialise
 from megasparse.model.decoder import DecodingCache
 from megasparse.ops.random import EVALUATION_STEP, RngContext
-
-IGNORED = -100
-"""Label that the loss ignores, as in Hugging Face models."""
 
 
 class MegasparseConfig(PretrainedConfig):
@@ -226,9 +224,15 @@ class MegasparsePreTrainedModel(PreTrainedModel):
         if length > longest:
             raise ValueError(f"{length} tokens are more than the model's maximum of {longest}")
 
-    def objective(self, loss: Tensor | None, auxiliary: Tensor) -> Tensor | None:
-        """Return the training objective, in evaluation only the task's loss; None without labels."""
-        return self.model.task_weight * loss + auxiliary if self.training and loss is not None else loss
+    def objective(
+        self, loss: Tensor | None, auxiliary: Tensor, labels: Tensor | None, accumulated: Tensor | int | None
+    ) -> Tensor | None:
+        """Return the training objective, in evaluation only the task's loss; None without labels. accumulated: see
+        `share_of_batch`.
+        """
+        if not self.training or loss is None:
+            return loss
+        return self.model.task_weight * loss + auxiliary * share_of_batch(labels, accumulated)
 
     def refuse_leaks(self) -> None:
         """Raise ValueError if outputs with a cache would differ from outputs of whole sequences."""
@@ -332,7 +336,8 @@ class MegasparseForCausalLM(MegasparseWriter):
         if logits_to_keep:
             raise ValueError("labels need the logits of all positions: omit logits_to_keep")
         loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
-        return CausalLMOutputWithPast(loss=self.objective(loss, auxiliary), logits=logits)
+        objective = self.objective(loss, auxiliary, labels, kwargs.get("num_items_in_batch"))
+        return CausalLMOutputWithPast(loss=objective, logits=logits)
 
     def _targets(self, rows: AlignedRows, labels: Tensor) -> Targets:
         """Return the targets of n + 1 positions: the first is the first token, the last the one after the input."""
@@ -465,7 +470,8 @@ class MegasparseForSeq2SeqLM(MegasparseWriter):
         logits = self.model.logits(tuple(x[:, -logits_to_keep:] for x in streams))
         loss = None
         if targets is not None:
-            loss = self.objective(self._loss(logits, targets, num_items_in_batch), auxiliary + decoder_loss)
+            loss = self._loss(logits, targets, num_items_in_batch)
+            loss = self.objective(loss, auxiliary + decoder_loss, labels, num_items_in_batch)
         return Seq2SeqLMOutput(loss=loss, logits=logits, encoder_last_hidden_state=encoder_outputs[0])
 
     @property
@@ -546,7 +552,8 @@ class MegasparseForMaskedLM(MegasparsePreTrainedModel):
         logits, loss = self.model.logits(tuple(rows.restore(x) for x in streams)), None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
-        return MaskedLMOutput(loss=self.objective(loss, auxiliary), logits=logits)
+        objective = self.objective(loss, auxiliary, labels, kwargs.get("num_items_in_batch"))
+        return MaskedLMOutput(loss=objective, logits=logits)
 
 
 class MegasparseForSequenceClassification(MegasparsePreTrainedModel):
@@ -580,4 +587,5 @@ class MegasparseForSequenceClassification(MegasparsePreTrainedModel):
         logits, loss = self.classifier(pooled.to(self.classifier.weight.dtype)).float(), None
         if labels is not None:
             loss = self.loss_function(labels=labels, pooled_logits=logits, config=self.config, **kwargs)
-        return SequenceClassifierOutput(loss=self.objective(loss, auxiliary), logits=logits)
+        objective = self.objective(loss, auxiliary, labels, kwargs.get("num_items_in_batch"))
+        return SequenceClassifierOutput(loss=objective, logits=logits)

@@ -27,7 +27,7 @@ from megasparse.config.checks import check_model
 from megasparse.config.messages import as_config_error, show
 from megasparse.config.schema import ModelConfig
 from megasparse.errors import ConfigError, HubError, did_you_mean
-from megasparse.hub.replaced_layer import NAME, IndexedLayer, InterfaceCall, Mechanisms, ReplacedPass
+from megasparse.hub.replaced_layer import NAME, IndexedLayer, InterfaceCall, Mechanisms, ReplacedPass, share_of_batch
 from megasparse.hub.tensor_file import ADAPTER, TensorFile, appearing
 from megasparse.model.build import initialise
 
@@ -186,9 +186,11 @@ def _require_plain(model: PreTrainedModel) -> None:
         raise HubError(name, "has cross-attention (config.add_cross_attention)", "Use a decoder without it")
     if hf.model_type in ENCODERS and getattr(hf, "is_decoder", False):
         raise HubError(name, f'is a decoder of type "{hf.model_type}" (config.is_decoder)', HINT)
-    if hf.model_type not in ENCODERS and getattr(hf, "use_bidirectional_attention", False):
+    sides = {"is_causal": getattr(hf, "is_causal", None) is False}
+    sides["use_bidirectional_attention"] = bool(getattr(hf, "use_bidirectional_attention", False))
+    if hf.model_type not in ENCODERS and (keys := [key for key, both in sides.items() if both]):
         hint = "Use a causal decoder: a replaced one attends only to earlier tokens"
-        raise HubError(name, "attends in both directions (config.use_bidirectional_attention)", hint)
+        raise HubError(name, f"attends in both directions (config.{keys[0]})", hint)
     others = {*(getattr(hf, "layer_types", None) or ())} - {"full_attention", "sliding_attention"}
     if others:
         raise HubError(name, f"has layers of another attention (config.layer_types: {min(others)})", HINT)
@@ -237,6 +239,9 @@ def _require_decodable(layers: list[Mechanisms]) -> None:
             if attention.leak is not None:
                 problem = f"a decoder would attend to later tokens: {attention.leak}"
                 raise ConfigError(f"attention.{kind}", problem, "Change that setting")
+            if attention.changes_keys:
+                problem = "it adds positions to keys or normalises them, but the cache contains the model's keys"
+                raise ConfigError(f"attention.{kind}", problem, "Change sinusoidal_positions, normalize or kind")
             if not attention.rotated:
                 problem = "it attends without rotary positions, but transformers passes rotated queries and keys"
                 raise ConfigError(f"attention.{kind}", problem, "Choose another kind or setting")
@@ -338,6 +343,7 @@ def _finish(model: PreTrainedModel, args: Any, kwargs: dict[str, Any], output: A
     if task is None:
         _state(model).pending = auxiliary
         return None
+    auxiliary = auxiliary * share_of_batch(kwargs.get("labels"), kwargs.get("num_items_in_batch"))
     loss = min(mechanism.task_weight for mechanism in mechanisms(model)) * task + auxiliary
     if not isinstance(output, dict):
         return (loss, *output[1:])

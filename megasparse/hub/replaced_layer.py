@@ -34,6 +34,8 @@ from megasparse.ops.operator import autocast_off
 from megasparse.ops.random import RngContext
 
 NAME = "megasparse"
+IGNORED = -100
+"""Label that the loss ignores, as in Hugging Face models."""
 _PAIRS = 1 << 24
 """Largest number of query-key pairs in a mask."""
 
@@ -153,7 +155,7 @@ class Mechanisms(nn.ModuleDict):
 
 
 def _attends_fully(attention: nn.Module) -> bool:
-    return isinstance(attention, FullAttention) and not (attention.shared_qk or attention.adds_positions)
+    return isinstance(attention, FullAttention) and not (attention.shared_qk or attention.changes_keys)
 
 
 class IndexedLayer(DynamicIndexedLayer):  # type: ignore[misc]
@@ -392,7 +394,7 @@ def _again(part: _Part, k: Tensor, v: Tensor, entries: Tensor | None, real: Tens
         before -= skip.stop - skip.start
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     if entries is None:
-        q, k = F.pad(q, (0, 0, before, 0)), part.mechanism.prepare(k, k, 0)[1]
+        q = F.pad(q, (0, 0, before, 0))
     else:
         k = entries.unflatten(2, (q.shape[1], -1)).transpose(1, 2)
         q = torch.cat([k[:, :, :before], q], dim=2)
@@ -442,6 +444,13 @@ def _documents(position_ids: Tensor, batch: int, length: int) -> Tensor | None:
     """Return document numbers (B, L) of packed documents, which start at jumps of positions; None for one document."""
     starts = F.pad(position_ids.diff(dim=1) != 1, (1, 0))
     return starts.cumsum(1).expand(batch, length) if bool(starts.any()) else None
+
+
+def share_of_batch(labels: Tensor | None, accumulated: Tensor | int | None) -> Tensor | float:
+    """Return the weight of a batch's auxiliary loss. transformers' Trainer divides the task's losses by `accumulated`
+    (`num_items_in_batch`), the labels of all batches whose gradients it adds; without it the weight is 1.
+    """
+    return 1.0 if accumulated is None or labels is None else (labels != IGNORED).sum() / accumulated
 
 
 def key_mask(*, attention_mask: Tensor | None = None, **unused: Any) -> Tensor | None:

@@ -6,6 +6,7 @@ layer runs, so only one layer's queries and keys are in memory. B batch, L lengt
 
 import hashlib
 import json
+import math
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -44,8 +45,9 @@ class Teacher:
 
     def __init__(self, model: PreTrainedModel, seed: int = 0):
         """Create the optimizers. seed: for the draws of queries. Raises HubError if no mechanism can be taught."""
-        self.model, self.seed, self.passes = model, seed, 0
+        self.model, self.seed, self.passes, self.dtype = model, seed, 0, model.dtype
         self.layers = [module for module in model.modules() if isinstance(module, Mechanisms)]
+        self._cast(torch.promote_types(self.dtype, torch.float32))  # Adam's steps vanish or overflow in half precision
         self.optimizers = {
             (number, kind): torch.optim.Adam(
                 [{"params": [x], "name": name} for name, x in mechanism.named_parameters()]
@@ -75,6 +77,7 @@ class Teacher:
         Raises:
             HubError: `folder` belongs to another training, or is damaged.
         """
+        self._cast(torch.promote_types(self.dtype, torch.float32))
         identity = self._identity(windows, held_out, passes)
         record = None if folder is None else self._resume(folder, identity)
         if record is None:
@@ -89,6 +92,7 @@ class Teacher:
             progress.update()
             progress.set_postfix(loss=f"{loss:.4f}")
         progress.close()
+        self._cast(self.dtype)
         return record["before"], self._loss_on(held_out)
 
     def learn(self, tokens: Tensor, progress: float = 0.0) -> float:
@@ -101,11 +105,17 @@ class Teacher:
                 group["lr"] = mechanism.teaching_rate(group["name"], progress)
         loss = self._run(tokens, self.passes * UPDATES, UPDATES)
         self.passes += 1
+        if not math.isfinite(loss):
+            raise HubError(type(self.model).__name__, f"its loss is {loss}", "Load the model in bf16 or fp32")
         return loss
 
     def measure(self, tokens: Tensor) -> float:
         """Return the mean loss of mechanisms on texts (B, L), without learning from them."""
         return self._run(tokens, _HELD_OUT, 0)
+
+    def _cast(self, dtype: torch.dtype) -> None:
+        for layer in self.layers:
+            layer.to(dtype)
 
     def _loss_on(self, windows: list[list[int]]) -> float:
         return sum(self.measure(self._batch(tokens)) for tokens in windows) / len(windows)
@@ -235,6 +245,9 @@ def read_windows(tokenizer: Any, paths: list[Path], length: int) -> list[list[in
                 text = TextIOWrapper(stream, encoding="utf-8").read()
         except (OSError, UnicodeDecodeError) as error:
             raise DataError(file, f"cannot be read as UTF-8 text ({error})", "Use text files") from None
-        cut = tokenizer(text, truncation=True, max_length=length, return_overflowing_tokens=True)["input_ids"]
-        windows += cut if cut and isinstance(cut[0], list) else [cut]
+        if tokenizer.is_fast:
+            windows += tokenizer(text, truncation=True, max_length=length, return_overflowing_tokens=True)["input_ids"]
+        else:
+            tokens = tokenizer(text)["input_ids"]
+            windows += [tokens[first : first + length] for first in range(0, len(tokens), length)]
     return windows

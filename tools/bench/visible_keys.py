@@ -92,7 +92,7 @@ def scored_pairs(call: Call, queries: Tensor) -> float:
     if not isinstance(mechanism, RankedAttention):
         return float(isinstance(mechanism, SmartBirdAttention | FullAttention))
     q, k = mechanism.sketches(call.x, call.inputs, call.context)
-    codes, scores = mechanism.key_buckets(k, call.context)[0].argmax(-1), mechanism.query_buckets(q, call.context)[0]
+    codes, scores = (k[0, ..., -2] * 256 + k[0, ..., -1]).long(), mechanism.query_buckets(q, call.context)[0]
     probes = scores[:, queries].topk(mechanism.config.probes, dim=-1).indices
     searched = torch.zeros_like(scores[:, queries], dtype=torch.bool).scatter_(2, probes, True)
     causal = torch.arange(codes.shape[1], device=queries.device) <= queries[:, None]
