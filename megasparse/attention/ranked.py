@@ -42,6 +42,8 @@ class RankedAttentionConfig(MechanismSection):
     """Width d of the sketch that ranks the candidates."""
     sketch_heads: Positive = 1
     """Neighbouring heads that share a sketch, buckets and keys; the heads of one KV group, for example."""
+    sketch_signs: bool = False
+    """Rank by the signs of the d numbers, by the Hamming distance of d bits, a multiple of 8."""
     buckets: Positive = 64
     """N, buckets of keys."""
     probes: Positive = 8
@@ -67,7 +69,7 @@ class RankedAttentionConfig(MechanismSection):
         if self.probes > self.buckets:
             problem = f"{self.probes} is more than the {self.buckets} buckets"
             raise ConfigError(f"{key}.probes", problem, "Set it to at most buckets")
-        check_sketch_heads(self.sketch_heads, "ranked", key, model)
+        check_sketch_heads(self, "ranked", key, model)
 
     @property
     def heads_together(self) -> int:
@@ -103,7 +105,7 @@ class RankedAttention(SmartBirdAttention):
         q, k = super().sketches(x, inputs, context, exactly)
         if not exactly:
             return q, k
-        codes = self.key_buckets(k, context).argmax(-1, keepdim=True)
+        codes = self.key_buckets(self.unpacked(k), context).argmax(-1, keepdim=True)
         return q, torch.cat([k, codes // _CODES, codes % _CODES], dim=-1)
 
     def _sketch_loss(
@@ -126,7 +128,7 @@ class RankedAttention(SmartBirdAttention):
         count, config = sketches[0].shape[1], self.config
         probes = self.query_buckets(sketches[0], context).topk(config.probes, dim=-1).indices.flatten(0, 1)
         q, k = (x.flatten(0, 1) for x in sketches)
-        k, codes = k[..., :-2], (k[..., -2] * _CODES + k[..., -1]).long()
+        k, codes = self.unpacked(k[..., :-2]), (k[..., -2] * _CODES + k[..., -1]).long()
         masks = (inputs.key_mask, inputs.segments)
         real, documents = (None if x is None else x.repeat_interleave(count, dim=0) for x in masks)
         limits = config.buckets, config.members, config.keys

@@ -43,8 +43,14 @@ ASKED = {"token": "one token per position", "pooled": "one label per sequence", 
 """Descriptions of a sketch's targets, by objective."""
 
 
-def check_sketch_heads(count: int, kind: str, key: str, model: "ModelConfig") -> None:
-    """Raise ConfigError unless `count` divides the heads of this kind in every layer of `model`."""
+def check_sketch_heads(config: Any, kind: str, key: str, model: "ModelConfig") -> None:
+    """Raise ConfigError unless `sketch_heads` divides the heads of this kind in every layer of `model`, and signs fill
+    bytes.
+    """
+    count = config.sketch_heads
+    if config.sketch_signs and config.sketch_dim % 8:
+        problem = f"{config.sketch_dim} is not a multiple of 8, but sketch_signs = true packs bits into bytes"
+        raise ConfigError(f"{key}.sketch_dim", problem, "Set it to 64, for example")
     for layer in range(len(model.attention.pattern)):
         if (heads := heads_of_layer(model, layer).get(kind, 0)) % count:
             problem = f"{count} does not divide the {heads} heads of a layer"
@@ -70,6 +76,8 @@ class SmartBirdAttentionConfig(MechanismSection):
     `sketch_heads` heads, from their queries and keys after rotation."""
     sketch_heads: Positive = 1
     """With heads only: number of neighbouring heads that share a sketch and its selected keys."""
+    sketch_signs: bool = False
+    """With heads only: compare the signs of the d numbers, by the Hamming distance of d bits, a multiple of 8."""
     evaluation: Literal["top_k", "draws"] = "top_k"
     """In evaluation, select the K largest weights, the same keys for all heads, or draw per head as in training."""
     sampling: Literal["inverse_log_squared", "inverse_log", "raw", "top_k", "random"] = "inverse_log_squared"
@@ -104,7 +112,10 @@ class SmartBirdAttentionConfig(MechanismSection):
         if self.sketch_heads > 1 and self.sketch != "heads":
             problem = f'{self.sketch_heads} heads share a sketch, but with sketch = "{self.sketch}" all heads do'
             raise ConfigError(f"{key}.sketch_heads", problem, 'Set it to 1, or sketch to "heads"')
-        check_sketch_heads(self.sketch_heads, "smart_bird", key, model)
+        if self.sketch_signs and self.sketch != "heads":
+            problem = f'true needs sketch = "heads", not "{self.sketch}"'
+            raise ConfigError(f"{key}.sketch_signs", problem, "Set it to false")
+        check_sketch_heads(self, "smart_bird", key, model)
 
     @property
     def joined(self) -> str | None:
@@ -147,7 +158,7 @@ class SmartBirdAttention(Attention):
         self.width = config.sketch_dim if self.reads_tokens else spec.d_model
         self.query: Any
         self.key: Any
-        self.groups, self.index_width = 1, config.sketch_dim
+        self.groups, self.index_width = 1, config.sketch_dim // (8 if config.sketch_signs else 1)
         if config.sketch == "heads":
             wide = config.sketch_heads * spec.head_dim
             self.groups = spec.heads // config.sketch_heads
@@ -233,7 +244,18 @@ class SmartBirdAttention(Attention):
         else:
             x = x if exactly else at_least_fp32(x)  # `exact_projection` widens its input itself
             q, k = (self._whole(project(x, exactly), context.part).unsqueeze(1) for project in (self.query, self.key))
-        return q, k.to(inputs.k.dtype).to(k.dtype) if exactly else k
+        if not self.config.sketch_signs:
+            return q, k.to(inputs.k.dtype).to(k.dtype) if exactly else k
+        if exactly:
+            return signs(q), (k >= 0).unflatten(-1, (-1, 8)).to(k.dtype) @ _powers(k)
+        q, k = (x.tanh() + (signs(x) - x.tanh()).detach() for x in (q / 2, k / 2))  # straight-through gradients
+        return q, k
+
+    def unpacked(self, k: Tensor) -> Tensor:
+        """Return the vectors of indexed keys, of packed bits ±1: (..., d)."""
+        if not self.config.sketch_signs:
+            return k
+        return signs(k.unsqueeze(-1).div(_powers(k), rounding_mode="floor") % 2 - 0.5).flatten(-2)
 
     def _objective(self, x: Tensor, inputs: AttentionInputs, targets: Targets, part: SequencePart) -> Tensor:
         """Return the sketch's loss. With sequence parallelism, every rank computes the whole loss."""
@@ -348,6 +370,7 @@ class SmartBirdAttention(Attention):
         draw. sketches: their queries (B, S, Lq, d) and all keys.
         """
         sampling, rng, masks = self.config.sampling, context.rng, (inputs.key_mask, inputs.segments)
+        sketches = sketches[0], self.unpacked(sketches[1])
         spec = KeyChoiceSpec(self.config.keys, inputs.causal, sampling)
         if not (sampling == "random" or (sampling != "top_k" and (rng.training or self.config.evaluation == "draws"))):
             (q, k), count = (x.flatten(0, 1) for x in sketches), sketches[0].shape[1]
@@ -364,6 +387,16 @@ class SmartBirdAttention(Attention):
                 lse = _sketch(queries.float(), k.float(), k.float(), inputs)[1][:, first_query:]
             indices.append(chosen_keys(q, k, spec, noise, lse, *masks, first_query))
         return indices[0] if len(indices) == 1 else torch.cat(indices, dim=1)
+
+
+def signs(x: Tensor) -> Tensor:
+    """Return 1 for numbers >= 0 and -1 for others."""
+    return torch.where(x >= 0, 1.0, -1.0).to(x.dtype)
+
+
+def _powers(like: Tensor) -> Tensor:
+    """Return the values of the 8 bits of a number in an index. Every dtype represents integers up to 256."""
+    return 2.0 ** torch.arange(8, dtype=like.dtype, device=like.device)
 
 
 class Projection(nn.Module):

@@ -29,8 +29,8 @@ def test_the_best_keys_of_the_probed_buckets_are_chosen(monkeypatch, causal, fir
         for row in range(LENGTH - first):
             i, candidates = first + row, []
             for bucket in probes[b, row]:
-                keys = [j for j in range(i + 1 if causal else LENGTH) if real[b, j] and codes[b, j] == bucket]
-                candidates += [j for j in keys[-(members or LENGTH) :] if documents[b, j] == documents[b, i]]
+                visible = (j for j in range(i + 1 if causal else LENGTH) if documents[b, j] == documents[b, i])
+                candidates += [j for j in visible if real[b, j] and codes[b, j] == bucket][-(members or LENGTH) :]
             score = (k[b].double() @ q[b, row].double() * WIDTH**-0.5 * 256).round()
             best = sorted(candidates, key=lambda j: (-float(score[j]), j))[:COUNT] if real[b, i] else []
             assert chosen[b, row].tolist() == best + [-1] * (COUNT - len(best))

@@ -71,11 +71,13 @@ LSH = {"kind": "lsh", **BAND, "rounds": 1, "buckets": 4}
 LHA = {"kind": "lha", **BAND}
 BIRD = {"kind": "smart_bird", "keys": 7, "chunk": 4, "local": True, "sinks": 2, "sketch_dim": 3}
 HEADS = {**BIRD, "sketch": "heads", "sketch_heads": 2, "objective": "attention"}
+RANKED = {"kind": "ranked", **BAND, "keys": 7, "sketch_dim": 8, "sketch_heads": 2, "buckets": 8, "probes": 3}
+SIGNS = {**RANKED, "sketch_dim": 16, "sketch_signs": True}
 SEPARATE = {**LHA, "joint": False, "utility": "collisions"}
 MIXED = {"pattern": [{"full": 2, "lsh": 2}, "full"], "lsh": {**BAND, "rounds": 2}}
 SHARED = {"kind": "lsh", "chunk": 6, "shared_qk": True}
 ROUTING, YOSO = {"kind": "routing", **BAND}, {"kind": "yoso", "hashes": 4}
-SMALL = [LOCAL, LSH, LHA, BIRD, HEADS, SEPARATE, SHARED, ROUTING, YOSO, MIXED]
+SMALL = [LOCAL, LSH, LHA, BIRD, HEADS, RANKED, SIGNS, SEPARATE, SHARED, ROUTING, YOSO, MIXED]
 
 
 def build(kind="Llama", name="ForCausalLM", dtype=torch.float64, **changes):
@@ -220,6 +222,19 @@ def test_launches_do_not_depend_on_the_number_of_new_tokens(attention):
             logits(model, input_ids=tokens[:, :count], past_key_values=cache, use_cache=True)
         counts.append(counter.counts)
     assert counts[0].torch == counts[1].torch < 2 * 130 and counts[0].kernels == counts[1].kernels > 0
+
+
+@pytest.mark.parametrize("attention", [HEADS, RANKED, SIGNS], ids=str)
+def test_a_bf16_cache_chooses_the_keys_of_a_whole_pass(attention, monkeypatch):
+    model, chosen = replace_attention(build(dtype=torch.bfloat16), attention), []
+    kind = type(mechanisms(model)[0])
+    choose = kind._choose
+    monkeypatch.setattr(kind, "_choose", lambda *args: chosen.append(choose(*args)) or chosen[-1])
+    tokens = inputs(batch=1, length=64)["input_ids"]
+    logits(model, input_ids=tokens)
+    cache = model(tokens[:, :40]).past_key_values
+    model(tokens[:, 40:], past_key_values=cache)
+    assert torch.equal(chosen[0][:, :, 40:], chosen[-2])  # of the first of two layers
 
 
 @pytest.mark.parametrize("attention", SMALL, ids=str)
@@ -382,6 +397,10 @@ def test_a_model_that_was_not_replaced_is_not_loaded_as_one(tmp_path):
         ("Llama", {}, {"kind": "lha", "window": "top_k"}, None, "attention.lha: a decoder would attend to later"),
         ("Llama", {}, {"kind": "smyrf"}, None, "smyrf"),
         ("Llama", {}, {"kind": "ngram"}, None, "attention.ngram: it reads token ids"),
+        ("Llama", {}, {**LHA, "normalize": True}, None, "attention.lha: it adds positions to keys or normalises"),
+        ("Llama", {}, {"kind": "full", "sinusoidal_positions": True}, None, "attention.full: it adds positions"),
+        ("Llama", {}, {**SIGNS, "sketch_dim": 12}, None, "ranked.sketch_dim: 12 is not a multiple of 8"),
+        ("Llama", {"is_causal": False}, LHA, None, "attends in both directions .config.is_causal"),
         ("Llama", {}, {"kind": "lsh", "shared_qk": True, "shifted_keys": True}, None, "without rotary positions"),
         ("Llama", {}, LHA, 65, "has 64 positions, fewer than max_length = 65. Set .* rope_parameters"),
         ("GPT2", {}, LHA, 65, "has 64 positions, fewer than max_length = 65. Use a smaller one"),

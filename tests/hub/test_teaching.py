@@ -39,7 +39,9 @@ def captured(model, tokens):
 
 
 @pytest.mark.parametrize(
-    "attention", [SKETCH, ONE, HASH, RANKED, MIXED], ids=["heads", "layer", "hash", "ranked", "mix"]
+    "attention",
+    [SKETCH, ONE, HASH, RANKED, {**RANKED, "sketch_dim": 64, "sketch_signs": True}, MIXED],
+    ids=["heads", "layer", "hash", "ranked", "signs", "mix"],
 )
 def test_the_taught_choice_captures_more_attention_and_nothing_else_moves(attention):
     model, tokens = taught(attention), inputs(batch=1, length=64)["input_ids"]
