@@ -340,6 +340,14 @@ def test_an_adapter_trains_a_replaced_decoder_and_generates():
     assert torch.equal(*found)
 
 
+def test_the_auxiliary_loss_is_divided_among_accumulated_batches():
+    model, tokens = replace_attention(build(), LHA).train(), inputs()["input_ids"]
+    losses = [
+        copy.deepcopy(model)(tokens, labels=tokens, num_items_in_batch=times * tokens.numel()).loss for times in (1, 2)
+    ]
+    torch.testing.assert_close(losses[0], 2 * losses[1])
+
+
 @pytest.mark.slow
 def test_the_trainer_trains_and_evaluates_a_replaced_decoder(tmp_path):
     model = replace_attention(build(dtype=torch.float32), LHA)

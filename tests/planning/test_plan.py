@@ -154,12 +154,12 @@ def test_full_attention_that_is_recomputed_has_no_scores_on_a_gpu(activations):
         assert growth < inputs and on_host == [2 * inputs, 6 * inputs]
 
 
-@pytest.mark.parametrize("kind", ["lha", "performer", "linformer"])
+@pytest.mark.parametrize("kind", ["lha", "performer", "linformer", "ranked"])
 @pytest.mark.parametrize("special", [{"padding_token": 257}, {"document_separator": 258}])
 def test_passes_with_padding_and_packed_documents_are_counted(kind, special):
     """A pass over single documents needs no values, which the meta device lacks."""
-    section = {"lha": {"chunk": 32}, "performer": {"features": 16}, "linformer": {"projected": 16}}[kind]
-    attention = {"pattern": [kind], kind: section}
+    sections = {"lha": {"chunk": 32}, "performer": {"features": 16}, "linformer": {"projected": 16}}
+    attention = {"pattern": [kind], kind: sections.get(kind, {})}
     encoder = {"kind": "encoder", "vocabulary": 300, "layers": 1, "heads": 2, "masking": {"token": 259}}
     assert Plan(config_of(128, {**encoder, "attention": attention, **special}), A100).peak > RESERVE
 
