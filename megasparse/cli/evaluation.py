@@ -184,8 +184,9 @@ def add_predict(parser: argparse.ArgumentParser) -> None:
     add_checkpoint(parser)
     add_overrides(parser)
     source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--source", nargs="+", metavar="FILE", help="files in the task's format")
+    source.add_argument("--source", nargs="+", metavar="FILE", help="files in the task's format, or their folder")
     source.add_argument("--text", action="append", metavar="TEXT", help="one example; for a pair give it twice")
+    parser.add_argument("--split", help='split of a folder; default: "test", else "validation", else its only one')
     parser.add_argument("--output", type=Path, metavar="OUT", help="file to write: .jsonl, .json, .csv or .tsv")
 
 
@@ -203,11 +204,13 @@ def predict(args: argparse.Namespace) -> None:
     from megasparse.evaluation.outputs import require_writable
     from megasparse.tasks.run import predict, predict_texts, require_form, restore_task, write_predictions
 
+    if args.split and args.text:
+        raise ConfigError("--split", f'"{args.split}", but --text is given', "Remove one of them")
     if args.output is not None:
         require_form(args.output)
         require_writable(args.output, sources=args.source or ())
     task = restore_task(args.checkpoint, args.set)
-    rows = predict(task, args.source, log) if args.source else [predict_texts(task, args.text, log)]
+    rows = predict(task, args.source, log, args.split) if args.source else [predict_texts(task, args.text, log)]
     if args.output is None:
         for row in rows:
             shown = row if args.source else {key: row[key] for key in row if key not in SOURCE_KEYS}

@@ -330,22 +330,24 @@ def predictions(form: Form, examples: Sequence[EncodedExample], table: Sequence[
     return rows
 
 
-def predict(model: Finetuned, sources: Sequence[str], say: Callable[[str], None]) -> list[Row]:
-    """Predict all examples of the files, in order, whatever their labels. Raises DataError if there are no examples."""
+def predict(model: Finetuned, sources: Sequence[str], say: Callable[[str], None], split: str | None) -> list[Row]:
+    """Predict all examples of the files of `chosen_files`, in order, whatever their labels. Raises DataError if there
+    are no examples."""
     task = model.form.task
     task.needs_labels, task.config = False, task.config.model_copy(update={"empty": "keep"})
-    if rows := _predict(model, read_files(task, chosen_files(task, sources, None)[1]), say):
+    chosen, files = chosen_files(task, sources, split)
+    if rows := _predict(model, read_files(task, files), say, chosen or "new"):
         return rows
     raise DataError(sources[0], "contains no examples", "Use files with examples")
 
 
 def predict_texts(model: Finetuned, texts: Sequence[str], say: Callable[[str], None]) -> Row:
     """Predict one example from its texts. Raises ConfigError if the task has other inputs."""
-    return _predict(model, [model.form.example(texts)], say)[0]
+    return _predict(model, [model.form.example(texts)], say, "new")[0]
 
 
-def _predict(model: Finetuned, examples: Iterable[Example], say: Callable[[str], None]) -> list[Row]:
-    encoded = encode_all(model.form, "new", examples, say)
+def _predict(model: Finetuned, examples: Iterable[Example], say: Callable[[str], None], title: str) -> list[Row]:
+    encoded = encode_all(model.form, title, examples, say)
     return predictions(model.form, encoded, predicted(model, encoded))
 
 

@@ -136,14 +136,14 @@ def examples_of(
         print(*shown, f"{file}: skipped {len(errors):,} of {total:,} rows", sep="\n", file=sys.stderr)
 
 
-def split_files(task: Task, folder: Path, split: str) -> list[Path]:
-    """Return the official files of a split. Raises DataError if there are none."""
+def split_files(task: Task, folder: Path, split: str, choices: str = "Its splits") -> list[Path]:
+    """Return the official files of a split. Raises DataError, listing the `choices`, if there are none."""
     if not folder.exists() and not is_remote(folder):
         problem, kind = ("no such file", "file") if task.source_is_file else ("no such folder", "folder")
         raise DataError(folder, problem, f"Set task.source to the {kind} of {task.name}'s examples")
     splits = task.files(folder)
     if not splits.get(split):
-        hint = f"Its splits: {', '.join(splits)}" if splits else f"It contains none of {task.name}'s files"
+        hint = f"{choices}: {', '.join(splits)}" if splits else f"It contains none of {task.name}'s files"
         raise DataError(folder, f'contains no "{split}" split of {task.name}', f"{hint}. See docs/reference/tasks.md")
     return splits[split]
 
@@ -166,22 +166,26 @@ def chosen_files(task: Task, sources: Sequence[str], split: str | None) -> tuple
     """Return the split and its files.
 
     sources: the folder of the official files, or files in their format, without splits. split: by default "test" if its
-    examples are labelled, else "validation". Raises DataError if there are none, ConfigError for a split of files.
+    examples are labelled, else "validation". If `task.needs_labels` is false: "test", "validation", or the only split.
+    Raises DataError if there are none, ConfigError for a split of files.
     """
     paths = [find_file(source) for source in sources]
-    folder = next((path for path in paths if path.is_dir() or is_remote(path)), None)
-    if folder is None:
+    if (folder := next((path for path in paths if path.is_dir() or is_remote(path)), None)) is None:
         if split is not None:
             raise ConfigError("--split", f'"{split}", but files are given', "Use the folder of the official files")
         return None, paths
-    if len(paths) > 1 or (not task.files(folder).keys() - {"train"} and task.source_is_file):
+    splits = task.files(folder) if len(paths) == 1 else {}
+    if len(paths) > 1 or (task.source_is_file and splits == {"train": [folder]}):
         hint = "Use files that the task can read, or one folder of official files or of a dataset"
         raise DataError(folder, f"is a folder without splits of {task.name}, or one of several", hint)
-    if split is None:
-        tests = task.files(folder).get("test", [])  # either all their examples have labels, or none
+    if split is None and not task.needs_labels:
+        usual = [name for name in ("test", "validation") if name in splits]
+        split = [*usual, *splits][0] if usual or len(splits) == 1 else "test"
+    elif split is None:
+        tests = splits.get("test", [])  # either all their examples have labels, or none
         first = next(iter(task.read(tests[0])), None) if tests else None
         split = "validation" if first is None or first.label is None else "test"
-    return split, split_files(task, folder, split)
+    return split, split_files(task, folder, split, "Select one with --split")
 
 
 def sha256_of(file: Path) -> str:

@@ -132,7 +132,8 @@ def test_a_bert_of_pairs_on_official_files(tmp_path, capsys):
     assert "rte, validation: 6 examples" in capsys.readouterr().out
     message = refused(capsys, evaluate, *there, "--task", "rte", "--source", tmp_path, "--split", "test")
     assert f"{tmp_path / 'test.tsv'}:2: lacks a label" in message
-    typed(predict, *there, "--source", tmp_path / "test.tsv", "--output", tmp_path / "RTE.tsv")
+    typed(predict, *there, "--source", tmp_path, "--output", tmp_path / "RTE.tsv")
+    assert capsys.readouterr().err.startswith("test: 2 examples")
     submitted = [line.split("\t") for line in (tmp_path / "RTE.tsv").read_text().splitlines()]
     assert [row[0] for row in submitted] == ["index", "31", "17"]
     assert {row[1] for row in submitted[1:]} <= {"entailment", "not_entailment"}
@@ -151,6 +152,7 @@ def test_a_dataset_of_the_hub_is_named_as_there_and_read_from_a_folder(tmp_path,
     rows = {"sentence": [f"a {word} model" for word in ("good", "bad") * 8], "label": [1, 0] * 8}
     data = Dataset.from_dict(rows).cast_column("label", ClassLabel(names=["negative", "positive"]))
     DatasetDict(train=data, validation=data.select(range(4))).save_to_disk(str(tmp_path / "sst2"))
+    DatasetDict(train=Dataset.from_dict(rows)).save_to_disk(str(tmp_path / "one"))
     changes = {"start.huggingface": str(bert(tmp_path / "bert")), "run.directory": str(tmp_path / "run"),
                "run.device": "cpu", "run.engine": "torch", "task.max_length": 16, "training.epochs": 1,
                "training.precision": "fp32"}  # fmt: skip
@@ -159,6 +161,14 @@ def test_a_dataset_of_the_hub_is_named_as_there_and_read_from_a_folder(tmp_path,
     assert lines(tmp_path / "run" / "metrics.jsonl")[-1]["evaluation/accuracy"] >= 0
     typed(evaluate, "--task", "sst2", "--checkpoint", tmp_path / "run", "--source", tmp_path / "sst2")
     assert "sst2, validation: 4 examples" in capsys.readouterr().out
+    one = ["--checkpoint", tmp_path / "run", "--source", tmp_path / "one", "--set", 'task.text=["sentence"]']
+    message = refused(capsys, evaluate, *one, "--task", "table")
+    assert message.endswith(
+        'no "validation" split of table. Select one with --split: train. See docs/reference/tasks.md'
+    )
+    for command in ([evaluate, *one, "--task", "table", "--split", "train"], [predict, *one]):
+        typed(*command)
+        assert "train: 16 examples" in capsys.readouterr().err
 
 
 def test_mistakes_are_one_line_and_leave_nothing(folder, capsys, tmp_path):
@@ -216,6 +226,7 @@ def test_incompatible_options_of_a_launcher_are_rejected(folder, capsys, tmp_pat
     new = ["--source", folder / "test.csv", "--output"]
     assert "is an input file" in refused(capsys, predict, *there, *new, folder / "test.csv")
     assert "is not a known format" in refused(capsys, predict, *there, *new, tmp_path / "x.xml")
+    assert "--split: " in refused(capsys, predict, *there, "--text", "the mask", "--split", "test")
     checkpoint(encoder("full"), tmp_path / "pretrained")
     other = ["--checkpoint", tmp_path / "pretrained"]
     assert "megasparse evaluate --data" in refused(capsys, evaluate, *tasks[2:], *other)
