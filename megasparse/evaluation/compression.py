@@ -218,9 +218,10 @@ def unpack(path: Path, raw: bytes, digest: bytes, vocabulary: int) -> tuple[Code
     except IndexError:
         raise damaged(path) from None
     words = raw[at:]
-    # Least code length of each token, because the probability of every other id is at least 2^-24.
+    # Least code length of each token, because the probability of every other id is at least 2^-24. `pack` may strip all
+    # of it from a run of token 0, whose code is zeros: shorter codes are accepted up to 2^30 tokens, 8 GiB of memory.
     fewest_bits = math.log2(1 + (vocabulary - 1) / 2**25)
-    if tokens * fewest_bits > 8 * len(words) + 64 or last >= max(1, tokens * vocabulary):
+    if (tokens > 1 << 30 and tokens * fewest_bits > 8 * len(words) + 64) or last >= max(1, tokens * vocabulary):
         raise damaged(path)
     words += bytes(8 + -len(words) % 4)
     rows = np.array(exceptions, dtype=np.int64).reshape(-1, 2)

@@ -112,6 +112,8 @@ def test_files_of_another_model_and_damaged_ones_are_rejected():
     with pytest.raises(DataError, match="not written by megasparse compress"):
         unpack(path, b"PK" + raw, digest, 256)
     huge = raw[:9] + b"\xff" * 8 + b"\x01" + raw[11:]
+    zeros = Code(np.zeros(9, dtype=np.uint32), np.empty((0, 2), dtype=np.int64))  # token 0 is coded without words
+    assert unpack(path, pack(zeros, 10_000_000, b"", digest), digest, 256)[1] == 10_000_000
     for wrong in (raw[:8], raw[:10], huge, pack(code, 1 << 40, text, digest)):
         with pytest.raises(DataError, match="damaged"):
             unpack(path, wrong, digest, 256)
