@@ -46,9 +46,10 @@ def as_config_error(error: ValidationError, model: type[BaseModel], values: obje
     if first["type"] in ("value_error", "assertion_error"):
         problem = re.sub(r"^(Value error|Assertion failed), ", "", first["msg"]).rstrip(".")
         return ConfigError(key or "configuration", problem, f"Change or remove one of these keys{more}")
-    choices = _choices(field) if isinstance(value, str) else []
+    in_object = field is not None and isinstance(location[-1], str) and field is _field_at(model, location[:-1])
+    choices = _choices(field) if isinstance(value, str) and not in_object else []
     near = difflib.get_close_matches(str(value), choices, n=1) if len(choices) > FEW else []
-    hint = f'Did you mean "{near[0]}"?' if near else f"It must be {_describe_field(field, first['msg'])}"
+    hint = f'Did you mean "{near[0]}"?' if near else f"It must be {_describe_field(field, first['msg'], in_object)}"
     return ConfigError(key or "configuration", f"{show(value)} does not fit", hint + more)
 
 
@@ -125,10 +126,10 @@ def all_keys(model: type[BaseModel], prefix: str = "") -> list[str]:
     return keys
 
 
-def _describe_field(field: FieldInfo | None, message: str) -> str:
+def _describe_field(field: FieldInfo | None, message: str, in_object: bool) -> str:
     if field is None or any(_models_in(field.annotation)):
         return "an object {...}"
-    schema = _json_schema(field)
+    schema = {} if in_object else _json_schema(field)
     return _describe(schema) if schema else message.removeprefix("Input should be ")
 
 
@@ -176,7 +177,7 @@ def _describe(schema: dict[str, Any]) -> str:
         "integer": "a whole number",
         "number": "a number",
         "boolean": "true or false",
-        "string": "a text in double quotes",
+        "string": "a text in double quotes" + ", not empty" * ("minLength" in schema),
         "object": "an object {...}",
         "null": "null",
     }

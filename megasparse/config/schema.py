@@ -12,7 +12,7 @@ importlib.import_module("megasparse.attention")  # registers the mechanisms of t
 
 
 class RunConfig(Section):
-    directory: str = "runs/default"
+    directory: Annotated[str, Field(min_length=1)] = "runs/default"
     """Folder of everything the run writes: config.json, metrics.jsonl, tensorboard/, checkpoints/."""
     seed: Count = 0
     """Every random draw of the run (weights, order of the data, dropout, rotations) is a function of this number."""
@@ -180,7 +180,7 @@ class ModelConfig(Section):
 class DataConfig(Section):
     path: str = "data/enwik8"
     """Folder of shards and index.json, written by megasparse prepare-data; or a URL: http://, https:// or s3://."""
-    cache: str | None = None
+    cache: Annotated[str, Field(min_length=1)] | None = None
     """Local folder for shards fetched from URLs, shared by all ranks and runs of a machine; null is megasparse/shards
     in the user's cache (XDG_CACHE_HOME, or ~/.cache). Use a local disk."""
     cache_gb: Annotated[float, Field(gt=0.0)] = 50.0

@@ -51,13 +51,12 @@ def test_reformer_64k_is_the_papers():
 
 
 def test_overrides_are_json_and_a_bare_word_is_a_text(write):
-    path = write('{"training": {"steps": 5}, "model": {"attention": {"lsh": {"chunk": 32}}}}')
+    path = write('{"training": {"steps": 5, "micro_batch": 9}, "model": {"attention": {"lsh": {"chunk": 32}}}}')
     overrides = ["training.steps=7", "run.engine=torch", 'run.directory="runs/a b"', "data.path=some/folder"]
     overrides += ["optimizer.betas=[0.8, 0.9]", "optimizer.learning_rate=1", "model.attention.lsh.rounds=3"]
     overrides += ["model.tied_embeddings=true", "model.head_dim=null", "deepspeed.zero_optimization.stage=2"]
-    config = load_config(path, [*overrides, "training.steps=8"])
-    assert config.training.steps == 8
-    assert config.run.engine == "torch"
+    config = load_config(path, [*overrides, "training.steps=8", "training.micro_batch=null"])
+    assert (config.training.steps, config.training.micro_batch, config.run.engine) == (8, 1, "torch")
     assert (config.run.directory, config.data.path) == ("runs/a b", "some/folder")
     assert config.optimizer.betas == (0.8, 0.9)
     assert (config.model.attention.lsh.chunk, config.model.attention.lsh.rounds) == (32, 3)
@@ -132,7 +131,8 @@ def test_a_file_that_cannot_be_read(tmp_path):
         ("training.steps=1.5", "training.steps: 1.5 does not fit. It must be a whole number >= 1"),
         ("training.steps=true", "training.steps: true does not fit. It must be a whole number >= 1"),
         ("run.engine=torchh", 'run.engine: "torchh" does not fit. It must be "deepspeed" or "torch"'),
-        ("run.directory=5", "run.directory: 5 does not fit. It must be a text in double quotes"),
+        ("run.directory=5", "run.directory: 5 does not fit. It must be a text in double quotes, not empty"),
+        ("run.directory=", 'run.directory: "" does not fit. It must be a text in double quotes, not empty'),
         ("model.tied_embeddings=yes", 'model.tied_embeddings: "yes" does not fit. It must be true or false'),
         ("optimizer.learning_rate=NaN", 'optimizer.learning_rate: "NaN" does not fit. It must be a number > 0'),
         ("optimizer.learning_rate=1e999", "optimizer.learning_rate: Infinity does not fit. It must be a number > 0"),
@@ -142,6 +142,8 @@ def test_a_file_that_cannot_be_read(tmp_path):
         ('model.attention.pattern=[{"lhs": 8}]', "pattern[0].lhs: unknown key (its value is 8). Did you"),
         ("model.attention.pattern=[]", "model.attention.pattern: [] does not fit. It must be a list"),
         ("model.attention.lsh.buckets=many", 'attention.lsh.buckets: "many" does not fit. It must be a whole number'),
+        ('data.mixture={"a": -1}', "data.mixture.a: -1 does not fit. It must be greater than 0"),
+        ('model.attention.pattern=[{"lsh": "lsh"}]', 'pattern[0].lsh: "lsh" does not fit. It must be a valid integer'),
         ("model=3", "model: 3 does not fit. It must be an object {...}"),
         ("training", '--set: "training" is not of the form section.key=value'),
         ("=3", '--set: "=3" is not of the form'),
