@@ -157,7 +157,7 @@ class RowTask(Task):
         if number is None or not (self.configured or 0.0 <= number <= 5.0):
             kind, hint = "similarity from 0 to 5", "Correct it"
             if self.configured:
-                kind, hint = "number", "Write one, such as 3.5; or treat labels as classes: --set task.labels=null"
+                kind, hint = "float32 number", "Write one, such as 3.5; or predict classes: --set task.labels=null"
             raise DataError(str(location), f'"{text[:80]}" in the column "{name}" is not a {kind}', hint)
         return number
 

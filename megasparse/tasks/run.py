@@ -184,7 +184,7 @@ def read_examples(task: Task, config: FinetuneConfig) -> tuple[list[Example], li
     """Return training and validation examples. Raises DataError if there are none, or if one lacks a label."""
     settings, seed, source = config.task, config.run.seed, find_file(config.task.source)
     train = list(read_files(task, split_files(task, source, "train")))
-    other = None if settings.validation is None else Path(settings.validation)
+    other = None if settings.validation is None else find_file(settings.validation)
     if other is not None and not other.is_dir():
         held_out = list(task.read(other))
     elif other is not None or "validation" in task.files(source):  # the official split of the source, or your folder

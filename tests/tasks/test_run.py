@@ -161,11 +161,13 @@ def test_more_epochs_are_gone_on_with_although_the_warm_up_follows_from_them(pla
     assert "optimizer.warmup_fraction: 0.5 -> 0.25" in capfd.readouterr().err
 
 
-def test_labels_that_look_like_a_mistake_are_reported(tmp_path):
+def test_labels_that_look_like_a_mistake_are_reported(tmp_path, monkeypatch):
     rows = [(f"text {number}", f"{number % 3}.5") for number in range(20)]
-    held_out = table(tmp_path / "held_out.csv", [("x", "7.5"), ("y", "0.5")])
+    monkeypatch.setattr("megasparse.config.files.PACKAGE", tmp_path)
+    (tmp_path / "configs").mkdir()
+    table(tmp_path / "configs" / "held_out.csv", [("x", "7.5"), ("y", "0.5")])
     source, reported = table(tmp_path / "table.csv", rows), []
-    task = {"validation": str(held_out), "labels": ["0.5", "1.5", "2.5", "7.5"], "max_length": 128}
+    task = {"validation": "configs/held_out.csv", "labels": ["0.5", "1.5", "2.5", "7.5"], "max_length": 128}
     open_run(configured(tmp_path / "run", source, model=ENCODER, task=task), reported.append)
     assert reported[-2].startswith('warning: the 4 real numbers in the column "label" are treated as classes: task.l')
     assert reported[-1] == "warning: the training data contains no examples of 7.5, unlike the validation data"

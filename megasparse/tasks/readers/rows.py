@@ -257,9 +257,9 @@ NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", re.ASCII)
 
 
 def parse_number(text: str) -> float | None:
-    """Parse a finite decimal number. Return None for any other text."""
+    """Parse a decimal number of float32's range. Return None for any other text."""
     value = float(text) if NUMBER.fullmatch(text) else math.inf
-    return value if math.isfinite(value) else None
+    return value if abs(value) <= 3.4e38 else None
 
 
 READERS: dict[str, Callable[[Path], Rows]] = {".csv": comma_separated, ".tsv": tab_separated, ".jsonl": json_lines}
@@ -299,7 +299,7 @@ def dated_rows(
             problem = f"{at} is {at - dates[-1]} after the previous row, but the step is {step}"
         elif None in numbers:
             column = columns[numbers.index(None)]
-            problem = f'"{row[column].strip()[:80]}" in the column "{column}" is not a number'
+            problem = f'"{row[column].strip()[:80]}" in the column "{column}" is not a float32 number'
             hint = "Write one, such as 3.5, or select other columns: task.forecast.inputs"
         if problem:
             raise DataError(str(location), problem, hint)

@@ -126,9 +126,9 @@ def test_official_splits_of_etth1(etth1, horizon, counts):
     ("line", "text", "said"),
     [
         (1, "time,load,wind,OT", r'series\.csv:2: missing column "date"'),
-        (5, "2019-12-30 08:00:00,1,2,", r'csv:5: "" in the column "OT" is not a number. Write one, such as 3.5'),
-        (5, "2019-12-30 08:00:00,1,nan,3", r'series\.csv:5: "nan" in the column "wind" is not a number'),
-        (5, "2019-12-30 08:00:00,x,2,3", r'series\.csv:5: "x" in the column "load" is not a number'),
+        (5, "2019-12-30 08:00:00,1,2,", r'csv:5: "" in the column "OT" is not a float32 number. Write one,'),
+        (5, "2019-12-30 08:00:00,1,1e39,3", r'series\.csv:5: "1e39" in the column "wind" is not a float32'),
+        (5, "2019-12-30 08:00:00,nan,2,3", r'series\.csv:5: "nan" in the column "load" is not a float32'),
         (5, "2019-12-30 08:00:00,1,2", r"series\.csv:5: 3 fields instead of 4"),
         (5, "now,1,2,3", r'series\.csv:5: "now" is not a date and time'),
         (5, "2019-12-30 09:00:00,1,2,3", r"series\.csv:5: .* is 2:00:00 after the previous row"),

@@ -311,9 +311,9 @@ COLUMNS, NAMED = ("text", "label"), "Set the name of the column by"
         (".csv", COLUMNS, [("x", "pos"), ("y", "Pos")], {"labels": ["neg", "pos"]},
          ':3: "Pos" is not a label of table. Did you mean "pos"?'),
         *[(".csv", COLUMNS, [("x", "1"), ("y", value)], {"labels": []},
-           f':3: "{value}" in the column "label" is not a number. '
-           "Write one, such as 3.5; or treat labels as classes: --set task.labels=null")
-          for value in ("four", "nan", "inf", "1e999", "1,5", "0x10", "1_0", "true", "٣")],
+           f':3: "{value}" in the column "label" is not a float32 number. '
+           "Write one, such as 3.5; or predict classes: --set task.labels=null")
+          for value in ("four", "nan", "inf", "1e999", "-4e38", "1,5", "0x10", "1_0", "true", "٣")],
         *[(".jsonl", COLUMNS, [("x", 1), (value, 2)], {},
            f':2: {json.dumps(value)} in the column "text" is not a text. Write a text in quotation marks')
           for value in (None, 3, ["x"])],
