@@ -121,7 +121,7 @@ def add_generate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--repetition-penalty", type=float, default=1.0, help="penalty of past tokens; 1 disables it")
     parser.add_argument("--seed", type=whole, default=0, help="seed of the sampling (default: %(default)s)")
     parser.add_argument("--beams", type=whole, metavar="K", help="width of beam search, instead of sampling")
-    parser.add_argument("--length-penalty", type=float, default=0.0, metavar="A", help="exponent of ((5 + length)/6)^A")
+    parser.add_argument("--length-penalty", type=float, metavar="A", help="exponent of ((5 + length)/6)^A")
 
 
 def generate(args: argparse.Namespace) -> None:
@@ -136,10 +136,10 @@ def generate(args: argparse.Namespace) -> None:
     Several ranks generate a decoder's text together; each rank stores the KV caches of its heads.
     """
     drawing = args.images is not None or args.complete
-    for option in ("prompt", "tokens", "beams") if drawing else ("output",):
+    for option in ("prompt", "tokens", "beams", "length_penalty") if drawing else ("output",):
         if getattr(args, option) not in (None, ""):
             content = "images" if drawing else "text"
-            raise ConfigError(f"--{option}", f"not supported for {content}", "Remove it")
+            raise ConfigError(f"--{option.replace('_', '-')}", f"not supported for {content}", "Remove it")
     if rank_variable("WORLD_SIZE", 1) > 1:
         for option in ("images", "complete", "source", "source_file"):
             if getattr(args, option) is not None:
@@ -165,7 +165,7 @@ def generate(args: argparse.Namespace) -> None:
         complete_images(model, shape_of(config, "--complete"), args.complete, seed, sampling, args.output)
     else:
         # the bytes that the shell passed, UTF-8 or not
-        request = Request(os.fsencode(args.prompt), args.tokens, sampling, args.beams, args.length_penalty)
+        request = Request(os.fsencode(args.prompt), args.tokens, sampling, args.beams, args.length_penalty or 0.0)
         sources = read_sources(args.source, args.source_file)
         sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
         show: Any = partial(print, flush=True) if ranks.rank == 0 else lambda *_, **__: None
