@@ -138,8 +138,8 @@ def generate(args: argparse.Namespace) -> None:
     drawing = args.images is not None or args.complete
     for option in ("prompt", "tokens", "beams", "length_penalty") if drawing else ("output",):
         if getattr(args, option) not in (None, ""):
-            content = "images" if drawing else "text"
-            raise ConfigError(f"--{option.replace('_', '-')}", f"not supported for {content}", "Remove it")
+            problem = f"not supported for {'images' if drawing else 'text'}"
+            raise ConfigError(f"--{option.replace('_', '-')}", problem, "Remove it")
     if rank_variable("WORLD_SIZE", 1) > 1:
         for option in ("images", "complete", "source", "source_file"):
             if getattr(args, option) is not None:

@@ -121,13 +121,11 @@ def _set(values: dict[str, Any], override: str) -> None:
         if not isinstance(values, dict):
             path = ".".join(parts[: depth + 1])
             raise ConfigError(f"--set {key}", f"{path} is {show(values)}, which is not a section", f"Set {path} itself")
+    if text.strip() == "null" and values.pop(parts[-1], None) is not None:
+        return  # null removes a value, as in a file with `extends`
     try:
-        value = parse_json(text, f"--set {key}")
+        values[parts[-1]] = parse_json(text, f"--set {key}")
     except ConfigError:
         if text.lstrip()[:1] in ("{", "[", '"'):  # meant as JSON: report the error instead of storing a text
             raise
-        value = text
-    if value is None and values.get(parts[-1]) is not None:  # null removes it, as in a file with `extends`
-        del values[parts[-1]]
-    else:
-        values[parts[-1]] = value
+        values[parts[-1]] = text

@@ -168,8 +168,7 @@ def _describe(schema: dict[str, Any]) -> str:
         return " or ".join(show(value) for value in dict.fromkeys(schema["enum"]))
     kind = schema.get("type", "any value")
     if kind == "array":
-        items = schema.get("prefixItems")
-        if items:
+        if items := schema.get("prefixItems"):
             return f"a list of {len(items)} values, each {_describe(items[0])}"
         length = "" if not schema.get("minItems") else f", at least {schema['minItems']} long"
         return f"a list whose values are {_describe(schema.get('items', {}))}{length}"

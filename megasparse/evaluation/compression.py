@@ -202,8 +202,7 @@ def unpack(path: Path, raw: bytes, digest: bytes, vocabulary: int) -> tuple[Code
     if raw[: len(MAGIC)] != MAGIC:
         raise DataError(path, "this file was not written by megasparse compress", "Give a compressed file")
     head = len(MAGIC) + DIGEST + 4
-    made_with = raw[len(MAGIC) : len(MAGIC) + DIGEST]
-    if made_with != digest:
+    if (made_with := raw[len(MAGIC) : len(MAGIC) + DIGEST]) != digest:
         problem = f"compressed with another model (digest {made_with.hex()}, not {digest.hex()})"
         raise DataError(path, problem, "Set --checkpoint to the checkpoint used for compression")
     try:
@@ -242,8 +241,7 @@ def _read_varint(raw: bytes, at: int) -> tuple[int, int]:
     """Return the number at a position and the next position. Raises IndexError if it is missing or above 2^63."""
     number = 0
     for shift in range(0, 63, 7):
-        byte = raw[at]
-        at += 1
+        byte, at = raw[at], at + 1
         number |= (byte & 127) << shift
         if byte < 128:
             return number, at

@@ -331,8 +331,7 @@ def predictions(form: Form, examples: Sequence[EncodedExample], table: Sequence[
 
 
 def predict(model: Finetuned, sources: Sequence[str], say: Callable[[str], None], split: str | None) -> list[Row]:
-    """Predict all examples of the files of `chosen_files`, in order, whatever their labels. Raises DataError if there
-    are no examples."""
+    """Predict the examples of `chosen_files` in order, whatever their labels. Raises DataError if there are none."""
     task = model.form.task
     task.needs_labels, task.config = False, task.config.model_copy(update={"empty": "keep"})
     chosen, files = chosen_files(task, sources, split)

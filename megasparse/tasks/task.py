@@ -141,8 +141,7 @@ def split_files(task: Task, folder: Path, split: str, choices: str = "Its splits
     if not folder.exists() and not is_remote(folder):
         problem, kind = ("no such file", "file") if task.source_is_file else ("no such folder", "folder")
         raise DataError(folder, problem, f"Set task.source to the {kind} of {task.name}'s examples")
-    splits = task.files(folder)
-    if not splits.get(split):
+    if not (splits := task.files(folder)).get(split):
         hint = f"{choices}: {', '.join(splits)}" if splits else f"It contains none of {task.name}'s files"
         raise DataError(folder, f'contains no "{split}" split of {task.name}', f"{hint}. See docs/reference/tasks.md")
     return splits[split]
@@ -154,12 +153,9 @@ def existing(folder: Path, names: Mapping[str, str | Sequence[str]], inner: str 
     inner: folders, separated by |, that an archive unpacks to; the first that exists is read.
     """
     folder = next((folder / name for name in inner.split("|") if (folder / name).is_dir()), folder)
-    splits = {}
-    for split, files in names.items():
-        paths = [sorted(folder.glob(name)) for name in ([files] if isinstance(files, str) else files)]
-        if all(paths):
-            splits[split] = [path for some in paths for path in some]
-    return splits
+    patterns = {split: [files] if isinstance(files, str) else files for split, files in names.items()}
+    paths = {split: [sorted(folder.glob(name)) for name in several] for split, several in patterns.items()}
+    return {split: [path for some in lists for path in some] for split, lists in paths.items() if all(lists)}
 
 
 def chosen_files(task: Task, sources: Sequence[str], split: str | None) -> tuple[str | None, list[Path]]:

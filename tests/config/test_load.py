@@ -43,9 +43,8 @@ def test_reformer_64k_is_the_papers():
     config = load_config(ROOT / "configs" / "reformer_64k.json")
     model = config.model
     assert (config.data.sequence_length, model.d_model, model.d_ff) == (65536, 1024, 4096)
-    assert (model.heads, model.layers) == (8, 12)
+    assert (model.heads, model.layers, config.training.global_batch) == (8, 12, 8)
     assert model.attention.pattern == ["local", "local", "lsh", "local"]
-    assert config.training.global_batch == 8
     zero = config.deepspeed["zero_optimization"]
     assert (zero["stage"], zero["offload_param"]["device"], zero["offload_optimizer"]["device"]) == (3, "cpu", "cpu")
 
@@ -58,9 +57,8 @@ def test_overrides_are_json_and_a_bare_word_is_a_text(write):
     config = load_config(path, [*overrides, "training.steps=8", "training.micro_batch=null"])
     assert (config.training.steps, config.training.micro_batch, config.run.engine) == (8, 1, "torch")
     assert (config.run.directory, config.data.path) == ("runs/a b", "some/folder")
-    assert config.optimizer.betas == (0.8, 0.9)
+    assert config.optimizer.betas == (0.8, 0.9) and config.model.tied_embeddings is True
     assert (config.model.attention.lsh.chunk, config.model.attention.lsh.rounds) == (32, 3)
-    assert config.model.tied_embeddings is True
     assert config.deepspeed == {"zero_optimization": {"stage": 2}}
 
 

@@ -103,11 +103,9 @@ def test_files_of_another_model_and_damaged_ones_are_rejected():
     raw = pack(code, len(tokens), text, digest)
     found, count, crc = unpack(path, raw, digest, 256)
     assert np.array_equal(np.trim_zeros(found.words, "b"), np.trim_zeros(code.words, "b"))
-    assert (found.exceptions == code.exceptions).all()
-    assert (count, crc) == (len(tokens), zlib.crc32(text))
-    other = build_model(model.config, seed=4).double()
+    assert (found.exceptions == code.exceptions).all() and (count, crc) == (len(tokens), zlib.crc32(text))
     with pytest.raises(DataError, match="compressed with another model"):
-        unpack(path, raw, model_digest(other, 7, 60), 256)
+        unpack(path, raw, model_digest(build_model(model.config, seed=4).double(), 7, 60), 256)
     assert model_digest(model, 8, 60) != digest != model_digest(model, 7, 61)
     with pytest.raises(DataError, match="not written by megasparse compress"):
         unpack(path, b"PK" + raw, digest, 256)

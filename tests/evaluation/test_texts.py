@@ -101,9 +101,7 @@ def test_texts_come_piece_by_piece():
 
 
 def test_sources_are_a_text_or_the_lines_of_a_file(tmp_path):
-    assert read_sources(None, None) == []
-    assert read_sources("", None) == [b""]
-    assert read_sources("\udcff", None) == [b"\xff"]
+    assert [read_sources(text, None) for text in (None, "", "\udcff")] == [[], [b""], [b"\xff"]]
     (tmp_path / "lines").write_bytes(b"one\r\n\ntwo\n")
     assert read_sources(None, str(tmp_path / "lines")) == [b"one", b"", b"two"]
     (tmp_path / "lines").write_bytes(b"one\n\ntwo\n\n")

@@ -79,8 +79,7 @@ def test_patience_ends_a_run_early_and_it_stays_ended(place, tmp_path, given_met
     lines = launch(tmp_path / "run", place / "reviews.csv", **sections)
     assert given_metrics == [9.0] and steps_of(tmp_path / "run") == [2, 3, 4]
     result = json.loads((tmp_path / "run" / "best.json").read_text())
-    assert result["step"] == 2
-    assert "done early, after step 4 of 8" in capfd.readouterr().err
+    assert result["step"] == 2 and "done early, after step 4 of 8" in capfd.readouterr().err
     (tmp_path / "run" / "best.json").unlink()
     again = launch(tmp_path / "run", place / "reviews.csv", **sections)
     assert given_metrics == [9.0] and plain(again) == plain(lines) and steps_of(tmp_path / "run") == [2, 3, 4]
@@ -120,8 +119,7 @@ def test_steps_and_warm_up_follow_from_epochs(place):
     assert result.training.steps == math.ceil(2.5 * 30 / 8) == 10
     assert (result.optimizer.warmup_steps, result.evaluation.every) == (2, 4)  # an epoch is begun four times
     assert result.evaluation.metric == "accuracy" and result.task.labels == ["bad", "good"]
-    fixed = made(place, optimizer={"warmup_fraction": 0.0, "warmup_steps": 5}).config
-    assert fixed.optimizer.warmup_steps == 5
+    assert made(place, optimizer={"warmup_fraction": 0.0, "warmup_steps": 5}).config.optimizer.warmup_steps == 5
 
 
 @pytest.mark.parametrize(

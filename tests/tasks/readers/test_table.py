@@ -257,8 +257,7 @@ def test_rows_become_examples_in_their_order(tmp_path, suffix):
 def test_classes_come_from_the_training_file_in_order(tmp_path, labels, classes):
     file = write(tmp_path / "a.csv", ("text", "label"), *(("x", label) for label in labels))
     task = task_of(file)
-    assert task.classes == classes
-    assert [task.classes[example.label] for example in task.read(file)] == labels
+    assert task.classes == classes and [task.classes[example.label] for example in task.read(file)] == labels
 
 
 def test_given_classes_keep_their_order_and_need_no_training_file(tmp_path):
@@ -287,8 +286,7 @@ def test_a_task_without_classes_predicts_numbers(tmp_path, suffix):
     file = write(tmp_path / f"a{suffix}", ("text", "label"), *(("x", value) for value in values))
     task = task_of(file, labels=[])
     result = [example.label for example in task.read(file)]
-    assert task.classes is None and result == [3.5, -0.01, 4.0, 0.0]
-    assert all(type(label) is float for label in result)
+    assert task.classes is None and result == [3.5, -0.01, 4.0, 0.0] and {type(label) for label in result} == {float}
     assert task.metrics == ("pearson", "spearman") and set(task.metrics) <= set(METRICS)
     assert METRICS[task.metrics[0]](np.array(result), np.array(result)) == pytest.approx(1.0)
 
