@@ -82,7 +82,7 @@ def texts(
     check_beams(1 if request.beams is None else request.beams, request.length_penalty)
     for name, value in (asdict(request.sampling) | {"length_penalty": request.length_penalty}).items():
         if (request.beams is None) == (name == "length_penalty") and value != getattr(Sampling, name, 0.0):
-            problem = f"{value} has no effect {'without' if request.beams is None else 'with'} --beams"
+            problem = f"{value} is ignored {'without' if request.beams is None else 'with'} --beams"
             raise ConfigError(f"--{name.replace('_', '-')}", problem, "Choose sampling or beam search")
     if config.model.source is None:
         separator, ends = config.model.document_separator, end_tokens(config, tokenizer)

@@ -125,8 +125,8 @@ def test_sources_are_a_text_or_the_lines_of_a_file(tmp_path):
         (config(), request(b"a" * 17), [], "--tokens: a prompt of 17 tokens and"),
         (config(), request(beams=0), [], "--beams: 0"),
         (config(), Request(b"", 1, Sampling(-1.0), None, 0.0), [], "--temperature: -1.0"),
-        (config(), Request(b"", 1, Sampling(min_p=0.5), 2, 0.0), [], "--min-p: 0.5 has no effect with --beams"),
-        (config(), Request(b"", 1, Sampling(), None, 0.6), [], "--length-penalty: 0.6 has no effect without --beams"),
+        (config(), Request(b"", 1, Sampling(min_p=0.5), 2, 0.0), [], "--min-p: 0.5 is ignored with --beams"),
+        (config(), Request(b"", 1, Sampling(), None, 0.6), [], "--length-penalty: 0.6 is ignored without --beams"),
     ],
 )
 def test_an_unwritable_output_is_rejected_before_the_work(settings, asked, sources, message):
