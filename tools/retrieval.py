@@ -12,10 +12,11 @@ the text, greedily. The answer is the first word. The tasks, which SmolLM2-135M 
     common   five pairs of each key, three of them with the same word, the answer
 
 The haystacks depend only on the tokenizer, the length, the text around the facts and their number. Rows that exist in
-FILE are skipped, so the command can be stopped and repeated.
+FILE, of the same DIR, length and text, are skipped, so the command can be stopped and repeated.
 """
 
 import argparse
+import hashlib
 import json
 import random
 import re
@@ -188,17 +189,21 @@ def main(words: Sequence[str] | None = None) -> None:
         rows = list(json.loads(path.read_bytes())["rows"]) if path.exists() else []
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise DataError(path, f"cannot be read ({error})", "Choose another file") from None
+    if not text.strip():
+        raise DataError(args.text, "contains no text", "Choose another file")
+    digest = hashlib.sha256(text.encode()).hexdigest()[:16]
     for folder in args.model:
         TensorFile.open(folder)  # a wrong folder is one line
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
         model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True).eval().to(args.device)
+        same = {"model": folder, "length": args.length, "text": digest}
         for task, number in ((task, number) for number in range(args.haystacks) for task in tasks):
-            row = {"model": Path(folder).name, "length": args.length, "task": task, "haystack": number}
+            row = {**same, "task": task, "haystack": number}
             if not any(row.items() <= old.items() for old in rows):
                 haystack = Haystack.draw(task, tokenizer, args.length, number, text)
                 rows.append(row | {"scores": scores(model, tokenizer, haystack)})
                 write_json(args.json, {"rows": rows})
-        print(Path(folder).name, shares(row for row in rows if row["model"] == Path(folder).name), flush=True)
+        print(folder, shares(row for row in rows if same.items() <= row.items()), flush=True)
 
 
 if __name__ == "__main__":

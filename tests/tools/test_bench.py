@@ -214,15 +214,21 @@ def test_the_text_of_a_haystack_answers_its_questions(task):
 
 def test_the_command_skips_rows_that_exist_and_names_a_wrong_file(plain, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(retrieval.AutoTokenizer, "from_pretrained", lambda *_, **settings: Letters())
-    monkeypatch.setattr(retrieval, "scores", lambda model, tokenizer, haystack: [1, 0])
+    (other := tmp_path / plain.name).symlink_to(plain)  # another folder of the same name
+    for name, text in (("other.txt", "Another text. "), ("empty.txt", "\n")):
+        (tmp_path / name).write_text(text)
     words = ["--length", 2500, "--model", plain, "--task", "keys", "--json", tmp_path / "rows.json"]
-    run(retrieval, *words, "--haystacks", 1)
-    monkeypatch.setattr(retrieval, "scores", lambda model, tokenizer, haystack: [1, 1])
-    run(retrieval, *words)
+    for added, result in ((["--haystacks", 1], [1, 0]), ([], [1, 1]), (["--model", other], [0, 0])):
+        monkeypatch.setattr(retrieval, "scores", lambda *_, result=result: result)
+        run(retrieval, *words, *added)
+    run(retrieval, *words, "--haystacks", 1, "--text", tmp_path / "other.txt")
     rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
-    assert [(row["task"], row["haystack"], row["scores"]) for row in rows] == [("keys", 0, [1, 0]), ("keys", 1, [1, 1])]
-    assert "'keys': '0.75 ± 0.22 of 4'" in capsys.readouterr().out
+    assert [row["scores"] for row in rows] == [[1, 0], [1, 1], [0, 0], [0, 0], [0, 0]]
+    printed = capsys.readouterr().out.splitlines()[2:]
+    shares = ("0.75 ± 0.22 of 4", "0.00 ± 0.00 of 4", "0.00 ± 0.00 of 2")
+    assert printed == [f"{folder} {{'keys': '{text}'}}" for folder, text in zip((plain, other, plain), shares)]
     assert "cannot be read" in refused(capsys, retrieval, *words, "--text", tmp_path / "none.txt")
+    assert "contains no text" in refused(capsys, retrieval, *words, "--text", tmp_path / "empty.txt")
     assert "no such folder" in refused(capsys, retrieval, "--model", tmp_path / "none", *words)
 
 
