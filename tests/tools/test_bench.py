@@ -11,13 +11,15 @@ import time
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from megasparse.config.load import build_config
-from megasparse.errors import DataError
+from megasparse.errors import ConfigError, DataError
+from megasparse.hub.replace import mechanisms, replace_attention, save_replaced
 from tests.helpers.commands import refused, run
 from tools import retrieval
 from tools.bench import attention, decoders, gpu_check, jobs, kernels, measuring, operators, training
@@ -177,6 +179,29 @@ def test_decoders_measure_nats_captured_attention_and_speed(plain, monkeypatch):
     assert decoders.arm_of("taught=runs/taught@64") == decoders.Arm("taught", Path("runs/taught"), 64)
 
 
+def test_folders_of_one_name_are_measured_each_with_its_own_keys(plain, tmp_path, monkeypatch):
+    monkeypatch.setattr(decoders, "AutoTokenizer", MagicMock())
+    monkeypatch.setattr(decoders, "_windows", lambda *_: [[*range(60)]])
+    mixed = {"pattern": [{"full": 2, "smart_bird": 2}]}
+    mixed["smart_bird"] = {"keys": 8, "sketch": "heads", "objective": "attention"}
+    for parent, settings in (("a", mixed), ("b", mixed), ("c", {"kind": "ranked"})):
+        model = replace_attention(AutoModelForCausalLM.from_pretrained(plain), settings)
+        for weight in mechanisms(model)[-1].parameters():
+            torch.nn.init.normal_(weight)
+        save_replaced(model, tmp_path / parent / "taught")
+    arms = [decoders.Arm("taught", tmp_path / f"{parent}/taught", int(page)) for parent, page in ("a1", "a4", "b4")]
+    given = ([], 60, 1, 0, tmp_path / "rows.json", torch.device("cpu"))
+    rows = decoders.measured(plain, arms, *given)
+    models = [(arm.model(plain, 60, 0, given[-1]), torch.arange(60)[None], None, arm.page) for arm in arms]
+    nats = [decoders.measure(*of_arm)["nats"] for of_arm in models]
+    assert [row["nats"] for row in rows] == nats and len({*nats}) == 3
+    assert decoders.measured(plain, arms, *given) == rows
+    with pytest.raises(DataError, match=r"with length 60 with model .*a/taught of this command"):
+        decoders.measured(tmp_path / "a/taught", arms, *given)
+    with pytest.raises(ConfigError, match="pages of 4 keys need smart_bird"):
+        decoders.measured(plain, [decoders.Arm("ranked", tmp_path / "c/taught", 4)], *given)
+
+
 class Letters:
     """A tokenizer of characters. decode: the text of its tokens, or letters for a model's random ones."""
 
@@ -224,9 +249,9 @@ def test_the_command_skips_rows_that_exist_and_names_a_wrong_file(plain, tmp_pat
     run(retrieval, *words, "--haystacks", 1, "--text", tmp_path / "other.txt")
     rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
     assert [row["scores"] for row in rows] == [[1, 0], [1, 1], [0, 0], [0, 0], [0, 0]]
-    printed = capsys.readouterr().out.splitlines()[2:]
-    shares = ("0.75 ± 0.22 of 4", "0.00 ± 0.00 of 4", "0.00 ± 0.00 of 2")
-    assert printed == [f"{folder} {{'keys': '{text}'}}" for folder, text in zip((plain, other, plain), shares)]
+    shares = {"0.75 ± 0.22 of 4": plain, "0.00 ± 0.00 of 4": other, "0.00 ± 0.00 of 2": plain}
+    printed = [f"{folder} {{'keys': '{share}'}}" for share, folder in shares.items()]
+    assert capsys.readouterr().out.splitlines()[2:] == printed
     assert "cannot be read" in refused(capsys, retrieval, *words, "--text", tmp_path / "none.txt")
     assert "contains no text" in refused(capsys, retrieval, *words, "--text", tmp_path / "empty.txt")
     assert "no such folder" in refused(capsys, retrieval, "--model", tmp_path / "none", *words)

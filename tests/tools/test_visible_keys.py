@@ -48,12 +48,14 @@ def test_visible_keys_are_exactly_the_keys_that_reach_a_query(name):
         assert torch.equal(seen_pairs(found[0], queries).expand(q.shape[1], -1, -1), reached[0, :, queries])
 
 
-def test_scored_pairs_are_the_members_of_the_searched_buckets_and_the_buckets():
-    single, queries = Single("ranked", True, settings={"keys": LENGTH, "local": False}), torch.arange(LENGTH)
+@pytest.mark.parametrize("members", [None, 2])
+def test_scored_pairs_are_the_members_of_the_searched_buckets_and_the_buckets(members):
+    settings, queries = {"keys": LENGTH, "local": False, "members": members}, torch.arange(LENGTH)
+    single = Single("ranked", True, settings=settings)
     with calls(single.mechanism) as found:
         single(*(x[:1] for x in single.inputs(LENGTH)))
-    members = float(seen_pairs(found[0], queries).sum()) / 2  # of two sketches: all candidates are chosen
-    assert scored_pairs(found[0], queries) == pytest.approx((members + 8 * LENGTH) / (LENGTH * (LENGTH + 1) / 2))
+    candidates = float(seen_pairs(found[0], queries).sum()) / 2  # of two sketches: all candidates are chosen
+    assert scored_pairs(found[0], queries) == pytest.approx((candidates + 8 * LENGTH) / (LENGTH * (LENGTH + 1) / 2))
 
 
 def test_an_oracle_sees_the_largest_weights():

@@ -52,7 +52,7 @@ from megasparse.attention.observation import Call, each_call
 from megasparse.config.files import parse_json
 from megasparse.errors import ConfigError, DataError, report_user_errors
 from megasparse.evaluation.outputs import write_json
-from megasparse.hub.replace import load_plain, load_replaced, mechanisms, replace_attention, replacement_of
+from megasparse.hub.replace import ENTRY, load_plain, load_replaced, mechanisms, replace_attention, replacement_of
 from megasparse.hub.teaching import read_windows
 from megasparse.ops.sketch import KeyChoiceSpec, rounded_ranks
 from tools.bench.visible_keys import best_pairs, scored_pairs, seen_pairs, weights
@@ -126,7 +126,9 @@ class Arm:
     def seeds(self, count: int) -> list[int]:
         """Return the seeds to measure: a folder's seed, the first `count` for arms with random draws, else 0."""
         if isinstance(self.attention, Path):
-            return [replacement_of(self.attention)["seed"]]
+            entry = replacement_of(self.attention)
+            require_pages(entry["attention"], self.page)
+            return [entry["seed"]]
         return list(range(1 if self.attention.get("kind") in ("full", "local", None) else count))
 
     def model(self, plain: Path, length: int, seed: int, device: torch.device) -> PreTrainedModel:
@@ -137,6 +139,13 @@ class Arm:
             model = replace_attention(load_plain(plain), settings, max_length=length, seed=seed)
         nn.Module.to(model, device)
         return model.eval()
+
+
+def require_pages(attention: dict[str, Any], page: int) -> None:
+    """Raise ConfigError if P > 1 and sketches do not choose pages: `ranked` ranks the single keys of buckets."""
+    if page > 1 and ("ranked" in attention or attention.get("smart_bird", {"keys": 0})["keys"] < page):
+        problem = f"pages of {page} keys need smart_bird with as many keys or more, without ranked"
+        raise ConfigError("--arm", problem, "Give FOLDER without @P, or another folder")
 
 
 def clock(device: torch.device) -> float:
@@ -209,7 +218,9 @@ def attending(model: PreTrainedModel, oracle: Best | None, page: int = 1) -> Ite
     handles = [mechanism.register_forward_hook(restrict) for mechanism in mechanisms(model) if oracle]
     choice = smart_bird.chosen_keys
     if page > 1:
-        smart_bird.chosen_keys = partial(chosen_pages, mechanisms(model)[0].config, page)
+        require_pages(vars(model.config)[ENTRY]["attention"], page)
+        config = next(part.config for part in mechanisms(model) if isinstance(part, smart_bird.SmartBirdAttention))
+        smart_bird.chosen_keys = partial(chosen_pages, config, page)
     try:
         yield
     finally:
@@ -236,7 +247,8 @@ def measured(
     in the JSON file `output` are measured and written. Raises DataError for short texts or a file of another kind.
     """
     tokenizer = AutoTokenizer.from_pretrained(plain, local_files_only=True)
-    first, rows = _windows(tokenizer, texts, length), kept_rows(output, KEYS, length=length)
+    same = {"length": length, "model": str(plain)}
+    first, rows = _windows(tokenizer, texts, length), kept_rows(output, KEYS, **same)
     places: list[tuple[int, str | None]] = [(number, None) for number in range(len(first))]
     places += [(0, f"{task} {trial}") for trial in range(trials) for task in TASKS]
     planned = [(arm, seed, item) for arm in arms for seed in arm.seeds(seeds) for item in places]
@@ -245,13 +257,13 @@ def measured(
         text = hashlib.sha256(json.dumps(first[number]).encode()).hexdigest()[:16]
         attention = arm.attention
         if isinstance(attention, Path):
-            attention = {"folder": attention.name, "page": arm.page, **replacement_of(attention)["attention"]}
+            attention = {"folder": str(attention), "page": arm.page, **replacement_of(attention)["attention"]}
         row = {"arm": arm.name, "attention": attention, "seed": seed, "text": text, "trial": trial}
         if any(all(old[name] == row[name] for name in KEYS) for old in rows):
             continue
-        if loaded != (arm.name, seed):
+        if loaded != (arm, seed):
             model = None  # one at a time
-            model, loaded = arm.model(plain, length, seed, device), (arm.name, seed)
+            model, loaded = arm.model(plain, length, seed, device), (arm, seed)
         assert model is not None
         if trial is None:
             rows.append(row | measure(model, torch.tensor([first[number]], device=device), arm.oracle, arm.page))
@@ -260,8 +272,8 @@ def measured(
             asked = Haystack.draw(task, tokenizer, length, int(haystack), str(tokenizer.decode(first[0])))
             with attending(model, arm.oracle, arm.page):
                 rows.append(row | {"task": task, "scores": scores(model, tokenizer, asked, cached=not arm.oracle)})
-        settings = {"length": length, "threads": torch.get_num_threads(), "device": device.type}
-        write_json(output, settings | {"rows": rows})
+        settings = {"threads": torch.get_num_threads(), "device": device.type}
+        write_json(output, same | settings | {"rows": rows})
     return rows
 
 

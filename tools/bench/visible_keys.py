@@ -94,11 +94,10 @@ def scored_pairs(call: Call, queries: Tensor) -> float:
     q, k = mechanism.sketches(call.x, call.inputs, call.context)
     codes, scores = (k[0, ..., -2] * 256 + k[0, ..., -1]).long(), mechanism.query_buckets(q, call.context)[0]
     probes = scores[:, queries].topk(mechanism.config.probes, dim=-1).indices
-    searched = torch.zeros_like(scores[:, queries], dtype=torch.bool).scatter_(2, probes, True)
-    causal = torch.arange(codes.shape[1], device=queries.device) <= queries[:, None]
-    candidates = searched.gather(2, codes[:, None].expand(-1, len(queries), -1)) & causal  # (groups, S, L)
-    scored = candidates.sum((1, 2)) + mechanism.config.buckets * len(queries)
-    return float((scored / causal.sum()).mean())
+    sizes = F.one_hot(codes, mechanism.config.buckets).cumsum(1)[:, queries].gather(2, probes)  # (groups, S, P)
+    members = sizes.clamp_max(mechanism.config.members or codes.shape[1])
+    scored = members.sum((1, 2)) + mechanism.config.buckets * len(queries)
+    return float((scored / (queries + 1).sum()).mean())
 
 
 def best_pairs(weight: Tensor, queries: Tensor, count: int, window: int, sinks: int) -> Tensor:
