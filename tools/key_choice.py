@@ -1,9 +1,10 @@
-"""Reference reader of replaced decoders in NumPy: the keys that a folder's sketches or learned hashes choose.
+"""Reference reader of replaced decoders in NumPy: the keys that a folder's sketches, buckets or learned hashes choose.
 
 `docs/reference/replaced_folders.md` describes the files. This reader needs no other part of megasparse; it is quadratic
-in the length, for tests of a server's implementation.
+in the length, for tests of a server's implementation. It does not read layers whose heads use several mechanisms.
 
-H heads, L length, D head dim, S sketches of G heads, d width of a sketch, K keys, M keys per bucket, P keys per page.
+H heads, L length, D head dim, S sketches of G heads, d width of a sketch, K keys, N buckets, M keys per bucket, P keys
+per page.
 """
 
 import json
@@ -34,20 +35,30 @@ def visible_keys(folder: Path, layer: int, q: Any, k: Any, page: int = 1) -> Any
     """Return the keys that each query of a text attends to, (H, L, L) bool.
 
     Args:
-        folder: A replaced decoder with sketches of heads (`smart_bird`) or learned hashes (`lha`) in this layer.
+        folder: A replaced decoder with sketches of heads (`smart_bird`), buckets and sketches (`ranked`) or learned
+            hashes (`lha`) in all heads of this layer.
         layer: Number of the layer.
         q, k: (H, L, D), as the model's attention receives them, after rotation; a key head once per query head.
         page: P > 1 chooses K/P pages of P keys; a page scores as the best of its keys beyond the window and
-            the sinks. Only for sketches.
+            the sinks. Only for `smart_bird`.
+
+    Raises:
+        ValueError: The layer's heads use several mechanisms or another one, or it draws keys at random.
     """
     entry = json.loads((folder / "config.json").read_text())["megasparse_attention"]["attention"]
     kind = entry["pattern"][layer % len(entry["pattern"])]
+    if kind not in ("smart_bird", "ranked", "lha"):
+        raise ValueError(f'layer {layer} has {kind}; only "smart_bird", "ranked" or "lha" for all heads can be read')
     settings, name = entry[kind], f"layers.{layer}.self_attn.megasparse.{kind}."
+    if settings.get("sketch", "heads") != "heads" or "draws" in settings.values() or "random" in settings.values():
+        raise ValueError(f"layer {layer} has {settings}, which does not choose keys with tensors of heads alone")
+    if page > 1 and kind != "smart_bird":
+        raise ValueError(f"layer {layer} has {kind}, which does not choose pages")
     tensors = read_tensors(folder / "megasparse.safetensors")
     weights = {key.split(name)[1]: value for key, value in tensors.items() if name in key}
     position = np.arange(q.shape[1])
     query, key = position[:, None], position
-    if kind == "smart_bird":
+    if kind != "lha":
         near = (query // settings["chunk"] - key // settings["chunk"] <= 1) & settings["local"] | (
             key < settings["sinks"]
         )
@@ -71,13 +82,37 @@ def sketched(settings: dict[str, Any], weights: dict[str, Any], q: Any, k: Any, 
         sketches.append(grouped.reshape(*grouped.shape[:2], -1) @ weight.transpose(0, 2, 1))  # (S, L, d)
     score = np.rint(sketches[0] @ sketches[1].transpose(0, 2, 1) * (256 * width**-0.5))
     score[:, np.arange(length)[:, None] < np.arange(length)] = -np.inf
+    if "buckets" in settings:
+        score[~candidates(settings, weights, *sketches)] = -np.inf
     score[:, near & (page > 1)] = -np.inf
     score = np.pad(score, ((0, 0), (0, 0), (0, -length % page)), constant_values=-np.inf)
     score = score.reshape(*score.shape[:2], -1, page).max(-1)  # of pages
     best = (-score).argsort(axis=-1, kind="stable")[..., : settings["keys"] // page]
     chosen = np.zeros(score.shape, bool)
     np.put_along_axis(chosen, best, True, axis=-1)
+    chosen &= score > -np.inf
     return chosen.repeat(page, axis=-1)[..., :length].repeat(together, axis=0)
+
+
+def candidates(settings: dict[str, Any], weights: dict[str, Any], q: Any, k: Any) -> Any:
+    """Return the keys in each query's P best of N buckets, the last M of each bucket: (S, L, L) bool. A key is in the
+    bucket of its best score. q, k: sketches (S, L, d).
+    """
+    scores = []
+    for side, x in (("query", q), ("key", k)):
+        names = (f"{side}_buckets.{part}" for part in ("weight", "bias"))
+        weight, bias = (weights[name].reshape(len(x), settings["buckets"], -1).transpose(0, 2, 1) for name in names)
+        scores.append(x @ weight + bias)  # (S, L, N)
+    probes = (-scores[0]).argsort(axis=-1, kind="stable")[..., : settings["probes"]]
+    bucket = scores[1].argmax(-1)[:, None]
+    members = (newest(probe == bucket, settings["members"]) for probe in np.split(probes, probes.shape[-1], axis=-1))
+    return np.logical_or.reduce([*members])
+
+
+def newest(same: Any, count: int | None) -> Any:
+    """Keep the last `count` keys at or before each query, or all of them: (H, L, L) bool."""
+    same = same & np.tri(same.shape[-1], dtype=bool)
+    return same & (same[..., ::-1].cumsum(-1)[..., ::-1] <= (count or same.shape[-1]))
 
 
 def hashed(settings: dict[str, Any], weights: dict[str, Any], q: Any, k: Any) -> Any:
@@ -96,6 +131,5 @@ def hashed(settings: dict[str, Any], weights: dict[str, Any], q: Any, k: Any) ->
     if settings["joint"]:
         scores = [scores[0] + scores[1]] * 2
     queries, keys = (x.argmax(-1) for x in scores)
-    position = np.arange(q.shape[1])
-    same = (queries[:, :, None] == keys[:, None]) & (position <= position[:, None]) & (position >= settings["sinks"])
-    return same & (same[..., ::-1].cumsum(-1)[..., ::-1] <= settings["chunk"])
+    same = (queries[:, :, None] == keys[:, None]) & (np.arange(q.shape[1]) >= settings["sinks"])
+    return newest(same, settings["chunk"])

@@ -20,9 +20,17 @@ NAMES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("attention", [HEADS, {**SEPARATE, "chunk": 3}, LHA, {**LHA, "hash": "linear", "local": False}])
+RANKED = {"kind": "ranked", "keys": 5, "sketch_dim": 4, "buckets": 6, "probes": 3, "chunk": 3, "sinks": 2}
+READ = [HEADS, {**SEPARATE, "chunk": 3}, LHA, {**LHA, "hash": "linear", "local": False}, RANKED]
+SPLIT = {"pattern": [{"full": 2, "lha": 2}, "full"]}
+
+
+@pytest.mark.parametrize("attention", [*READ, {**RANKED, "members": 2, "sketch_heads": 2, "local": False}])
 def test_a_reader_in_numpy_chooses_the_same_keys_from_a_folder(attention, tmp_path):
-    save_replaced(replace_attention(build(dtype=torch.float32), attention, seed=3), tmp_path / "model")
+    replaced = replace_attention(build(dtype=torch.float32), attention, seed=3)
+    for name, bias in replaced.named_parameters():
+        torch.nn.init.normal_(bias) if name.endswith("_buckets.bias") else None
+    save_replaced(replaced, tmp_path / "model")
     model, tokens = load_replaced(tmp_path / "model").eval(), inputs(batch=1, length=40)["input_ids"]
     for page in (1, 2) if attention is HEADS else (1,):
         with calls(model) as found, torch.no_grad(), attending(model, None, page):
@@ -33,6 +41,21 @@ def test_a_reader_in_numpy_chooses_the_same_keys_from_a_folder(attention, tmp_pa
                 assert np.array_equal(visible_keys(tmp_path / "model", layer, q, k, page), ours.numpy())
             cache = model(tokens[:, :30], use_cache=True).past_key_values
             assert torch.allclose(model(tokens[:, 30:], past_key_values=cache).logits, whole[:, 30:], atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("attention", "layer", "page", "problem"),
+    [
+        (SPLIT, 0, 1, "layer 0 has {'full': 2, 'lha': 2}; only"),
+        (SPLIT, 1, 1, "layer 1 has full; only"),
+        (RANKED, 0, 4, "layer 0 has ranked, which does not choose pages"),
+        ({**HEADS, "evaluation": "draws"}, 0, 1, "does not choose keys with tensors of heads alone"),
+    ],
+)
+def test_the_reader_names_layers_that_it_cannot_read(attention, layer, page, problem, tmp_path):
+    save_replaced(replace_attention(build(dtype=torch.float32), attention), tmp_path / "model")
+    with pytest.raises(ValueError, match=problem):
+        visible_keys(tmp_path / "model", layer, *np.ones((2, 4, 8, 8)), page)
 
 
 @pytest.mark.parametrize("name", NAMES)
