@@ -30,13 +30,14 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel
+from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
 import megasparse.hub  # loads replaced attention  # noqa: F401
 from megasparse.errors import DataError, report_user_errors
 from megasparse.evaluation.outputs import write_json
 from megasparse.hub.tensor_file import TensorFile
+from megasparse.hub.tokenizer_files import load_tokenizer
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. "
 SINGLE = (
@@ -194,7 +195,7 @@ def main(words: Sequence[str] | None = None) -> None:
     digest = hashlib.sha256(text.encode()).hexdigest()[:16]
     for folder in args.model:
         TensorFile.open(folder)  # a wrong folder is one line
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        tokenizer = load_tokenizer(folder)
         model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True).eval().to(args.device)
         same = {"model": folder, "length": args.length, "text": digest}
         for task, number in ((task, number) for number in range(args.haystacks) for task in tasks):

@@ -124,10 +124,10 @@ def replace_attention(args: argparse.Namespace) -> None:
     from megasparse.hub import require_transformers
 
     require_transformers()
-    from transformers import AutoTokenizer
     from transformers.utils.logging import disable_progress_bar
 
     from megasparse.hub.replace import load_plain, positions, replace_attention, save_replaced
+    from megasparse.hub.tokenizer_files import load_tokenizer
 
     attention = parse_json(args.attention, "--attention")
     if not isinstance(attention, dict):
@@ -135,7 +135,7 @@ def replace_attention(args: argparse.Namespace) -> None:
     disable_progress_bar()
     model = load_plain(args.model)
     replace_attention(model, attention, max_length=args.max_length, seed=args.seed)
-    tokenizer = AutoTokenizer.from_pretrained(args.model, local_files_only=True)
+    tokenizer = load_tokenizer(args.model)
     tokenizer.model_max_length = positions(model)
     save_replaced(model, args.output, tokenizer)
     print(args.output)
@@ -179,12 +179,12 @@ def teach(args: argparse.Namespace) -> None:
         if value < 1:
             raise ConfigError(key, f"{value} is too few", "Give 1 or more")
     require_transformers()
-    from transformers import AutoTokenizer
     from transformers.utils.logging import disable_progress_bar
 
     from megasparse.hub.replace import load_replaced, replacement_of, save_replaced
     from megasparse.hub.teaching import Teacher, read_windows
     from megasparse.hub.tensor_file import refuse_existing
+    from megasparse.hub.tokenizer_files import load_tokenizer
 
     refuse_existing(args.output)
     disable_progress_bar()
@@ -195,7 +195,7 @@ def teach(args: argparse.Namespace) -> None:
     model = load_replaced(args.model)
     if torch.cuda.is_available():
         torch.nn.Module.to(model, "cuda")
-    tokenizer = AutoTokenizer.from_pretrained(args.model, local_files_only=True)
+    tokenizer = load_tokenizer(args.model)
     windows = [tokens for tokens in read_windows(tokenizer, args.texts, length) if len(tokens) == length]
     if len(windows) <= args.held_out:
         problem = f"{len(windows)} windows of {length} tokens are not more than --held-out {args.held_out}"

@@ -48,7 +48,7 @@ def as_config_error(error: ValidationError, model: type[BaseModel], values: obje
         return ConfigError(key or "configuration", problem, f"Change or remove one of these keys{more}")
     in_object = field is not None and isinstance(location[-1], str) and field is _field_at(model, location[:-1])
     choices = _choices(field) if isinstance(value, str) and not in_object else []
-    near = difflib.get_close_matches(str(value), choices, n=1) if len(choices) > FEW else []
+    near = difflib.get_close_matches(str(value), choices, n=1) if len(choices) > FEW and value not in choices else []
     hint = f'Did you mean "{near[0]}"?' if near else f"It must be {_describe_field(field, first['msg'], in_object)}"
     return ConfigError(key or "configuration", f"{show(value)} does not fit", hint + more)
 

@@ -77,9 +77,9 @@ def check_length(prompt: int, tokens: int, max_length: int) -> None:
     if tokens < 0:
         raise ConfigError("--tokens", f"{tokens} is negative", "Give 0 or more")
     if prompt + tokens > max_length:
-        hint = f"Give {max(0, max_length - prompt)} or fewer, or shorten the prompt"
+        fewer = f"Give {max_length - prompt} or fewer, or shorten" if prompt < max_length else "Shorten"
         problem = f"a prompt of {prompt} tokens and {tokens} new tokens exceed model.max_length = {max_length}"
-        raise ConfigError("--tokens", problem, hint)
+        raise ConfigError("--tokens", problem, f"{fewer} the prompt")
 
 
 LARGEST_SETTINGS = 1 << 20

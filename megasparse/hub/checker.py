@@ -16,12 +16,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megasparse.config.files import parse_json
+from megasparse.config.messages import show
 from megasparse.errors import HubError
 from megasparse.files import read_file
 from megasparse.hub.formats import hf_class
 
-TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
-"""Largest relative difference of a passed check, by the dtype of the weights."""
+TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
+"""Largest relative difference of a passed check, by the dtype of the weights. Logits are compared in fp32."""
 
 
 class CheckResult(NamedTuple):
@@ -38,7 +39,7 @@ class CheckResult(NamedTuple):
 
 @torch.no_grad()
 def check_model(model: Any, length: int = 64, seed: int = 0) -> list[CheckResult]:
-    """Check a causal language model of transformers with random tokens.
+    """Check a causal language model of transformers with random tokens. Raises HubError if it cannot process them.
 
     Args:
         model: An `AutoModelForCausalLM`, which is set to evaluation mode.
@@ -54,15 +55,19 @@ def check_model(model: Any, length: int = 64, seed: int = 0) -> list[CheckResult
     model.eval()
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(model.config.get_text_config().vocab_size, (4, length), generator=generator)
-    whole = _logits(model, tokens[:1])
+    try:
+        whole = _logits(model, tokens[:1])
+    except Exception as error:  # models raise errors of any type
+        problem = f"cannot process {length} tokens ({show(str(error))})"
+        raise HubError(type(model).__name__, problem, "Use a shorter length, or another model") from None
     scale, tolerance = float(whole.std()), TOLERANCE[next(model.parameters()).dtype]
     results = []
     for name, check in CHECKS.items():
         try:
             pairs = list(check(model, tokens, whole))
-        except (TypeError, ValueError, RuntimeError, AttributeError) as error:
+        except Exception as error:
             note = " ".join(str(error).split())[:120] or type(error).__name__
-            broken = isinstance(error, RuntimeError) and not isinstance(error, NotImplementedError)
+            broken = not isinstance(error, TypeError | ValueError | AttributeError | NotImplementedError | HubError)
             results.append(CheckResult(name, False if broken else None, torch.inf if broken else 0.0, None, note))
             continue
         difference, position = 0.0, None

@@ -281,9 +281,9 @@ def _sections(attention: dict[str, Any] | AttentionConfig) -> dict[str, Any]:
         return attention.model_dump(mode="json")
     if "kind" in attention:
         settings = dict(attention)
-        if (kind := settings.pop("kind")) not in MECHANISMS:
-            hint = did_you_mean(str(kind), MECHANISMS)
-            raise ConfigError("attention.kind", f"unknown mechanism {show(kind)}", hint)
+        if not isinstance(kind := settings.pop("kind"), str) or kind not in MECHANISMS:
+            problem = f"unknown mechanism {show(kind)}"
+            raise ConfigError("attention.kind", problem, did_you_mean(str(kind), MECHANISMS))
         attention = {"pattern": [kind], kind: settings}
     lsh = attention.get("lsh", {})
     return {**attention, "lsh": {"shared_qk": False, **lsh} if isinstance(lsh, dict) else lsh}

@@ -166,7 +166,7 @@ def test_a_sampled_row_does_not_depend_on_other_rows():
     ("check", "arguments", "message"),
     [
         (check_length, (10, 7, 16), r"--tokens: a prompt of 10 tokens and 7 new tokens exceed .* = 16. Give 6"),
-        (check_length, (20, 0, 16), r"--tokens.*Give 0 or fewer, or shorten the prompt"),
+        (check_length, (20, 0, 16), r"--tokens.*max_length = 16\. Shorten the prompt"),
         (check_length, (0, -1, 16), r"--tokens: -1"),
         (check_beams, (0, 0.0), "--beams: 0 is less than 1"),
         (check_beams, (1, -0.5), "--length-penalty: -0.5"),

@@ -7,10 +7,12 @@ import torch
 import transformers
 
 from megasparse.cli.main import main
+from megasparse.errors import HubError
 from megasparse.hub.checker import CHECKS, check_model
 from megasparse.hub.replace import replace_attention
 from tests.helpers.commands import refused
 
+LSH = {"kind": "lsh", "chunk": 16, "rounds": 2}
 SIZES = {
     "vocab_size": 97, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 256, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
@@ -29,12 +31,13 @@ def of(name, config, **changes):
 
 RIGHT = {
     "grouped heads": llama,
+    "fp64": lambda: llama().double(),
     "sliding window": lambda: of("MistralForCausalLM", "MistralConfig", sliding_window=16),
     "normed queries and keys": lambda: of("Qwen3ForCausalLM", "Qwen3Config", head_dim=8),
     "learned positions": lambda: of("GPT2LMHeadModel", "GPT2Config"),
     "parallel branches": lambda: of("GPTNeoXForCausalLM", "GPTNeoXConfig"),
     "windows in some layers": lambda: of("Gemma3ForCausalLM", "Gemma3TextConfig", head_dim=8, sliding_window=16),
-    "replaced attention": lambda: replace_attention(llama(), {"kind": "lsh", "chunk": 16, "rounds": 2}, max_length=128),
+    "replaced attention": lambda: replace_attention(llama(), LSH, max_length=128),
 }
 
 
@@ -110,7 +113,15 @@ def test_a_faulty_model_fails_the_check_of_its_fault(name):
         assert cached.position == 32  # half of the row is read at once
 
 
+def test_a_replaced_model_with_learned_sinks_rejects_packed_documents():
+    model = replace_attention(of("GptOssForCausalLM", "GptOssConfig", head_dim=8, num_local_experts=4), LSH)
+    passed = [result.passed for result in check_model(model, 24)]
+    assert passed == [True] * 5 + [None]
+
+
 def test_a_model_that_crashes_fails():
+    with pytest.raises(HubError, match=r"GPT2LMHeadModel: cannot process 300 tokens .*index out of range"):
+        check_model(RIGHT["learned positions"](), 300)
     model = llama()
     model.model.layers[1].register_forward_hook(lambda layer, inputs, out: out.view(-1, 64, 32))
     results = {result.name: result for result in check_model(model)}
@@ -122,6 +133,8 @@ def test_the_command_prints_a_table_and_ends_with_an_error_after_a_failure(tmp_p
     llama().save_pretrained(tmp_path / "right")
     main(["check-model", "--model", str(tmp_path / "right")])
     assert capsys.readouterr().out.count("PASS") == len(CHECKS)
+    words = ["replace-attention", "--attention", '{"kind": "lsh"}', "--output", tmp_path / "replaced", "--model"]
+    assert "right: its tokenizer cannot be loaded" in refused(capsys, main, *words, tmp_path / "right")
     sorted_chunks().save_pretrained(tmp_path / "leaks")
     error = refused(capsys, main, "check-model", "--model", tmp_path / "leaks")
     assert "leaks: fails 4 of 6 checks: later tokens, padding" in error

@@ -180,7 +180,7 @@ def test_decoders_measure_nats_captured_attention_and_speed(plain, monkeypatch):
 
 
 def test_folders_of_one_name_are_measured_each_with_its_own_keys(plain, tmp_path, monkeypatch):
-    monkeypatch.setattr(decoders, "AutoTokenizer", MagicMock())
+    monkeypatch.setattr(decoders, "load_tokenizer", MagicMock())
     monkeypatch.setattr(decoders, "_windows", lambda *_: [[*range(60)]])
     mixed = {"pattern": [{"full": 2, "smart_bird": 2}]}
     mixed["smart_bird"] = {"keys": 8, "sketch": "heads", "objective": "attention"}
@@ -238,7 +238,7 @@ def test_the_text_of_a_haystack_answers_its_questions(task):
 
 
 def test_the_command_skips_rows_that_exist_and_names_a_wrong_file(plain, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(retrieval.AutoTokenizer, "from_pretrained", lambda *_, **settings: Letters())
+    monkeypatch.setattr(retrieval, "load_tokenizer", lambda folder: Letters())
     (other := tmp_path / plain.name).symlink_to(plain)  # another folder of the same name
     for name, text in (("other.txt", "Another text. "), ("empty.txt", "\n")):
         (tmp_path / name).write_text(text)

@@ -43,7 +43,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from tqdm import tqdm
-from transformers import AutoTokenizer, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
 from megasparse.attention import smart_bird
@@ -54,6 +54,7 @@ from megasparse.errors import ConfigError, DataError, report_user_errors
 from megasparse.evaluation.outputs import write_json
 from megasparse.hub.replace import ENTRY, load_plain, load_replaced, mechanisms, replace_attention, replacement_of
 from megasparse.hub.teaching import read_windows
+from megasparse.hub.tokenizer_files import load_tokenizer
 from megasparse.ops.sketch import KeyChoiceSpec, rounded_ranks
 from tools.bench.visible_keys import best_pairs, scored_pairs, seen_pairs, weights
 from tools.retrieval import TASKS, Haystack, scores, shares
@@ -246,7 +247,7 @@ def measured(
     """Return the rows of every arm, seed and text, and of `trials` haystacks per task in the first text. Rows missing
     in the JSON file `output` are measured and written. Raises DataError for short texts or a file of another kind.
     """
-    tokenizer = AutoTokenizer.from_pretrained(plain, local_files_only=True)
+    tokenizer = load_tokenizer(plain)
     same = {"length": length, "model": str(plain)}
     first, rows = _windows(tokenizer, texts, length), kept_rows(output, KEYS, **same)
     places: list[tuple[int, str | None]] = [(number, None) for number in range(len(first))]
