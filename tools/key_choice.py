@@ -3,8 +3,7 @@
 `docs/reference/replaced_folders.md` describes the files. This reader needs no other part of megasparse; it is quadratic
 in the length, for tests of a server's implementation. It does not read layers whose heads use several mechanisms.
 
-H heads, L length, D head dim, S sketches of G heads, d width of a sketch, K keys, N buckets, M keys per bucket, P keys
-per page.
+H heads, L length, D head dim, S sketches of G heads, d width of a sketch, K keys, M keys per bucket, P keys per page.
 """
 
 import json
@@ -32,7 +31,7 @@ def read_tensors(path: Path) -> dict[str, Any]:
 
 
 def visible_keys(folder: Path, layer: int, q: Any, k: Any, page: int = 1) -> Any:
-    """Return the keys that each query of a text attends to, (H, L, L) bool.
+    """Return the keys that each query of a text attends to, (H, L, L) bool. Raises ValueError for other layers.
 
     Args:
         folder: A replaced decoder with sketches of heads (`smart_bird`), buckets and sketches (`ranked`) or learned
@@ -41,30 +40,23 @@ def visible_keys(folder: Path, layer: int, q: Any, k: Any, page: int = 1) -> Any
         q, k: (H, L, D), as the model's attention receives them, after rotation; a key head once per query head.
         page: P > 1 chooses K/P pages of P keys; a page scores as the best of its keys beyond the window and
             the sinks. Only for `smart_bird`.
-
-    Raises:
-        ValueError: The layer's heads use several mechanisms or another one, or it draws keys at random.
     """
     entry = json.loads((folder / "config.json").read_text())["megasparse_attention"]["attention"]
     kind = entry["pattern"][layer % len(entry["pattern"])]
-    if kind not in ("smart_bird", "ranked", "lha"):
-        raise ValueError(f'layer {layer} has {kind}; only "smart_bird", "ranked" or "lha" for all heads can be read')
-    settings, name = entry[kind], f"layers.{layer}.self_attn.megasparse.{kind}."
-    if settings.get("sketch", "heads") != "heads" or "draws" in settings.values() or "random" in settings.values():
-        raise ValueError(f"layer {layer} has {settings}, which does not choose keys with tensors of heads alone")
-    if page > 1 and kind != "smart_bird":
-        raise ValueError(f"layer {layer} has {kind}, which does not choose pages")
+    settings, name = entry.get(str(kind), {}), f"layers.{layer}.self_attn.megasparse.{kind}."
+    readable = ("smart_bird", "ranked", "lha")[: 1 if page > 1 else 3]
+    if kind not in readable or settings.get("sketch", "heads") != "heads" or {"draws", "random"} & {*settings.values()}:
+        raise ValueError(f"layer {layer} has {kind} {settings}, not one of {readable} that chooses by heads' tensors")
     tensors = read_tensors(folder / "megasparse.safetensors")
     weights = {key.split(name)[1]: value for key, value in tensors.items() if name in key}
     position = np.arange(q.shape[1])
     query, key = position[:, None], position
+    chunk, first = settings["chunk"], key < settings["sinks"]
     if kind != "lha":
-        near = (query // settings["chunk"] - key // settings["chunk"] <= 1) & settings["local"] | (
-            key < settings["sinks"]
-        )
+        near = (query // chunk - key // chunk <= 1) & settings["local"] | first
         chosen = sketched(settings, weights, q, k, page, near)
     else:
-        near = (query - key < settings["chunk"]) & settings["local"] | (key < settings["sinks"])
+        near = (query - key < chunk) & settings["local"] | first
         chosen = hashed(settings, weights, q, k)
     visible = (chosen | near) & (key <= query)
     return visible | ((key == query) & ~visible.any(-1, keepdims=True))
@@ -72,18 +64,25 @@ def visible_keys(folder: Path, layer: int, q: Any, k: Any, page: int = 1) -> Any
 
 def sketched(settings: dict[str, Any], weights: dict[str, Any], q: Any, k: Any, page: int, near: Any) -> Any:
     """Return the K keys of each query with the largest products of sketches, rounded to multiples of 1/256; ties go to
-    the earlier key.
+    the earlier key. With `ranked` only of the last M keys in each of the `probes` buckets that score best.
     """
     together, width, (heads, length, _) = settings["sketch_heads"], settings["sketch_dim"], q.shape
-    sketches = []
+    sketches, buckets = [], []
     for side, x in (("query", q), ("key", k)):
         grouped = x.astype(np.float64).reshape(-1, together, *x.shape[1:]).transpose(0, 2, 1, 3)
         weight = weights[f"{side}.weight"].reshape(heads // together, width, -1)
         sketches.append(grouped.reshape(*grouped.shape[:2], -1) @ weight.transpose(0, 2, 1))  # (S, L, d)
+        if "buckets" in settings:
+            of_side = (weights[f"{side}_buckets.{part}"] for part in ("weight", "bias"))
+            weight, bias = (x.reshape(len(weight), settings["buckets"], -1).transpose(0, 2, 1) for x in of_side)
+            buckets.append(sketches[-1] @ weight + bias)  # (S, L, buckets)
     score = np.rint(sketches[0] @ sketches[1].transpose(0, 2, 1) * (256 * width**-0.5))
     score[:, np.arange(length)[:, None] < np.arange(length)] = -np.inf
-    if "buckets" in settings:
-        score[~candidates(settings, weights, *sketches)] = -np.inf
+    if buckets:
+        probes = (-buckets[0]).argsort(axis=-1, kind="stable")[..., None, : settings["probes"]]
+        same = buckets[1].argmax(-1)[:, None, :, None] == probes  # (S, L, L, P)
+        members = [newest(same[..., probe], settings["members"]) for probe in range(settings["probes"])]
+        score[~np.logical_or.reduce(members)] = -np.inf
     score[:, near & (page > 1)] = -np.inf
     score = np.pad(score, ((0, 0), (0, 0), (0, -length % page)), constant_values=-np.inf)
     score = score.reshape(*score.shape[:2], -1, page).max(-1)  # of pages
@@ -92,21 +91,6 @@ def sketched(settings: dict[str, Any], weights: dict[str, Any], q: Any, k: Any, 
     np.put_along_axis(chosen, best, True, axis=-1)
     chosen &= score > -np.inf
     return chosen.repeat(page, axis=-1)[..., :length].repeat(together, axis=0)
-
-
-def candidates(settings: dict[str, Any], weights: dict[str, Any], q: Any, k: Any) -> Any:
-    """Return the keys in each query's P best of N buckets, the last M of each bucket: (S, L, L) bool. A key is in the
-    bucket of its best score. q, k: sketches (S, L, d).
-    """
-    scores = []
-    for side, x in (("query", q), ("key", k)):
-        names = (f"{side}_buckets.{part}" for part in ("weight", "bias"))
-        weight, bias = (weights[name].reshape(len(x), settings["buckets"], -1).transpose(0, 2, 1) for name in names)
-        scores.append(x @ weight + bias)  # (S, L, N)
-    probes = (-scores[0]).argsort(axis=-1, kind="stable")[..., : settings["probes"]]
-    bucket = scores[1].argmax(-1)[:, None]
-    members = (newest(probe == bucket, settings["members"]) for probe in np.split(probes, probes.shape[-1], axis=-1))
-    return np.logical_or.reduce([*members])
 
 
 def newest(same: Any, count: int | None) -> Any:

@@ -36,8 +36,8 @@ from transformers.utils.logging import disable_progress_bar
 import megasparse.hub  # loads replaced attention  # noqa: F401
 from megasparse.errors import DataError, report_user_errors
 from megasparse.evaluation.outputs import write_json
+from megasparse.hub.checker import load_tokenizer
 from megasparse.hub.tensor_file import TensorFile
-from megasparse.hub.tokenizer_files import load_tokenizer
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. "
 SINGLE = (
@@ -192,12 +192,11 @@ def main(words: Sequence[str] | None = None) -> None:
         raise DataError(path, f"cannot be read ({error})", "Choose another file") from None
     if not text.strip():
         raise DataError(args.text, "contains no text", "Choose another file")
-    digest = hashlib.sha256(text.encode()).hexdigest()[:16]
     for folder in args.model:
         TensorFile.open(folder)  # a wrong folder is one line
         tokenizer = load_tokenizer(folder)
         model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True).eval().to(args.device)
-        same = {"model": folder, "length": args.length, "text": digest}
+        same = {"model": folder, "length": args.length, "text": hashlib.sha256(text.encode()).hexdigest()[:16]}
         for task, number in ((task, number) for number in range(args.haystacks) for task in tasks):
             row = {**same, "task": task, "haystack": number}
             if not any(row.items() <= old.items() for old in rows):

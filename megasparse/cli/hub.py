@@ -126,8 +126,8 @@ def replace_attention(args: argparse.Namespace) -> None:
     require_transformers()
     from transformers.utils.logging import disable_progress_bar
 
+    from megasparse.hub.checker import load_tokenizer
     from megasparse.hub.replace import load_plain, positions, replace_attention, save_replaced
-    from megasparse.hub.tokenizer_files import load_tokenizer
 
     attention = parse_json(args.attention, "--attention")
     if not isinstance(attention, dict):
@@ -181,10 +181,10 @@ def teach(args: argparse.Namespace) -> None:
     require_transformers()
     from transformers.utils.logging import disable_progress_bar
 
+    from megasparse.hub.checker import load_tokenizer
     from megasparse.hub.replace import load_replaced, replacement_of, save_replaced
     from megasparse.hub.teaching import Teacher, read_windows
     from megasparse.hub.tensor_file import refuse_existing
-    from megasparse.hub.tokenizer_files import load_tokenizer
 
     refuse_existing(args.output)
     disable_progress_bar()

@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from transformers import AutoTokenizer
 
 from megasparse.config.files import parse_json
-from megasparse.config.messages import show
-from megasparse.errors import HubError
+from megasparse.errors import HubError, one_line
 from megasparse.files import read_file
 from megasparse.hub.formats import hf_class
 
@@ -58,8 +58,7 @@ def check_model(model: Any, length: int = 64, seed: int = 0) -> list[CheckResult
     try:
         whole = _logits(model, tokens[:1])
     except Exception as error:  # models raise errors of any type
-        problem = f"cannot process {length} tokens ({show(str(error))})"
-        raise HubError(type(model).__name__, problem, "Use a shorter length, or another model") from None
+        raise HubError(type(model).__name__, f"cannot process {length} tokens ({error})", "Use fewer") from None
     scale, tolerance = float(whole.std()), TOLERANCE[next(model.parameters()).dtype]
     results = []
     for name, check in CHECKS.items():
@@ -165,6 +164,14 @@ def load_model(folder: Path) -> Any:
         problem = f"config.json specifies the architecture {(names or [None])[0]}"
         raise HubError(folder, problem, "Give a causal language model")
     return hf_class(names[0]).from_pretrained(folder, local_files_only=True, use_safetensors=True)
+
+
+def load_tokenizer(folder: str | Path) -> Any:
+    """Load the tokenizer of a folder with transformers. Raises HubError."""
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, ImportError) as error:
+        raise HubError(folder, f"its tokenizer cannot be loaded ({one_line(str(error))})", "Save it there") from None
 
 
 def table(results: list[CheckResult]) -> str:

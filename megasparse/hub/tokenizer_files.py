@@ -6,7 +6,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from megasparse.config.messages import show
 from megasparse.config.schema import Config, ModelConfig
 from megasparse.data.tokenizers import BEGIN, MASK, NAMED, PADDING, SEPARATOR, Tokenizer, build_tokenizer
 from megasparse.data.tokenizers.huggingface import alphabet
@@ -26,17 +25,6 @@ TRAINED = "training_tokenizer.json"
 """The tokenizer's file in training, if `FILE` differs from it."""
 
 Files = dict[str, str | bytes]
-
-
-def load_tokenizer(folder: str | Path) -> Any:
-    """Load the tokenizer of a folder with transformers. Raises HubError."""
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, ImportError) as error:
-        problem = f"its tokenizer cannot be loaded ({show(' '.join(str(error).split()))})"
-        raise HubError(folder, problem, "Save the tokenizer there") from None
 
 
 def tokenizer_files(config: Config, longest: int, room: int | None = None) -> Files:

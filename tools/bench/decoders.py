@@ -52,9 +52,9 @@ from megasparse.attention.observation import Call, each_call
 from megasparse.config.files import parse_json
 from megasparse.errors import ConfigError, DataError, report_user_errors
 from megasparse.evaluation.outputs import write_json
+from megasparse.hub.checker import load_tokenizer
 from megasparse.hub.replace import ENTRY, load_plain, load_replaced, mechanisms, replace_attention, replacement_of
 from megasparse.hub.teaching import read_windows
-from megasparse.hub.tokenizer_files import load_tokenizer
 from megasparse.ops.sketch import KeyChoiceSpec, rounded_ranks
 from tools.bench.visible_keys import best_pairs, scored_pairs, seen_pairs, weights
 from tools.retrieval import TASKS, Haystack, scores, shares
@@ -117,12 +117,8 @@ class Arm:
 
     @property
     def oracle(self) -> Best | None:
-        settings = self.attention
-        return (
-            Best(settings["best"], settings["window"], settings["sinks"])
-            if isinstance(settings, dict) and "best" in settings
-            else None
-        )
+        settings = self.attention if isinstance(self.attention, dict) else {}
+        return Best(settings["best"], settings["window"], settings["sinks"]) if "best" in settings else None
 
     def seeds(self, count: int) -> list[int]:
         """Return the seeds to measure: a folder's seed, the first `count` for arms with random draws, else 0."""
@@ -145,8 +141,7 @@ class Arm:
 def require_pages(attention: dict[str, Any], page: int) -> None:
     """Raise ConfigError if P > 1 and sketches do not choose pages: `ranked` ranks the single keys of buckets."""
     if page > 1 and ("ranked" in attention or attention.get("smart_bird", {"keys": 0})["keys"] < page):
-        problem = f"pages of {page} keys need smart_bird with as many keys or more, without ranked"
-        raise ConfigError("--arm", problem, "Give FOLDER without @P, or another folder")
+        raise ConfigError("--arm", f"pages of {page} keys need smart_bird with {page} keys or more", "Leave @P out")
 
 
 def clock(device: torch.device) -> float:
@@ -273,8 +268,7 @@ def measured(
             asked = Haystack.draw(task, tokenizer, length, int(haystack), str(tokenizer.decode(first[0])))
             with attending(model, arm.oracle, arm.page):
                 rows.append(row | {"task": task, "scores": scores(model, tokenizer, asked, cached=not arm.oracle)})
-        settings = {"threads": torch.get_num_threads(), "device": device.type}
-        write_json(output, same | settings | {"rows": rows})
+        write_json(output, {**same, "threads": torch.get_num_threads(), "device": device.type, "rows": rows})
     return rows
 
 
@@ -287,9 +281,8 @@ def kept_rows(path: Path, keys: Sequence[str], **same: Any) -> list[dict[str, An
     try:
         content = json.loads(path.read_bytes())
         rows = list(content["rows"])
-        if any(content[name] != value for name, value in same.items()) or not all(
-            {*keys} <= row.keys() for row in rows
-        ):
+        complete = all({*keys} <= row.keys() for row in rows)
+        if not complete or any(content[name] != value for name, value in same.items()):
             raise ValueError
     except (ValueError, LookupError, TypeError, AttributeError):
         with_what = "".join(f" with {name} {value}" for name, value in same.items())
@@ -359,9 +352,8 @@ def speed(
 
     def timed(name: str, part: str, first: int, end: int, cache: Any = None) -> None:
         start = clock(device)
-        caches[name] = models[name](
-            tokens[:, first:end], past_key_values=cache, use_cache=True, logits_to_keep=1
-        ).past_key_values
+        out = models[name](tokens[:, first:end], past_key_values=cache, use_cache=True, logits_to_keep=1)
+        caches[name] = out.past_key_values
         seconds[name][part].append(clock(device) - start)
 
     for _ in range(repeats):
@@ -381,9 +373,8 @@ def speed(
             row[part] = median(values)
             row[f"{part}_ratio"] = median(x / y for x, y in zip(values, seconds["SDPA"][part], strict=True))
         row["turn_to_alone"] = median(x / y for x, y in zip(parts["turn"], parts["turn_alone"], strict=True))
-        held = (
-            getattr(layer, key, None) for layer in caches[name].layers for key in ("keys", "values", "indexer_keys")
-        )
+        tensors = ("keys", "values", "indexer_keys")
+        held = (getattr(layer, key, None) for layer in caches[name].layers for key in tensors)
         rows.append(row | {"cache_bytes": sum(x.untyped_storage().nbytes() for x in held if x is not None)})
     return rows
 
@@ -421,9 +412,8 @@ def main(words: Sequence[str] | None = None) -> None:
         return
     if not args.texts:
         raise ConfigError("--texts", "it is missing", "Give text files, or --speed")
-    print(
-        table(measured(args.model, arms, args.texts, args.length, args.seeds, args.haystacks, args.json, args.device))
-    )
+    trials = (args.seeds, args.haystacks, args.json, args.device)
+    print(table(measured(args.model, arms, args.texts, args.length, *trials)))
 
 
 def arm_of(text: str) -> Arm:
