@@ -182,8 +182,8 @@ def test_decoders_measure_nats_captured_attention_and_speed(plain, monkeypatch):
 def test_folders_of_one_name_are_measured_each_with_its_own_keys(plain, tmp_path, monkeypatch):
     monkeypatch.setattr(decoders, "load_tokenizer", MagicMock())
     monkeypatch.setattr(decoders, "_windows", lambda *_: [[*range(60)]])
-    mixed = {"pattern": [{"full": 2, "smart_bird": 2}]}
-    mixed["smart_bird"] = {"keys": 8, "sketch": "heads", "objective": "attention"}
+    sketch = {"keys": 8, "sketch": "heads", "objective": "attention"}
+    mixed = {"pattern": [{"full": 2, "smart_bird": 2}], "smart_bird": sketch}
     for parent, settings in (("a", mixed), ("b", mixed), ("c", {"kind": "ranked"})):
         model = replace_attention(AutoModelForCausalLM.from_pretrained(plain), settings)
         for weight in mechanisms(model)[-1].parameters():
@@ -191,9 +191,9 @@ def test_folders_of_one_name_are_measured_each_with_its_own_keys(plain, tmp_path
         save_replaced(model, tmp_path / parent / "taught")
     arms = [decoders.Arm("taught", tmp_path / f"{parent}/taught", int(page)) for parent, page in ("a1", "a4", "b4")]
     given = ([], 60, 1, 0, tmp_path / "rows.json", torch.device("cpu"))
-    rows = decoders.measured(plain, arms, *given)
-    models = [(arm.model(plain, 60, 0, given[-1]), torch.arange(60)[None], None, arm.page) for arm in arms]
-    nats = [decoders.measure(*of_arm)["nats"] for of_arm in models]
+    rows, tokens = decoders.measured(plain, arms, *given), torch.arange(60)[None]
+    models = [arm.model(plain, 60, 0, given[-1]) for arm in arms]
+    nats = [decoders.measure(model, tokens, None, arm.page)["nats"] for model, arm in zip(models, arms, strict=True)]
     assert [row["nats"] for row in rows] == nats and len({*nats}) == 3
     assert decoders.measured(plain, arms, *given) == rows
     with pytest.raises(DataError, match=r"with length 60 with model .*a/taught of this command"):
