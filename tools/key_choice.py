@@ -63,8 +63,8 @@ def visible_keys(folder: Path, layer: int, q: Any, k: Any, page: int = 1) -> Any
 
 
 def sketched(settings: dict[str, Any], weights: dict[str, Any], q: Any, k: Any, page: int, near: Any) -> Any:
-    """Return the K keys of each query with the largest products of sketches, rounded to multiples of 1/256; ties go to
-    the earlier key. With `ranked` only of the last M keys in each of the `probes` buckets that score best.
+    """Return the K keys of each query with the largest products of sketches, or of their signs, rounded to multiples of
+    1/256; ties go to the earlier key. With `ranked` only of the last M keys in each of the `probes` best buckets.
     """
     together, width, (heads, length, _) = settings["sketch_heads"], settings["sketch_dim"], q.shape
     sketches, buckets = [], []
@@ -72,6 +72,10 @@ def sketched(settings: dict[str, Any], weights: dict[str, Any], q: Any, k: Any, 
         grouped = x.astype(np.float64).reshape(-1, together, *x.shape[1:]).transpose(0, 2, 1, 3)
         weight = weights[f"{side}.weight"].reshape(heads // together, width, -1)
         sketches.append(grouped.reshape(*grouped.shape[:2], -1) @ weight.transpose(0, 2, 1))  # (S, L, d)
+        if side == "key":  # caches store it in the model's dtype
+            sketches[-1] = sketches[-1].astype(x.dtype).astype(np.float64)
+        if settings["sketch_signs"]:
+            sketches[-1] = np.where(sketches[-1] >= 0, 1.0, -1.0)
         if "buckets" in settings:
             of_side = (weights[f"{side}_buckets.{part}"] for part in ("weight", "bias"))
             weight, bias = (x.reshape(len(weight), settings["buckets"], -1).transpose(0, 2, 1) for x in of_side)
@@ -90,6 +94,8 @@ def sketched(settings: dict[str, Any], weights: dict[str, Any], q: Any, k: Any, 
     chosen = np.zeros(score.shape, bool)
     np.put_along_axis(chosen, best, True, axis=-1)
     chosen &= score > -np.inf
+    if buckets:  # a query without a key in its buckets reads its own
+        chosen |= np.eye(length, dtype=bool) & ~chosen.any(-1, keepdims=True)
     return chosen.repeat(page, axis=-1)[..., :length].repeat(together, axis=0)
 
 

@@ -220,7 +220,8 @@ def ranked_keys(
         segments: (B, L) document numbers; documents never attend to each other.
 
     Returns:
-        (B, Lq, K) int32 positions, best first; −1 if fewer than K keys take part.
+        (B, Lq, K) int32 positions, best first; the query's own if its buckets contain no key; −1 if fewer than K keys
+        take part.
     """
     (batch, queries, width), length, device = q.shape, k.shape[1], q.device
     chosen = torch.full((batch * queries, count), -1, dtype=torch.int32, device=device)
@@ -259,4 +260,5 @@ def ranked_keys(
         tokens = key.gather(1, rank).masked_fill(best == -torch.inf, -1)
         chosen[rows, : tokens.shape[-1]] = tokens.to(torch.int32)
     chosen = chosen.unflatten(0, (batch, queries))
+    chosen[..., 0] = torch.where(chosen[..., 0] < 0, positions, chosen[..., 0])
     return chosen if key_mask is None else chosen.masked_fill(~key_mask[:, positions, None], -1)

@@ -32,7 +32,7 @@ def test_the_best_keys_of_the_probed_buckets_are_chosen(monkeypatch, causal, fir
                 visible = (j for j in range(i + 1 if causal else LENGTH) if documents[b, j] == documents[b, i])
                 candidates += [j for j in visible if real[b, j] and codes[b, j] == bucket][-(members or LENGTH) :]
             score = (k[b].double() @ q[b, row].double() * WIDTH**-0.5 * 256).round()
-            best = sorted(candidates, key=lambda j: (-float(score[j]), j))[:COUNT] if real[b, i] else []
+            best = (sorted(candidates, key=lambda j: (-float(score[j]), j))[:COUNT] or [i]) if real[b, i] else []
             assert chosen[b, row].tolist() == best + [-1] * (COUNT - len(best))
 
 

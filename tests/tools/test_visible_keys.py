@@ -22,7 +22,10 @@ NAMES = [
 
 RANKED = {"kind": "ranked", "keys": 5, "sketch_dim": 4, "buckets": 6, "probes": 3, "chunk": 3, "sinks": 2}
 READ = [HEADS, {**SEPARATE, "chunk": 3}, LHA, {**LHA, "hash": "linear", "local": False}, RANKED]
-READ += [{**RANKED, "members": 2, "sketch_heads": 2, "local": False}]
+READ += [
+    {**RANKED, "members": 2, "sketch_heads": 2, "local": False, "sinks": 0},
+    {**RANKED, "sketch_dim": 8, "sketch_signs": True},
+]
 
 
 @pytest.mark.parametrize("attention", READ)
