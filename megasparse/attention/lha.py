@@ -28,13 +28,7 @@ from megasparse.attention.contract import (
     Passes,
     product,
 )
-from megasparse.attention.documents import (
-    ClusterIndices,
-    Document,
-    attend_in_clusters,
-    clusters_by_document,
-    documents,
-)
+from megasparse.attention.documents import ClusterIndices, Document, attend_in_clusters, clusters_by_document, documents
 from megasparse.attention.far_attention import Near, best_far, collision_loss, drawn_positions
 from megasparse.attention.lha_hash import (
     HashFunctions,

@@ -119,11 +119,7 @@ class RankedAttention(SmartBirdAttention):
 
     @torch.no_grad()
     def _choose(
-        self,
-        sketches: tuple[Tensor, Tensor],
-        inputs: AttentionInputs,
-        context: AttentionContext,
-        first_query: int = 0,
+        self, sketches: tuple[Tensor, Tensor], inputs: AttentionInputs, context: AttentionContext, first_query: int = 0
     ) -> Tensor:
         count, config = sketches[0].shape[1], self.config
         probes = self.query_buckets(sketches[0], context).topk(config.probes, dim=-1).indices.flatten(0, 1)

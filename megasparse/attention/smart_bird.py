@@ -360,11 +360,7 @@ class SmartBirdAttention(Attention):
 
     @torch.no_grad()
     def _choose(
-        self,
-        sketches: tuple[Tensor, Tensor],
-        inputs: AttentionInputs,
-        context: AttentionContext,
-        first_query: int = 0,
+        self, sketches: tuple[Tensor, Tensor], inputs: AttentionInputs, context: AttentionContext, first_query: int = 0
     ) -> Tensor:
         """Return the keys of queries from position `first_query` on, (B, sketches, Lq, K), or (B, H, Lq, K) if heads
         draw. sketches: their queries (B, S, Lq, d) and all keys.

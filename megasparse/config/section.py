@@ -51,10 +51,7 @@ REMOVED: dict[str, tuple[Any, str]] = {
     "RotaryScalingConfig.fast": (32.0, "It is 32, as in the paper: remove the key"),
     "RotaryScalingConfig.slow": (1.0, "It is 1, as in the paper: remove the key"),
     "DataConfig.split": ("train", 'Training reads the split "train": name it so, and remove the key'),
-    "EvaluationConfig.split": (
-        "validation",
-        'Runs score "validation"; evaluate has --split: remove the key',
-    ),
+    "EvaluationConfig.split": ("validation", 'Runs score "validation"; evaluate has --split: remove the key'),
     "DataConfig.max_damaged": (0, "A damaged shard is an error that names it: remove the key"),
     "RunConfig.corruption_check_every": (0, "The check for silent corruption was removed: remove the key"),
 }
@@ -62,7 +59,7 @@ REMOVED: dict[str, tuple[Any, str]] = {
 several, a function of the section's values that returns one, or ANY; for a whole section it is ANY or null."""
 
 REMOVED_VALUES: dict[str, dict[Any, str]] = {
-    "LHAAttentionConfig.utility": dict.fromkeys(("features", "exact"), 'Set it to "sampled"'),
+    "LHAAttentionConfig.utility": dict.fromkeys(("features", "exact"), 'Set it to "sampled"')
 }
 """"Class.key" of a current key -> removed value -> hint."""
 

@@ -9,12 +9,7 @@ from torch import Tensor
 from megasparse.ops.operator import Function, remember_autocast
 
 
-def tiled(
-    function: Callable[..., Tensor],
-    inputs: Sequence[Tensor],
-    weights: Sequence[Tensor],
-    tiles: int,
-) -> Tensor:
+def tiled(function: Callable[..., Tensor], inputs: Sequence[Tensor], weights: Sequence[Tensor], tiles: int) -> Tensor:
     """Compute `function(*inputs, *weights)` on `tiles` pieces of the inputs along dimension 1.
 
     inputs: (B, L, ...) each; `function` must be independent for each position of L. weights: passed whole to every

@@ -103,11 +103,7 @@ class Intervals:
 
 
 def shared_intervals(
-    codes: Tensor | None,
-    like: Tensor,
-    spec: BucketedAttentionSpec,
-    key_mask: Tensor | None,
-    segments: Tensor | None,
+    codes: Tensor | None, like: Tensor, spec: BucketedAttentionSpec, key_mask: Tensor | None, segments: Tensor | None
 ) -> Intervals:
     """Return intervals for shared codes (B, H, R, L) of queries and keys; None: one bucket and round. like: (B, H, L,
     D).

@@ -71,11 +71,7 @@ class Engine(ABC):
         self.optimizer: torch.optim.Optimizer
 
     def train_step(
-        self,
-        micro_batches: Sequence[Batch],
-        step: int,
-        learning_rate: float,
-        progress: Progress = silent,
+        self, micro_batches: Sequence[Batch], step: int, learning_rate: float, progress: Progress = silent
     ) -> StepResult:
         """Run one optimizer step: forward and backward of every micro-batch, all-reduce, clipping, update. All ranks
         call it. All scored tokens of the global batch are weighted equally.
