@@ -134,26 +134,29 @@ class LoopState:
         self.step = start.step if start else 0
         self.sequences = start.sequences if start else 0
         """Position in the data."""
+        self.pending: bool = state.get("evaluation_pending", False)
+        """True if a stop interrupted the evaluation of this step."""
         self.guard = LossGuard(state.get("loss_guard"))
-        self.selection = selection
-        if selection is not None:
-            selection.restore(state.get("selection", {}))
+        self.selection = selection or Selection("")  # no scalar has this name
+        self.selection.restore(state.get("selection") or {})
 
     @property
     def ended_early(self) -> str:
         """Reason why the selection ended training; empty if it did not."""
-        if (best := self.selection) is None or not best.exhausted:
+        if not (best := self.selection).exhausted:
             return ""
         return f"{best.scalar} has not been better than at step {best.step} for {best.without_better} evaluations"
+
+    def state(self) -> dict[str, Any]:
+        """Return the state that a checkpoint stores, as JSON."""
+        selection = self.selection.state() if self.selection.scalar else None
+        return {"loss_guard": self.guard.state(), "selection": selection, "evaluation_pending": self.pending}
 
     def save(self, engine: Engine, saver: Saver) -> None:
         """Save this step, unless its checkpoint exists or is being written."""
         saver.finish()
         if saver.saved != self.step:
-            state: dict[str, Any] = {"loss_guard": self.guard.state()}
-            if self.selection is not None:
-                state["selection"] = self.selection.state()
-            saver.save(engine, self.step, self.sequences, state)
+            saver.save(engine, self.step, self.sequences, self.state())
 
 
 MAX_SKIPPED = 20
@@ -163,8 +166,8 @@ MAX_SKIPPED = 20
 def train(run: TrainingRun) -> RunResult:
     """Train from `run.start` to `config.training.steps`. Save every `config.checkpoint.every` steps and at the end.
 
-    If `run.hooks` requests a stop on any rank, all ranks save and stop before the next step. With `checkpoint.bucket`,
-    return once the last checkpoint is uploaded.
+    If `run.hooks` requests a stop on any rank, all ranks save and stop before the next step. An evaluation that a stop
+    interrupted is repeated when the run resumes. With `checkpoint.bucket`, return once the last checkpoint is uploaded.
 
     Raises:
         TrainingError: MAX_SKIPPED steps in a row were skipped.
@@ -173,13 +176,16 @@ def train(run: TrainingRun) -> RunResult:
     """
     config, saver, tracker, steps = run.config, run.saver, run.tracker, run.config.training.steps
     state = LoopState(run.start, run.selection)
-    last = min(steps, run.stop_at or steps)
+    last = steps if run.stop_at is None else min(steps, run.stop_at)
     saver.saved = state.step
-    if run.selection is not None:
-        saver.best = run.selection.step
+    if state.pending and (scalars := _evaluate(run, state)):
+        tracker.log(state.step, scalars, amend=True)
+        state.selection.note(state.step, scalars)
+        saver.replace_state(state.state())
+    saver.best = state.selection.step
     saver.begin_uploads()
-    if state.step >= last or state.ended_early:
-        tracker.say(_nothing_to_do(state, steps, last))
+    if state.step >= last or state.ended_early or state.pending:
+        tracker.say(_last_words(state, steps) if state.pending else _nothing_to_do(state, steps, last))
         saver.finish_uploads()
         return _result(run, state)
     if state.step:
@@ -203,7 +209,7 @@ def train(run: TrainingRun) -> RunResult:
             "optimizer/learning_rate": rate,
             "checkpoint/stall_seconds": stall_seconds,
             **speed_scalars(run.ranks, run.flops, result.tokens, time.perf_counter() - began, data.wait_seconds),
-            **_evaluate(run, step),
+            **_evaluate(run, state),
         }
         tracker.log(step, scalars)
         if not result.applied:
@@ -219,13 +225,12 @@ def train(run: TrainingRun) -> RunResult:
             )
 
         began = time.perf_counter()
-        better = run.selection is not None and run.selection.note(step, scalars)
-        if better:
+        if better := state.selection.note(step, scalars):
             saver.best = step
         if better or (config.checkpoint.every > 0 and step % config.checkpoint.every == 0):
             state.save(run.engine, saver)
         stall_seconds = time.perf_counter() - began
-        if state.ended_early:
+        if state.ended_early or state.pending:
             break
     state.save(run.engine, saver)
     saver.finish()
@@ -238,7 +243,7 @@ def train(run: TrainingRun) -> RunResult:
 
 
 def _result(run: TrainingRun, state: LoopState) -> RunResult:
-    complete = state.step >= run.config.training.steps or bool(state.ended_early)
+    complete = (state.step >= run.config.training.steps or bool(state.ended_early)) and not state.pending
     return RunResult(Path(run.config.run.directory), state.step, complete)
 
 
@@ -252,7 +257,7 @@ def _nothing_to_do(state: LoopState, steps: int, last: int) -> str:
 
 
 def _last_words(state: LoopState, steps: int) -> str:
-    if state.step == steps:
+    if state.step == steps and not state.pending:
         return f"done: {steps} steps"
     if state.ended_early:
         return f"done early, after step {state.step} of {steps}: {state.ended_early}"
@@ -302,18 +307,18 @@ def _scalars(run: TrainingRun, state: LoopState, result: StepResult) -> dict[str
     return scalars
 
 
-def _evaluate(run: TrainingRun, step: int) -> dict[str, float]:
-    """Return the scalars that are due, unless a stop interrupts them; texts and pictures go to the tracker."""
+def _evaluate(run: TrainingRun, state: LoopState) -> dict[str, float]:
+    """Return the scalars that are due; texts and pictures go to the tracker. A stop leaves the evaluation pending."""
     scalars: dict[str, float] = {}
-    if run.evaluate is None:
-        return scalars
+    state.pending = False
     try:
-        results = run.evaluate(step)
+        results = run.evaluate(state.step) if run.evaluate else {}
     except StopWanted:
+        state.pending = True
         return scalars
     for name, value in results.items():
         if isinstance(value, str | Tensor):
-            run.tracker.show(step, name, value)
+            run.tracker.show(state.step, name, value)
         else:
             scalars[name] = value
     return scalars

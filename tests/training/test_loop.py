@@ -12,16 +12,14 @@ from megasparse.config.schema import Config
 from megasparse.data.batches import Step
 from megasparse.errors import StorageError, TrainingError
 from megasparse.optimizers import learning_rate
-from megasparse.training.checkpoints.manifest import list_checkpoints
-from megasparse.training.loop import train
+from megasparse.training.checkpoints.manifest import list_checkpoints, read_manifest
+from megasparse.training.loop import Selection, train
 from megasparse.training.ranks import RunHooks, StopWanted
 from tests.helpers.tiny import TinyModel, metrics, read_metrics, tiny_config, tiny_run
 
 
-def launch(
-    config: Config, model: TinyModel | None = None, stop_at: int | None = None, hooks: RunHooks | None = None
-) -> list[int]:
-    """Start or resume the run. Returns the steps at which it evaluated."""
+def launch(config: Config, model: TinyModel | None = None, interrupted: int = 0, **options: Any) -> list[int]:
+    """Start or resume the run. Return the steps at which it evaluated. interrupted: a stop ends this evaluation."""
     evaluated = []
 
     def evaluate(step: int) -> dict[str, float | str]:
@@ -29,26 +27,31 @@ def launch(
         if not every or step % every:
             return {}
         evaluated.append(step)
+        if step == interrupted:
+            raise StopWanted
         return {"evaluation/bits_per_dim": 8.0 / step, "evaluation/sample": "text"}
 
-    with tiny_run(config, model, evaluate=evaluate, hooks=hooks, stop_at=stop_at) as run:
-        train(run)
+    with tiny_run(config, model, evaluate=evaluate, **options) as run:
+        run.selection = Selection("evaluation/bits_per_dim", lower=True) if interrupted else None
+        complete = train(run).complete
+        assert complete == (run.saver.saved == config.training.steps and evaluated[-1:] != [interrupted])
     return evaluated
 
 
-def curves(config: Config) -> list[list[float]]:
-    keys = ("step", "train/loss", "optimizer/gradient_norm", "optimizer/learning_rate")
-    return [[line[key] for key in keys] for line in metrics(config)]
+def curves(config: Config) -> list[list[Any]]:
+    keys = ("step", "train/loss", "optimizer/gradient_norm", "optimizer/learning_rate", "evaluation/bits_per_dim")
+    return [[line.get(key) for key in keys] for line in metrics(config)]
 
 
 def test_a_run_past_its_last_step_explains_why_it_does_not_start(tmp_path, capsys):
     config = tiny_config(tmp_path)
     launch(config, stop_at=7)
-    for stop, why in ((7, "step 7 is the run's step 7 of 20"), (5, "step 5 is before the run's step 7 of 20")):
+    for stop, why in ((0, "is before"), (7, "is"), (5, "is before")):
         capsys.readouterr()
         launch(config, stop_at=stop)
         message = capsys.readouterr().err
-        assert f"--stop-at {stop}: {why}. Use a later step" in message and "nothing left" not in message
+        assert f"--stop-at {stop}: step {stop} {why} the run's step 7 of 20. Use a later" in message
+        assert "nothing left" not in message
     launch(config)
     done = (tmp_path / "metrics.jsonl").read_bytes()
     launch(config, stop_at=5)
@@ -122,19 +125,16 @@ def test_a_requested_stop_saves_before_the_next_step_and_resumes_exactly(tmp_pat
     assert curves(stopped) == curves(straight)
 
 
-def test_a_stop_breaks_an_evaluation_off(tmp_path):
-    config, wanted = tiny_config(tmp_path, evaluation={"every": 6}), []
-
-    def evaluate(step: int) -> dict[str, float]:
-        if step < 6:
-            return {}
-        wanted.append(step)
-        raise StopWanted
-
-    with tiny_run(config, evaluate=evaluate, hooks=RunHooks(lambda: bool(wanted))) as run:
-        train(run)
-    assert wanted == [6] and [line["step"] for line in metrics(config)] == list(range(1, 7))
-    assert not any(name.startswith("evaluation") for line in metrics(config) for name in line)
+@pytest.mark.parametrize("step", [5, 20])
+def test_an_evaluation_that_a_stop_interrupts_is_repeated_on_resume(tmp_path, step):
+    straight, stopped = (tiny_config(tmp_path / name, evaluation={"every": 5}) for name in ("straight", "stopped"))
+    launch(straight, interrupted=99)
+    assert launch(stopped, interrupted=step)[-1] == step and launch(stopped, interrupted=step) == [step]
+    assert len(metrics(stopped)) == step and "evaluation/bits_per_dim" not in metrics(stopped)[-1]
+    assert launch(stopped, interrupted=99) == list(range(step, 21, 5)) and launch(stopped) == []
+    assert curves(stopped) == curves(straight)
+    one, other = (read_manifest(tmp_path / name / "checkpoints" / "00000020") for name in ("straight", "stopped"))
+    assert one["state"] == other["state"] and one["state"]["selection"]["step"] == 20
 
 
 def strange(batches: Iterator[Step], step: int) -> Any:

@@ -51,7 +51,7 @@ _GUARD = {"losses?": [_is_number], "skipped_in_a_row?": _is_count, "spikes?": _i
 _PIECE = {"file": str, "key": str, "start": _is_count, "numel": _is_count}
 _FORM = {
     **dict.fromkeys(("step", "sequences", "optimizer_steps"), _is_count),
-    "state?": {"loss_guard?": _GUARD, "selection?": (_SELECTION, None)},
+    "state?": {"loss_guard?": _GUARD, "selection?": (_SELECTION, None), "evaluation_pending?": bool},
     "config": {"*": object},
     "data_fingerprint": str,
     "tokenizer": {"*": str},

@@ -202,7 +202,7 @@ def check_records(directory: Path, start: Checkpoint | None, resume: str) -> Non
     although the log shows that one was saved.
     """
     path = directory / "metrics.jsonl"
-    last, line = _lines(path, start.step if start else 0)
+    last, line = read_line(path, start.step if start else 0)
     saved = _saved_for_certain(directory, last) if resume == "auto" else 0
     contradiction = f"{path} ends at step {last}, but the checkpoint of step {saved} is missing"
     if start is None:
@@ -228,7 +228,7 @@ def _last_loss(checkpoint: Checkpoint) -> float | None:
     return losses[-1] if losses and not guard.get("skipped_in_a_row") else None
 
 
-def _lines(path: Path, step: int) -> tuple[int, dict[str, Any]]:
+def read_line(path: Path, step: int) -> tuple[int, dict[str, Any]]:
     """Return the last step with a complete line (0 if there is none), and the line of `step` ({} if there is none)."""
     last, match = b"", b""
     with suppress(FileNotFoundError), open_file(path) as file:

@@ -35,6 +35,7 @@ from megasparse.training.checkpoints.manifest import (
     find_newest,
     gap,
     list_checkpoints,
+    read_manifest,
     seal,
     versions,
 )
@@ -97,6 +98,14 @@ class Saver:
         if (copied := save.attempt(lambda: file.copy(self._blocks))) is not None:
             save.write_in_thread(copied)
         return None
+
+    def replace_state(self, state: dict[str, Any]) -> None:
+        """Replace the state of the newest checkpoint, unless it is in another run's folder. Raises as `save` does."""
+        save = _Save(self.directory, self.ranks.rank, self.saved or 0, 0, state)
+        if self.ranks.rank == 0 and save.final.is_dir():
+            manifest = save.final / MANIFEST
+            save.attempt(lambda: self._replace(manifest, seal(read_manifest(save.final) | {"state": state})))
+        self._refuse(save, self.ranks.gather(save.problem))
 
     def pending(self) -> bool:
         """True if this rank's part of an asynchronous save is still being written."""
@@ -196,16 +205,20 @@ class Saver:
         self._tidy(save.final)
         self._uploads.begin(save.final, self.best)
 
+    def _replace(self, path: Path, content: str) -> None:
+        """Replace a file atomically, through a temporary one in the folder of checkpoints."""
+        temporary, text = self.directory / f"{TEMPORARY}{path.name}-{uuid.uuid4().hex}", content.encode()
+        try:
+            with durable(temporary, len(text)) as file:
+                file.write(text)
+            os.replace(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
+
     def _tidy(self, newest: Path) -> None:
         """Update `latest` and delete the oldest checkpoints. The save is complete, so failures only print a warning."""
-        hint, text = self.directory / f"{TEMPORARY}latest-{uuid.uuid4().hex}", f"{newest.name}\n".encode()
         try:
-            try:
-                with durable(hint, len(text)) as file:
-                    file.write(text)
-                os.replace(hint, self.directory / "latest")
-            finally:
-                hint.unlink(missing_ok=True)
+            self._replace(self.directory / "latest", f"{newest.name}\n")
             older = [path for path in list_checkpoints(self.directory) if int(path.name) < int(newest.name)]
             older = [path for path in older if int(path.name) != self.best]
             for old in older[: max(0, len(older) + 1 - self.config.checkpoint.keep)]:

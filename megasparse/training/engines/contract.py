@@ -157,7 +157,7 @@ class Engine(ABC):
                 continue
             prefix = name.removesuffix("layers")
             total |= {f"{prefix}layer_{layer}": value for layer, value in enumerate(entry) if not math.isnan(value)}
-        loss = total.pop("nats") / total.pop("tokens")
+        loss = total.pop("nats") / (total.pop("tokens") or 1.0)
         return loss, math.isfinite(total["objective"]), total
 
     def _divisor(self, micro_batches: Sequence[Batch]) -> float | None:

@@ -24,6 +24,7 @@ from megasparse.config.checks import BYTE_TOKENS
 from megasparse.config.schema import Config, RunSettings
 from megasparse.errors import ConfigError, one_line, without_secrets
 from megasparse.files import JsonLines, read_file, write_file
+from megasparse.training.checkpoints.resume import read_line
 from megasparse.training.ranks import Ranks
 
 PLAIN_LINE_SECONDS = 10.0
@@ -122,14 +123,21 @@ class Tracker(AbstractContextManager["Tracker"]):
             if backend := self._guard(name, BACKENDS[name], *arguments):
                 self._backends[name] = backend
 
-    def log(self, step: int, scalars: dict[str, float]) -> None:
-        """Write a step to metrics.jsonl, and every `logging.every` steps to all backends and the progress line."""
+    def log(self, step: int, scalars: dict[str, float], amend: bool = False) -> None:
+        """Write a step to metrics.jsonl, and every `logging.every` steps to all backends and the progress line.
+
+        amend: Add the scalars to the last line, which is of the step that the run resumes from.
+        """
         if not self.writing:
             return
-        self._metrics.append({"step": step, **{name: x if math.isfinite(x) else None for name, x in scalars.items()}})
+        line: dict[str, Any] = {"step": step}
+        if amend:
+            line |= read_line(self._metrics.path, step)[1]
+            self._metrics = JsonLines(self._metrics.path, self.say, step - 1)
+        self._metrics.append(line | {name: x if math.isfinite(x) else None for name, x in scalars.items()})
         evaluated = any(name.startswith(("evaluation/", "quality/")) for name in scalars)
         with suppress(OSError):
-            self._bar.update()
+            self._bar.update(not amend)
         if step % self._every == 0 or step == self._steps or evaluated:
             self._call("scalars", step, scalars)
             with suppress(OSError):
@@ -180,7 +188,7 @@ class Tracker(AbstractContextManager["Tracker"]):
             self._bar.set_postfix_str(text)
         elif now - self._last_plain >= PLAIN_LINE_SECONDS or is_due:
             self._last_plain = now
-            remaining = (now - self._began) / (step - self._start_step) * (self._steps - step)
+            remaining = (now - self._began) / max(1, step - self._start_step) * (self._steps - step)
             left = f"{tqdm.format_interval(remaining)} left"
             print(f"step {step}/{self._steps}: {text}, {left}", file=sys.stderr, flush=True)
 
