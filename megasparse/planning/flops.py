@@ -56,38 +56,44 @@ def hardware_flops_by_part(model: ModelConfig, sequence_length: int, ranks: int 
     one, in checkpointed layers a third time. Scores recomputed inside a kernel's backward are not counted. ranks:
     sequence-parallel degree; work replicated on several ranks is counted on each.
     """
-    parts, activations = flops_by_part(model, sequence_length, ranks), model.activations
+    parts, activations = flops_by_part(model, sequence_length, ranks, hardware=True), model.activations
     rerun = 0.0 if activations == "stored" else 1.0
-    # Head groups recompute attention and the projections of q, k and v in any backward.
-    attend = rerun + (model.attention.head_groups > 1 and activations != "reversible")
     # A reversible backward knows the output gradient when it recomputes, so each tile is recomputed only once.
     tiled = 1.0 if model.feed_forward_tiles > 1 and activations != "reversible" else 0.0
-    times = {"attention": attend, "projections": attend, "feed-forward": rerun + tiled, "head": model.loss_tiles > 1}
+    times = {"attention": rerun, "projections": rerun, "feed-forward": rerun + tiled, "head": model.loss_tiles > 1}
     return {part: passes.both + times[part] * passes.forward for part, passes in parts.items()}
 
 
-def flops_by_part(model: ModelConfig, sequence_length: int, ranks: int = 1) -> dict[str, Passes]:
-    """Return FLOPs per token of attention (without projections), projections, feed-forward and head."""
+def flops_by_part(model: ModelConfig, length: int, ranks: int = 1, hardware: bool = False) -> dict[str, Passes]:
+    """Return FLOPs per token of attention (without projections), projections, feed-forward and head.
+
+    hardware: Include the operations that head groups repeat.
+    """
     if model.source is None:
-        return {**_layers(model, sequence_length, ranks), "head": _head(model)}
+        return {**_layers(model, length, ranks, hardware), "head": _head(model)}
     source = model.source.length
-    target = sequence_length - source
-    read, written = _layers(encoder_part(model), source, ranks), _layers(model, target, ranks)
+    target = length - source
+    read, written = (_layers(*part, ranks, hardware) for part in ((encoder_part(model), source), (model, target)))
     with torch.device("meta"):
         written["projections"] += CrossAttention(model).flops(source, target) * (model.layers / target)
     sums = {part: read[part] * source + written[part] * target for part in read} | {"head": _head(model) * target}
-    return {part: passes * (1 / sequence_length) for part, passes in sums.items()}
+    return {part: passes * (1 / length) for part, passes in sums.items()}
 
 
-def _layers(model: ModelConfig, length: int, ranks: int) -> dict[str, Passes]:
-    """Return FLOPs per token of all layers of one stack."""
+def _layers(model: ModelConfig, length: int, ranks: int, hardware: bool) -> dict[str, Passes]:
+    """Return FLOPs per token of all layers of one stack. hardware: see `flops_by_part`."""
     projections, attention = Passes(), Passes()
+    groups = model.attention.head_groups if hardware else 1
+    # The backward of head groups recomputes all, as a reversible one does anyway, and projects q, k and v once more.
+    again, reread = groups > 1 and model.activations != "reversible", groups > 1
     for mechanism in mechanisms_of(model):
         grouped = 1 if mechanism.shared_qk else 2  # values, and keys unless shared with queries
-        number = 2 + grouped * (model.key_heads or model.heads) / model.heads  # plus queries and output
-        projections += product(2.0 * number * model.d_model * mechanism.spec.heads * mechanism.spec.head_dim)
+        heads, head = mechanism.spec.heads, product(2.0 * model.d_model * mechanism.spec.head_dim)
+        read = heads + grouped * max(groups, heads * (model.key_heads or model.heads) / model.heads)  # queries too
+        projections += head * (read + heads) + Passes(0.0, head.forward * ((read + heads) * again + read * reread))
         repeated = 1 if mechanism.shares_pairs else ranks_with_the_same_heads(mechanism, model, ranks)
-        attention += mechanism.flops(length) * repeated
+        passes = mechanism.flops(length) * repeated
+        attention += passes + Passes(0.0, passes.forward * again)
     products = 3 if model.feed_forward in GATED else 2
     feed_forward = product(2.0 * products * model.layers * model.d_model * model.d_ff)
     return {"attention": attention, "projections": projections, "feed-forward": feed_forward}
