@@ -65,10 +65,7 @@ def hardware_flops_by_part(model: ModelConfig, sequence_length: int, ranks: int 
 
 
 def flops_by_part(model: ModelConfig, length: int, ranks: int = 1, hardware: bool = False) -> dict[str, Passes]:
-    """Return FLOPs per token of attention (without projections), projections, feed-forward and head.
-
-    hardware: Include the operations that head groups repeat.
-    """
+    """Return FLOPs per token of each part. hardware: include operations that head groups repeat."""
     if model.source is None:
         return {**_layers(model, length, ranks, hardware), "head": _head(model)}
     source = model.source.length

@@ -134,8 +134,7 @@ class LoopState:
         self.step = start.step if start else 0
         self.sequences = start.sequences if start else 0
         """Position in the data."""
-        self.pending: bool = state.get("evaluation_pending", False)
-        """True if a stop interrupted the evaluation of this step."""
+        self.pending: bool = state.get("evaluation_pending", False)  # a stop interrupted the evaluation of this step
         self.guard = LossGuard(state.get("loss_guard"))
         self.selection = selection or Selection("")  # no scalar has this name
         self.selection.restore(state.get("selection") or {})
@@ -309,19 +308,15 @@ def _scalars(run: TrainingRun, state: LoopState, result: StepResult) -> dict[str
 
 def _evaluate(run: TrainingRun, state: LoopState) -> dict[str, float]:
     """Return the scalars that are due; texts and pictures go to the tracker. A stop leaves the evaluation pending."""
-    scalars: dict[str, float] = {}
     state.pending = False
     try:
         results = run.evaluate(state.step) if run.evaluate else {}
     except StopWanted:
-        state.pending = True
-        return scalars
+        state.pending, results = True, {}
     for name, value in results.items():
         if isinstance(value, str | Tensor):
             run.tracker.show(state.step, name, value)
-        else:
-            scalars[name] = value
-    return scalars
+    return {name: value for name, value in results.items() if not isinstance(value, str | Tensor)}
 
 
 TRACED_STEPS = 3

@@ -44,7 +44,7 @@ def curves(config: Config) -> list[list[Any]]:
 
 
 def test_a_run_past_its_last_step_explains_why_it_does_not_start(tmp_path, capsys):
-    config = tiny_config(tmp_path)
+    config = tiny_config(tmp_path, checkpoint={"every": 0})
     launch(config, stop_at=7)
     for stop, why in ((0, "is before"), (7, "is"), (5, "is before")):
         capsys.readouterr()
@@ -57,11 +57,13 @@ def test_a_run_past_its_last_step_explains_why_it_does_not_start(tmp_path, capsy
     launch(config, stop_at=5)
     assert "nothing left to do: all 20 steps are done (training.steps)" in capsys.readouterr().err
     assert (tmp_path / "metrics.jsonl").read_bytes() == done and len(metrics(config)) == 20
+    saved = [path.name for path in list_checkpoints(tmp_path / "checkpoints")]
+    assert saved == ["00000007", "00000020"], "the last step is saved even without an interval"
 
 
-def test_every_step_has_one_line_with_every_scalar(tmp_path, monkeypatch):
+def test_every_step_has_one_line_with_every_scalar_and_tensorboard_some(tmp_path, monkeypatch):
     monkeypatch.setattr("megasparse.training.reporting.memory._peak", lambda device: 0.5)
-    config = tiny_config(tmp_path, evaluation={"every": 6})
+    config = tiny_config(tmp_path, evaluation={"every": 6}, logging={"every": 5})
     assert launch(config) == [6, 12, 18]
     written = metrics(config)
     assert [line["step"] for line in written] == list(range(1, 21))
@@ -76,15 +78,10 @@ def test_every_step_has_one_line_with_every_scalar(tmp_path, monkeypatch):
         assert ("evaluation/bits_per_dim" in line) == (line["step"] % 6 == 0)
     assert [path.name for path in list_checkpoints(tmp_path / "checkpoints")] == ["00000010", "00000020"]
     assert Config.model_validate_json((tmp_path / "config.json").read_text()) == config
-
-
-def test_tensorboard_has_the_scalars_and_the_texts(tmp_path):
-    config = tiny_config(tmp_path, evaluation={"every": 10}, logging={"every": 5})
-    launch(config)
     board = EventAccumulator(str(tmp_path / "tensorboard"))
     board.Reload()
-    assert [event.step for event in board.Scalars("train/loss")] == [5, 10, 15, 20]
-    assert [event.step for event in board.Scalars("evaluation/bits_per_dim")] == [10, 20]
+    assert [event.step for event in board.Scalars("train/loss")] == [5, 6, 10, 12, 15, 18, 20]
+    assert [event.step for event in board.Scalars("evaluation/bits_per_dim")] == [6, 12, 18]
     assert "evaluation/sample/text_summary" in board.Tags()["tensors"]
 
 
@@ -106,11 +103,6 @@ def test_too_many_skipped_steps_in_a_row_stop_the_run(tmp_path, monkeypatch):
         launch(config, model)
     assert len(metrics(config)) == 14
     assert [path.name for path in list_checkpoints(tmp_path / "checkpoints")] == ["00000010"]
-
-
-def test_the_last_step_is_saved_even_without_an_interval(tmp_path):
-    launch(tiny_config(tmp_path, checkpoint={"every": 0}, training={"steps": 7}))
-    assert [path.name for path in list_checkpoints(tmp_path / "checkpoints")] == ["00000007"]
 
 
 def test_a_requested_stop_saves_before_the_next_step_and_resumes_exactly(tmp_path):

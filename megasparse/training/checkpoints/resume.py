@@ -144,7 +144,10 @@ def _check_config(checkpoint: Checkpoint, config: RunSettings, allow_changed: bo
     changed = _changed(then, now)
     # Keys that follow from other keys are compared by these: the warm-up is a fraction of the steps, which may change.
     derived = ("optimizer.warmup_steps",) * bool(now.get("optimizer.warmup_fraction"))
-    free_keys = (*FREE_TO_CHANGE, *derived)
+    patterns = json.dumps([value for key, value in now.items() if key.endswith("attention.pattern")])
+    # Their auxiliary losses are means over a micro-batch, so its size affects results.
+    averages = any(f'"{kind}"' in patterns for kind in ("ranked", "lha", "smart_bird"))
+    free_keys = [key for key in (*FREE_TO_CHANGE, *derived) if key != "training.micro_batch" or not averages]
     conflicts = [key for key in changed if not any(key == free or key.startswith(f"{free}.") for free in free_keys)]
     if checkpoint.manifest["data_fingerprint"] == NO_DATA:  # nothing has been computed yet
         conflicts = [key for key in conflicts if key.startswith("model.")]

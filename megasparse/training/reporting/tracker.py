@@ -125,14 +125,12 @@ class Tracker(AbstractContextManager["Tracker"]):
 
     def log(self, step: int, scalars: dict[str, float], amend: bool = False) -> None:
         """Write a step to metrics.jsonl, and every `logging.every` steps to all backends and the progress line.
-
-        amend: Add the scalars to the last line, which is of the step that the run resumes from.
+        amend: Add to the last line, which is of this step.
         """
         if not self.writing:
             return
-        line: dict[str, Any] = {"step": step}
+        line = {"step": step, **(read_line(self._metrics.path, step)[1] if amend else {})}
         if amend:
-            line |= read_line(self._metrics.path, step)[1]
             self._metrics = JsonLines(self._metrics.path, self.say, step - 1)
         self._metrics.append(line | {name: x if math.isfinite(x) else None for name, x in scalars.items()})
         evaluated = any(name.startswith(("evaluation/", "quality/")) for name in scalars)

@@ -136,19 +136,14 @@ def test_an_edited_configuration_is_rejected_key_by_key(run, capsys):
 
 
 def test_keys_that_do_not_change_the_run_may_be_edited(run, capsys):
-    edited = tiny_config(
-        run.run.directory,
-        "deepspeed",
-        run={"hang_timeout": 5.0, "deterministic": True},
-        training={"steps": 40, "micro_batch": 4},
-        data={"path": "elsewhere"},
-        checkpoint={"keep": 9},
-        evaluation={"every": 3},
-        logging={"every": 3},
-        deepspeed={"zero_optimization": {"stage": 2}},
-    )
-    assert start(edited) is not None
+    sections: Any = {"training": {"steps": 40, "micro_batch": 4}, "data": {"path": "elsewhere"}}
+    sections |= {"run": {"hang_timeout": 5.0, "deterministic": True}, "deepspeed": {"zero_optimization": {"stage": 2}}}
+    sections |= {"checkpoint": {"keep": 9}, "evaluation": {"every": 3}, "logging": {"every": 3}}
+    assert start(tiny_config(run.run.directory, "deepspeed", **sections)) is not None
     assert "training.steps: 20 -> 40" in capsys.readouterr().err
+    for kind in ("ranked", "lha", "smart_bird"):  # their auxiliary losses are means over a micro-batch
+        with pytest.raises(CheckpointError, match=r"training\.micro_batch: 2 -> 4"):
+            start(tiny_config(run.run.directory, model={"attention": {"pattern": ["local", {kind: 2}]}}, **sections))
 
 
 @pytest.mark.parametrize("allowed", [False, True])
