@@ -33,8 +33,7 @@ def launch(config: Config, model: TinyModel | None = None, interrupted: int = 0,
 
     with tiny_run(config, model, evaluate=evaluate, **options) as run:
         run.selection = Selection("evaluation/bits_per_dim", lower=True) if interrupted else None
-        complete = train(run).complete
-        assert complete == (run.saver.saved == config.training.steps and evaluated[-1:] != [interrupted])
+        assert train(run).complete == (run.saver.saved == config.training.steps and evaluated[-1:] != [interrupted])
     return evaluated
 
 
@@ -57,8 +56,7 @@ def test_a_run_past_its_last_step_explains_why_it_does_not_start(tmp_path, capsy
     launch(config, stop_at=5)
     assert "nothing left to do: all 20 steps are done (training.steps)" in capsys.readouterr().err
     assert (tmp_path / "metrics.jsonl").read_bytes() == done and len(metrics(config)) == 20
-    saved = [path.name for path in list_checkpoints(tmp_path / "checkpoints")]
-    assert saved == ["00000007", "00000020"], "the last step is saved even without an interval"
+    assert [path.name for path in list_checkpoints(tmp_path / "checkpoints")] == ["00000007", "00000020"]
 
 
 def test_every_step_has_one_line_with_every_scalar_and_tensorboard_some(tmp_path, monkeypatch):
