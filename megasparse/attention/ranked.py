@@ -101,7 +101,7 @@ class RankedAttention(SmartBirdAttention):
     def sketches(
         self, x: Tensor, inputs: AttentionInputs, context: AttentionContext, exactly: bool = True
     ) -> tuple[Tensor, Tensor]:
-        """As in `smart_bird`. Exact keys have two more numbers, the key's bucket // 256 and % 256."""
+        """Append the key's bucket // 256 and % 256 to the d numbers of exact keys; else as `smart_bird`."""
         q, k = super().sketches(x, inputs, context, exactly)
         if not exactly:
             return q, k
