@@ -131,13 +131,17 @@ def _cache(model: Any, tokens: Tensor, whole: Tensor) -> Pairs:
 
 
 def _packing(model: Any, tokens: Tensor, whole: Tensor) -> Pairs:
-    """Pack three documents into one row, marked by positions that restart, and compare each with a row of its own."""
+    """Pack three documents into one row, marked by positions that restart, and replace the others of each document.
+    A row of its own may give other logits, because windows of chunks are aligned to the row.
+    """
     ends = [0, tokens.shape[1] // 4, tokens.shape[1] // 2 + 3, tokens.shape[1]]
     spans = list(pairwise(ends))
     positions = torch.cat([torch.arange(end - start) for start, end in spans])[None]
     packed = _logits(model, tokens[:1], position_ids=positions)
     for start, end in spans:
-        yield start, packed[0, start:end], _logits(model, tokens[:1, start:end])[0]
+        others = tokens[1:2].clone()
+        others[:, start:end] = tokens[:1, start:end]
+        yield start, packed[0, start:end], _logits(model, others, position_ids=positions)[0, start:end]
 
 
 CHECKS: dict[str, Callable[[Any, Tensor, Tensor], Pairs]] = {
