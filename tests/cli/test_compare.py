@@ -9,6 +9,7 @@ import pytest
 from megasparse.cli.main import main
 from megasparse.errors import ConfigError, UserError
 from megasparse.runs.comparison import ArmRun, call, load, plot, runs_of, table
+from tests.helpers.commands import refusal
 
 ROOT = Path(__file__).parents[2]
 CALL = "megasparse.runs.comparison.call"
@@ -82,27 +83,20 @@ def test_each_corpus_has_its_data_its_settings_and_its_folder(tmp_path, capsys):
     main(["compare", str(tmp_path / "two.json"), "--dry-run", "--arms", "full", "--output", "out"])
     printed = capsys.readouterr().out
     assert "run.directory=out/a/full-0" in printed and "run.directory=out/b/full-0" in printed
-    with pytest.raises(ConfigError, match='--corpora: unknown name "c"'):
-        load(tmp_path / "two.json", ["c"])
-    with pytest.raises(ConfigError, match="there is only one corpus"):
-        load(small_comparison(tmp_path), ["c"])
+    refusal(lambda: load(tmp_path / "two.json", ["c"]), ConfigError, '--corpora: unknown name "c"')
+    refusal(lambda: load(small_comparison(tmp_path), ["c"]), ConfigError, "there is only one corpus")
     comparison["corpora"]["b"]["prepar"] = comparison["corpora"]["b"].pop("prepare")
     (tmp_path / "two.json").write_text(json.dumps(comparison))
-    with pytest.raises(ConfigError, match=r"two\.json: b"):
-        load(tmp_path / "two.json")
+    refusal(lambda: load(tmp_path / "two.json"), ConfigError, r"two\.json: b")
 
 
 def test_wrong_requests(tmp_path, capsys):
-    with pytest.raises(ConfigError, match="no such file"):
-        load(tmp_path / "missing.json")
+    refusal(lambda: load(tmp_path / "missing.json"), ConfigError, "no such file")
     (tmp_path / "other.json").write_text('{"arms": {}}')
-    with pytest.raises(ConfigError, match="arms, config, evaluate, prepare"):
-        load(tmp_path / "other.json")
+    refusal(lambda: load(tmp_path / "other.json"), ConfigError, "arms, config, evaluate, prepare")
     comparison = load(small_comparison(tmp_path))[""]
-    with pytest.raises(ConfigError, match='--arms: unknown name "lsh"'):
-        runs_of(comparison, tmp_path / "runs", ["lsh"])
-    with pytest.raises(ConfigError, match="stepz"):
-        runs_of(comparison, tmp_path / "runs", overrides=["training.stepz=1"])
+    refusal(lambda: runs_of(comparison, tmp_path / "runs", ["lsh"]), ConfigError, '--arms: unknown name "lsh"')
+    refusal(lambda: runs_of(comparison, tmp_path / "runs", overrides=["training.stepz=1"]), ConfigError, "stepz")
     with pytest.raises(SystemExit):
         main(["compare", "quickstart", "--jobs", "0", "--dry-run"])
     assert "--jobs: 0 is not a whole number of 1 or more" in capsys.readouterr().err

@@ -46,8 +46,7 @@ door("prepare-data")()
 
 def test_killed_in_the_middle_of_a_shard_it_completes_with_the_same_bytes(tmp_path, capsys):
     (tmp_path / "book.txt").write_bytes(TEXT)
-    options = ["--sample-bytes", 1000, "--shard-bytes", 5000]
-    command = ["text", "--source", tmp_path / "book.txt", *options]
+    command = ["text", "--source", tmp_path / "book.txt", "--sample-bytes", 1000, "--shard-bytes", 5000]
     run(main, *command, "--output", tmp_path / "whole")
     said = capsys.readouterr().out
     assert "prepared" in said and "train: 45,000 tokens in 45 samples, 9 shards" in said

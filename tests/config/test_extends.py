@@ -36,8 +36,7 @@ def test_objects_are_merged_and_anything_else_is_replaced(write):
 
 def test_null_removes_a_value_of_the_base_and_stays_null_elsewhere(write):
     write("base", a={"x": 1, "y": 2}, b=3)
-    own = write("own", extends="base", a={"x": None, "z": None}, b=None)
-    assert read_values(own) == {"a": {"y": 2, "z": None}}
+    assert read_values(write("own", extends="base", a={"x": None, "z": None}, b=None)) == {"a": {"y": 2, "z": None}}
 
 
 def test_a_chain_is_merged_from_its_end(write):
@@ -78,8 +77,7 @@ def test_every_shipped_configuration_loads_and_survives_its_own_json():
 
 @pytest.mark.parametrize(("name", "near"), [("reformer_64", "reformer_64k"), ("glue_ret", "finetune/glue_rte")])
 def test_a_name_nearly_right_has_a_hint(name, near):
-    with pytest.raises(ConfigError, match=rf'no such shipped configuration\)\. Did you mean "{near}"\?'):
-        find_config(name)
+    refusal(lambda: find_config(name), ConfigError, rf'no such shipped configuration\)\. Did you mean "{near}"\?')
 
 
 def test_a_cycle_of_extends_is_rejected(write):

@@ -100,8 +100,7 @@ def test_keys_and_constants_inside_strings_are_ignored(write):
 @pytest.mark.parametrize("text", ["[]", "3", "null", '"run"', "true"])
 def test_a_file_without_a_json_object_is_rejected(write, text):
     path = write(text)
-    with pytest.raises(ConfigError, match=r"is not a configuration\. Write an object"):
-        load_config(path)
+    refusal(lambda: load_config(path), ConfigError, r"is not a configuration\. Write an object")
 
 
 @pytest.mark.parametrize(

@@ -186,8 +186,7 @@ def test_from_any_place_on_the_stream_is_the_same_and_nothing_before_is_encoded(
         assert stream.read(1 << 20) == whole[number * size :]
         assert stream.position == total
         assert encoder.seen == pieces[len(pieces) - len(encoder.seen) :]
-        rest = sum(map(len, encoder.seen))
-        assert rest <= total.raw_bytes - place.raw_bytes
+        assert sum(map(len, encoder.seen)) <= total.raw_bytes - place.raw_bytes
 
 
 @pytest.mark.parametrize(
@@ -205,8 +204,7 @@ def test_it_is_pickled_as_its_name(tmp_path):
     encoder = TextEncoder(str(file), line_ends=True)
     raw = pickle.dumps(encoder)
     assert len(raw) < 1000
-    again = pickle.loads(raw)
-    for one in (encoder, again):
+    for one in (encoder, pickle.loads(raw)):
         assert (one.name, one.sha256, one.width, one.end, one.file) == ("words", encoder.sha256, 2, None, file)
         tokens, raw_bytes, words = one.encode(b"w0 w299\nnew")
         assert tokens.dtype == "<u2" and (tokens.tolist(), raw_bytes, words) == ([2, 301, 1, 0], 11, 4)

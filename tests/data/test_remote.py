@@ -20,6 +20,7 @@ from megasparse.data.reader import ShardReader
 from megasparse.data.urls import ShardCache
 from megasparse.errors import ConfigError, DataError
 from tests.data.folders import batches, do, everything, flip, largest, wait_until
+from tests.helpers.commands import refusal
 from tests.helpers.shard_server import serving
 
 pytestmark = pytest.mark.usefixtures("impatient")
@@ -96,8 +97,7 @@ def test_a_server_that_is_gone_is_named(folder, server, remote, cache):
 def test_an_index_that_does_not_come_is_named(server, cache, monkeypatch, fault, problem):
     monkeypatch.setattr(index_module, "MOST_BYTES", 100_000)
     server.faults["index.json"].append(fault)
-    with pytest.raises(DataError, match=rf"^{server.url}/index.json: .*{problem}"):
-        Index.load(server.url, cache=cache)
+    refusal(lambda: Index.load(server.url, cache=cache), match=rf"^{server.url}/index.json: .*{problem}")
     assert not cache.folder.exists()
 
 
@@ -191,8 +191,7 @@ def test_the_limit_holds_and_the_least_recently_used_goes_first(folder, server, 
     holding.close()
     assert not cache.path(shards[5]).exists()
     ahead = [shards[number] for number in (5, 0, 2, 3)]
-    with pytest.raises(ConfigError):
-        cache.fetch(shards[5], f"{server.url}/{shards[5].file}", urls.Requests(), ahead)
+    refusal(lambda: cache.fetch(shards[5], f"{server.url}/{shards[5].file}", urls.Requests(), ahead), ConfigError)
     reader.read(5, 0, 10)
     assert sum(path.stat().st_size for path in cache.folder.glob("*.tar")) <= cache.limit
     assert {path.suffix for path in cache.folder.iterdir()} == {".tar", ".txt", ""}, "the partial is gone"

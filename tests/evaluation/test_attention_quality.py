@@ -89,8 +89,7 @@ def test_imbalance_of_buckets():
     """Queries per bucket 6, 1, 1, 0; keys 2, 2, 4, 0: 3:1 and 1:4 are imbalanced, 1:2 is not, the empty one is no
     ratio. Of sizes 8, 3, 5, 0 where 4 is even, only 0 is off by more than twice."""
     queries = torch.tensor([0] * 6 + [1] + [2]).expand(1, 2, 8)
-    keys = torch.tensor([0] * 2 + [1] * 2 + [2] * 4).expand(1, 2, 8)
-    found = imbalance(queries, keys, 4)
+    found = imbalance(queries, torch.tensor([0] * 2 + [1] * 2 + [2] * 4).expand(1, 2, 8), 4)
     assert found.ratio.tolist() == [[pytest.approx(2 / 3)] * 2]
     assert found.size.tolist() == [[0.25] * 2] and found.largest.tolist() == [[0.5] * 2]
     alone = imbalance(torch.zeros(1, 1, 8, dtype=torch.long), torch.ones(1, 1, 8, dtype=torch.long), 4)
@@ -106,8 +105,7 @@ def observed(name: str, causal: bool, length: int = 40):
 def test_the_matrix_of_every_mechanism_gives_its_output(name, causal):
     (call,) = observed(name, causal)
     for mechanism in (call.mechanism.without_additions(), call.exact()):
-        weights = weights_of(call, mechanism)
-        out = weights @ call.inputs.v
+        out = weights_of(call, mechanism) @ call.inputs.v
         out = unit_vectors(out) if mechanism.normalises else out
         torch.testing.assert_close(out, call.run(mechanism), rtol=1e-4, atol=1e-5)
     sums = weights_of(call, call.exact()).sum(-1)
@@ -115,8 +113,7 @@ def test_the_matrix_of_every_mechanism_gives_its_output(name, causal):
 
 
 def test_calls_are_heard_only_inside_the_with():
-    config = small(("local", {"local": 1, "lsh": 1}), layers=2)
-    model = build_model(config, 0).eval()
+    model = build_model(small(("local", {"local": 1, "lsh": 1}), layers=2), 0).eval()
     with torch.no_grad(), calls(model) as found:
         model(random_tokens(1, 16), RngContext.evaluation(0, 1))
     assert [(call.context.layer, call.kind) for call in found] == [(0, "local"), (1, "local"), (1, "lsh")]

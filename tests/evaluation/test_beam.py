@@ -74,8 +74,7 @@ def test_a_wide_beam_is_an_exhaustive_search(seed, alpha):
 
 def test_without_an_end_the_likeliest_of_full_length():
     chain = Chain(9)
-    every = [[*tokens] for tokens in itertools.product(range(4), repeat=4)]
-    best = max(every, key=chain.cost)
+    best = max(([*tokens] for tokens in itertools.product(range(4), repeat=4)), key=chain.cost)
     found = beam_search(chain.first(), chain.step, BeamSettings(beams=256, tokens=4, alpha=1.0))[0]
     assert len(found) == 256
     assert close(found[:1], [Hypothesis(best, chain.cost(best), chain.cost(best) / 1.5, False)])

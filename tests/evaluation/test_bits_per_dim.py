@@ -11,6 +11,7 @@ from megasparse.evaluation.bits_per_dim import Score, of_engine, of_model, refus
 from megasparse.model.stack import TokenScores
 from megasparse.ops.random import RngContext
 from megasparse.training.ranks import Ranks
+from tests.helpers.commands import refusal
 from tests.helpers.scoring import Stream
 
 
@@ -153,11 +154,9 @@ def test_nats_that_are_not_finite_are_an_error():
 def test_a_stride_that_leaves_gaps_is_rejected(stride):
     with pytest.raises(ConfigError, match=f"--stride: {stride} "):
         score(of_model(Model()), random_bytes(20), 16, seed=0, stride=stride)
-    with pytest.raises(ConfigError, match="--limit: 0 "):
-        score(of_model(Model()), random_bytes(20), 16, seed=0, limit=0)
+    refusal(lambda: score(of_model(Model()), random_bytes(20), 16, seed=0, limit=0), ConfigError, "--limit: 0 ")
 
 
 def test_a_leaking_model_is_rejected():
     refuse_leaks([])
-    with pytest.raises(ConfigError, match=r"layer 1: window.*band.*--allow-leaking-attention"):
-        refuse_leaks(["layer 1: window"])
+    refusal(lambda: refuse_leaks(["layer 1: window"]), ConfigError, r"layer 1: window.*band.*--allow-leaking-attention")

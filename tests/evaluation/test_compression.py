@@ -22,8 +22,7 @@ from tests.helpers.trained import prepared, trained
 
 
 def coder_and_tokens(name, tokens=70, seed=0):
-    model = build_model(small(attention=named(name)), seed=3).double().eval()
-    return model, random_tokens(1, tokens, seed=seed)[0]
+    return build_model(small(attention=named(name)), seed=3).double().eval(), random_tokens(1, tokens, seed=seed)[0]
 
 
 @by_path("name", strict_names())
@@ -92,8 +91,7 @@ def test_weights_are_exponentials():
 def test_groups_of_windows_change_nothing_but_the_order(monkeypatch):
     model, tokens = coder_and_tokens("lsh")
     monkeypatch.setattr(compression, "AT_ONCE", 1)
-    code = encode(model, tokens, 20, seed=7)
-    assert decode(model, code, len(tokens), 20, seed=7).equal(tokens)
+    assert decode(model, encode(model, tokens, 20, seed=7), len(tokens), 20, seed=7).equal(tokens)
 
 
 def test_files_of_another_model_and_damaged_ones_are_rejected():

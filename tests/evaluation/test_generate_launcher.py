@@ -48,8 +48,7 @@ def pixels(tmp_path_factory):
     (folder / "source").mkdir()
     draw = np.random.default_rng(0)
     for number in range(40):
-        values = draw.integers(0, 256, (4, 4, 3), dtype=np.uint8)
-        Image.fromarray(values).save(folder / "source" / f"{number:02}.png")
+        Image.fromarray(draw.integers(0, 256, (4, 4, 3), dtype=np.uint8)).save(folder / "source" / f"{number:02}.png")
     sections = {
         "model": {"max_length": 48},
         "data": {"tokenizer": "pixels"},
@@ -85,8 +84,7 @@ def opened(path: Path) -> np.ndarray:
 
 def test_lower_halves_are_the_whole_sequence_models_choice(pixels, tmp_path):
     original = sorted((pixels.parent / "source").iterdir())[3]
-    arguments = ["--checkpoint", pixels, "--complete", original, "--temperature", 0, "--output", tmp_path / "out"]
-    run(generate, *arguments)
+    run(generate, "--checkpoint", pixels, "--complete", original, "--temperature", 0, "--output", tmp_path / "out")
     decoder, *_ = restore(pixels)
     tokens = opened(original).flatten().tolist()[:24]
     for _ in range(10):

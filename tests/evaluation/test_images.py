@@ -30,6 +30,7 @@ from megasparse.evaluation.images import (
     shape_of,
 )
 from megasparse.training.ranks import Ranks, StopWanted
+from tests.helpers.commands import refusal
 from tests.helpers.scoring import Stream
 
 RGB = Shape(4, 3)
@@ -77,8 +78,7 @@ def test_the_shape_follows_from_the_number_of_tokens(tokens, shape):
 
 @pytest.mark.parametrize("tokens", [2, 100_000, 12287, 6])
 def test_other_lengths_are_not_images(tokens):
-    with pytest.raises(ConfigError, match=rf"data.sequence_length: {tokens} is neither 3·s² nor s²"):
-        image_shape(tokens)
+    refusal(lambda: image_shape(tokens), ConfigError, rf"data.sequence_length: {tokens} is neither 3·s² nor s²")
 
 
 def test_sub_pixels_are_drawn_in_order_and_the_rest_is_black():
@@ -124,8 +124,7 @@ def test_the_lower_half_is_drawn_and_the_upper_one_kept(tmp_path):
     for number, name in enumerate("ab"):
         found = opened(tmp_path / "out" / f"{number:04}_{name}.png")
         assert (found[:2] == originals[number, :2]).all()
-        last = originals[number, 1, 3, 2]
-        assert (found[2:].flatten() == (last + 5 * np.arange(1, 25)) % 256).all()
+        assert (found[2:].flatten() == (originals[number, 1, 3, 2] + 5 * np.arange(1, 25)) % 256).all()
     drawn, cell = opened(tmp_path / "out" / "sheet.png"), 128 + GAP
     assert drawn.shape == (HEADING + 2 * cell + GAP, 3 * cell + GAP, 3)
     given = originals[1].copy()
@@ -164,15 +163,12 @@ def test_images_that_do_not_fit_are_named_and_nothing_is_made(tmp_path):
 
 def test_an_output_folder_with_files_is_not_changed(tmp_path):
     (tmp_path / "kept.txt").write_text("mine")
-    with pytest.raises(ConfigError, match=r"--output: .* is not empty"):
-        draw_images(Counter(), RGB, 1, 0, GREEDY, str(tmp_path))
+    refusal(lambda: draw_images(Counter(), RGB, 1, 0, GREEDY, str(tmp_path)), ConfigError, r"--output: .* is not empty")
     assert [path.name for path in tmp_path.iterdir()] == ["kept.txt"]
-    with pytest.raises(ConfigError, match="--output: it is missing"):
-        open_output(None)
+    refusal(lambda: open_output(None), ConfigError, "--output: it is missing")
     with pytest.raises(ConfigError, match=r"--output: .* cannot be created or read"):
         open_output(str(tmp_path / "kept.txt" / "below"))
-    with pytest.raises(ConfigError, match="--images: 0"):
-        draw_images(Counter(), RGB, 0, 0, GREEDY, str(tmp_path / "new"))
+    refusal(lambda: draw_images(Counter(), RGB, 0, 0, GREEDY, str(tmp_path / "new")), ConfigError, "--images: 0")
 
 
 def test_only_decoders_of_pixels_draw():
@@ -218,8 +214,7 @@ def test_png_bits_equal_all_images_or_of_the_first():
     assert flat < 3.5 and noisy > 8  # noise cannot be made smaller, and 8×8 pixels do not pay for the chunks
     assert png_bits_per_dim(Stream(images), 192, limit=1) == flat
     assert png_bits_per_dim(Stream(images), 192, limit=9) == png_bits_per_dim(Stream(images), 192)
-    sizes = [len_of_file(image) for image in images]
-    assert png_bits_per_dim(Stream(images), 192) == 8 * sum(sizes) / images.size
+    assert png_bits_per_dim(Stream(images), 192) == 8 * sum(len_of_file(image) for image in images) / images.size
 
 
 def len_of_file(image: np.ndarray) -> int:

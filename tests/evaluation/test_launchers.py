@@ -79,8 +79,7 @@ def test_evaluate_writes_the_number_with_its_protocol(folder, capsys):
     assert protocol["data_fingerprint"] == protocol["trained_on_fingerprint"] == index.fingerprint
     wanted = {"split": "test", "sequence_length": 64, "stride": 64, "rounds": None, "seeds": [0], "leaks": []}
     assert protocol | wanted | {"configured_rounds": {"lsh": 1}} == protocol
-    line = f"{found['bits_per_dim']:.4f} bits/dim, accuracy {100 * found['accuracy']:.2f} %"
-    assert line in capsys.readouterr().out
+    assert f"{found['bits_per_dim']:.4f} bits/dim, accuracy {100 * found['accuracy']:.2f} %" in capsys.readouterr().out
 
 
 def test_rounds_seeds_stride_limit_and_overrides_reach_the_model(folder):
@@ -88,8 +87,7 @@ def test_rounds_seeds_stride_limit_and_overrides_reach_the_model(folder):
     common = ["--checkpoint", folder / "run" / "checkpoints", "--data", folder / "data", "--json", out]
     run(evaluate, *common, "--rounds", 3, "--hash-seeds", 2, "--set", "run.seed=5")
     found = json.loads(out.read_text())
-    each = [by_hand(folder, 3, seed=seed)[0] for seed in (5, 6)]
-    assert found["nats"] == pytest.approx(sum(each) / 2, rel=1e-6)
+    assert found["nats"] == pytest.approx(sum(by_hand(folder, 3, seed=seed)[0] for seed in (5, 6)) / 2, rel=1e-6)
     assert found["protocol"]["seeds"] == [5, 6]
     assert found["standard_deviation"] > 0
     run(evaluate, *common, "--limit", 2, "--stride", 16, "--split", "validation")
@@ -106,8 +104,7 @@ def test_a_leaking_model_is_scored_only_when_asked_for(folder, capsys):
 
 
 def test_greedy_text_is_the_whole_sequence_models_choice(folder, capsys):
-    arguments = ["--checkpoint", folder / "run", "--prompt", "abc é", "--tokens", 14, "--temperature", 0]
-    run(generate, *arguments)
+    run(generate, "--checkpoint", folder / "run", "--prompt", "abc é", "--tokens", 14, "--temperature", 0)
     decoder, *_ = restore(folder / "run")
     tokens = list("abc é".encode())
     for _ in range(14):  # beyond a window of each layer

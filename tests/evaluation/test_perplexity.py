@@ -45,8 +45,7 @@ class Model:
         self.mechanisms = lambda: enumerate(mechanisms)
 
     def token_scores(self, tokens, rng):
-        nats = self.nats[tokens] + rng.seed
-        return TokenScores(nats, tokens == 0, torch.ones_like(tokens, dtype=torch.bool))
+        return TokenScores(self.nats[tokens] + rng.seed, tokens == 0, torch.ones_like(tokens, dtype=torch.bool))
 
 
 def test_only_tested_setups_report_a_code_length():
@@ -92,8 +91,7 @@ def test_a_uniform_model_needs_log2_of_its_vocabulary():
 def test_byte_and_word_tokens_give_the_same_code_length():
     """A byte costs by a unigram model; a word as its bytes and the white space behind it do."""
     of_byte = [-math.log((1 + TEXT.count(byte)) / (256 + len(TEXT))) for byte in range(256)]
-    of_word = [math.fsum(of_byte[byte] for byte in word + b" ") for word in VOCABULARY]
-    in_words = of_words(of_word)
+    in_words = of_words([math.fsum(of_byte[byte] for byte in word + b" ") for word in VOCABULARY])
     in_bytes = of_bytes([of_byte[32] if byte == 10 else of_byte[byte] for byte in range(256)])
     for name in ("nats", "bits_per_byte", "word_perplexity"):
         assert in_words[name] == pytest.approx(in_bytes[name], rel=1e-12)

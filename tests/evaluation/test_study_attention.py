@@ -51,8 +51,7 @@ def test_trained_hashes_find_planted_buckets_and_do_not_collapse():
     assert history[-1] < 0.3 * history[0]
     (call,) = planted(1000)
     codes = [scores.argmax(-1) for scores in hash_scores(mechanism, call)]
-    weights = study_attention.full_weights(call)
-    assert attention_utility(weights, same_bucket(*codes)).min() > 0.8
+    assert attention_utility(study_attention.full_weights(call), same_bucket(*codes)).min() > 0.8
     assert all(F.one_hot(side, 4).sum(-2).max() <= 40 for side in codes), "most tokens fell into one bucket"
 
 

@@ -27,8 +27,7 @@ PADDING, SOURCE, TARGET = 256, 6, 8
 def model():
     source = {"length": SOURCE, "positions": {"kind": "sinusoidal"}}
     ids = {"vocabulary": 260, "padding_token": PADDING, "label_smoothing": 0.1}
-    config = small(("lsh",), layers=1, kind="encoder_decoder", source=source, **ids)
-    model = build_model(config, 0).eval()
+    model = build_model(small(("lsh",), layers=1, kind="encoder_decoder", source=source, **ids), 0).eval()
     with torch.no_grad():
         model.head.norm_bias += 0.3
         model.head.weight[259] += 0.3  # often the likeliest: that there is something to be right about

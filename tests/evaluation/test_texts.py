@@ -7,9 +7,10 @@ import torch
 
 from megasparse.config.schema import Config
 from megasparse.data.tokenizers.simple import ByteTokenizer, PixelTokenizer
-from megasparse.errors import ConfigError, DataError
+from megasparse.errors import ConfigError
 from megasparse.evaluation.generate import Sampling
 from megasparse.evaluation.texts import Request, read_sources, texts
+from tests.helpers.commands import refusal
 
 CPU = torch.device("cpu")
 SEPARATOR = 259
@@ -28,8 +29,7 @@ class Counter:
         return self.decode(tokens[:, -1] if tokens.shape[1] else cache.before, cache)
 
     def decode(self, token, cache):
-        following = torch.where(token == ord("d"), self.after_d, token + 1)
-        return 50.0 * torch.nn.functional.one_hot(following, 260)
+        return 50.0 * torch.nn.functional.one_hot(torch.where(token == ord("d"), self.after_d, token + 1), 260)
 
 
 class FromSource(Counter):
@@ -106,11 +106,9 @@ def test_sources_are_a_text_or_the_lines_of_a_file(tmp_path):
     assert read_sources(None, str(tmp_path / "lines")) == [b"one", b"", b"two"]
     (tmp_path / "lines").write_bytes(b"one\n\ntwo\n\n")
     assert read_sources(None, str(tmp_path / "lines")) == [b"one", b"", b"two", b""]
-    with pytest.raises(DataError, match="nothing: cannot be read: No such file"):
-        read_sources(None, str(tmp_path / "nothing"))
+    refusal(lambda: read_sources(None, str(tmp_path / "nothing")), match="nothing: cannot be read: No such file")
     (tmp_path / "empty").touch()
-    with pytest.raises(DataError, match="empty: the file is empty"):
-        read_sources(None, str(tmp_path / "empty"))
+    refusal(lambda: read_sources(None, str(tmp_path / "empty")), match="empty: the file is empty")
 
 
 @pytest.mark.parametrize(
@@ -130,8 +128,7 @@ def test_sources_are_a_text_or_the_lines_of_a_file(tmp_path):
     ],
 )
 def test_an_unwritable_output_is_rejected_before_the_work(settings, asked, sources, message):
-    with pytest.raises(ConfigError, match=message):
-        texts(FromSource(), settings, ByteTokenizer(), asked, sources, CPU)
+    refusal(lambda: texts(FromSource(), settings, ByteTokenizer(), asked, sources, CPU), ConfigError, message)
 
 
 def test_a_tokenizer_that_does_not_fit_is_rejected():

@@ -48,8 +48,7 @@ def test_pretraining_resumes_where_it_stopped(tmp_path):
 
 def test_fine_tuning_names_its_best_checkpoint_when_it_is_complete(tmp_path):
     run = tmp_path / "run"
-    start = {"huggingface": str(bert(tmp_path / "bert"))}
-    config = configured(run, reviews(tmp_path / "reviews.csv", 24), start=start)
+    config = configured(run, reviews(tmp_path / "reviews.csv", 24), start={"huggingface": str(bert(tmp_path / "bert"))})
     report = dict(re.split(" {2,}", line, maxsplit=1) for line in finetune_dry_run(config).splitlines())
     assert not run.exists() and report["steps"] == "6, of 8 examples"
     assert report["parameters"].endswith(" trained, 0 frozen") and report["micro-batch"].startswith("4 × ")

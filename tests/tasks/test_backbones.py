@@ -105,8 +105,7 @@ def test_the_output_equals_the_definition():
     a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
     torch.nn.init.normal_(b)
     x = torch.randn(4, 32)
-    expected = layer.base_layer(x) + 5.0 / 2 * x @ a.T @ b.T
-    torch.testing.assert_close(layer(x), expected)
+    torch.testing.assert_close(layer(x), layer.base_layer(x) + 5.0 / 2 * x @ a.T @ b.T)
 
 
 def test_transposed_layers_have_adapters(recwarn):

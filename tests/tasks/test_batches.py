@@ -94,8 +94,7 @@ def test_ranks_share_out_the_same_batches(unit, world_size):
 @pytest.mark.parametrize("taken", [1, 2, 5, 11])
 def test_a_resume_continues_at_its_position(unit, taken):
     straight = batches(unit)
-    position = [next(straight).position for _ in range(taken)][-1]
-    resumed = batches(unit, start=position)
+    resumed = batches(unit, start=[next(straight).position for _ in range(taken)][-1])
     for _ in range(8):
         mine, theirs = next(straight), next(resumed)
         assert mine.position == theirs.position and seen(mine) == seen(theirs)
@@ -152,12 +151,10 @@ def test_the_fingerprint_knows_tokens_labels_and_their_order():
 
 def test_a_pack_is_filled_as_far_as_possible():
     packs = packed(SIZES, PACK, 3, 0)
-    tokens = [len(pack) * int(SIZES[pack].max(0).sum()) for pack in packs]
-    assert max(tokens) <= PACK
+    assert max(len(pack) * int(SIZES[pack].max(0).sum()) for pack in packs) <= PACK
     key = lambda i: tuple(SIZES[i])  # noqa: E731
     in_order = sorted(packs, key=lambda pack: (key(pack[0]), key(pack[-1])))
-    numbers = list(itertools.chain(*in_order))
-    assert [key(i) for i in numbers] == sorted(key(i) for i in range(NUMBER))
+    assert [key(i) for i in itertools.chain(*in_order)] == sorted(key(i) for i in range(NUMBER))
     for pack, following in itertools.pairwise(in_order):
         wider = [*pack, following[0]]
         assert len(wider) * int(SIZES[wider].max(0).sum()) > PACK

@@ -13,13 +13,14 @@ import pytest
 import torch
 
 from megasparse.config.finetuning import FinetuneConfig
-from megasparse.errors import ConfigError, DataError, UserError
+from megasparse.errors import ConfigError, UserError
 from megasparse.evaluation.outputs import require_writable, whole_file
 from megasparse.tasks.batches import EncodedExample, Segments
 from megasparse.tasks.form import Form, column
 from megasparse.tasks.run import Prediction, answers, predict_examples, predictions, validation, write_predictions
 from megasparse.tasks.task import Example, SourceLocation
 from megasparse.training.ranks import Ranks, RunHooks, StopWanted
+from tests.helpers.commands import refusal
 from tests.helpers.finetuning import ENCODER, configured, form_for, opened, reviews
 from tests.helpers.ranks_in_threads import run_in_threads
 
@@ -86,14 +87,12 @@ def test_unrepresentable_predictions_are_rejected_and_the_old_file_stays(tmp_pat
     out.write_text("old")
     rows = predictions_of_classes()
     rows[1]["predicted"] = "a\tb"
-    with pytest.raises(DataError, match="contains a tab"):
-        write_predictions(out, rows)
+    refusal(lambda: write_predictions(out, rows), match="contains a tab")
     for name in ("out.xml", "out"):
         with pytest.raises(ConfigError, match=rf'"{Path(name).suffix}" is not a known format'):
             write_predictions(tmp_path / name, rows)
     rows = predictions(OF_NUMBERS, [encoded(name, 1.5, line) for line, name in enumerate("787")], [predicted(0.1)] * 3)
-    with pytest.raises(DataError, match=r'^new\.csv:2: .*"7".*twice.*\.jsonl'):
-        write_predictions(tmp_path / "out.json", rows)
+    refusal(lambda: write_predictions(tmp_path / "out.json", rows), match=r'^new\.csv:2: .*"7".*twice.*\.jsonl')
     assert out.read_text() == "old" and list(tmp_path.iterdir()) == [out]
     write_predictions(tmp_path / "out.jsonl", rows)
     assert len((tmp_path / "out.jsonl").read_text().splitlines()) == 3
@@ -239,5 +238,4 @@ def test_the_loss_of_a_validation_is_the_sum_of_costs_over_the_sum_of_weights(tm
     for result, rows in predicted:
         assert result == {"evaluation/loss": pytest.approx(26.25 / 94), "evaluation/numbers": sum(LENGTHS)}
         assert [(each.cost, each.weight) for each in rows] == list(zip(COSTS, WEIGHTS, strict=True))
-        expected = [[float(number)] * length for number, length in enumerate(LENGTHS)]
-        assert answers(form, examples(), rows) == expected
+        assert answers(form, examples(), rows) == [[float(number)] * length for number, length in enumerate(LENGTHS)]

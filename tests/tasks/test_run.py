@@ -37,8 +37,7 @@ def test_a_stopped_run_resumes_bit_identically(name, place, tmp_path):
     sections: dict[str, Any] = {"start": {"huggingface": str(place / "bert"), "attention": attention}}
     if name == "ours":
         sections = {"model": ENCODER, "task": {"max_length": 128}}
-    source = place / "reviews.csv"
-    assert len(plain(assert_resumes(tmp_path, source, 3, **sections))) == STEPS
+    assert len(plain(assert_resumes(tmp_path, place / "reviews.csv", 3, **sections))) == STEPS
     assert json.loads((tmp_path / "straight" / "best.json").read_text())["step"] in (2, 4, 6)
 
 

@@ -40,8 +40,7 @@ def read_of(vocabulary: int = 40) -> Padded:
     """Two sequences, one of them padded, of which the second half is a second segment."""
     tokens = torch.randint(5, vocabulary, (2, 24), generator=torch.Generator().manual_seed(0))
     tokens[1, 15:] = 0
-    types = (torch.arange(24) > 10).long().expand(2, -1) * (tokens > 0)
-    return Padded(tokens, types, torch.tensor([24, 15]))
+    return Padded(tokens, (torch.arange(24) > 10).long().expand(2, -1) * (tokens > 0), torch.tensor([24, 15]))
 
 
 def states(body: Backbone, step: int = EVALUATION_STEP) -> Tensor:
@@ -128,8 +127,7 @@ def test_a_checkpoints_final_states_are_the_models(tmp_path):
 
 def test_a_megasparse_checkpoint_gets_another_attention(tmp_path):
     model, path = checkpoint(OURS["bert"], tmp_path / "pretrained")
-    given = {"pattern": ["local"], "local": {"chunk": 8}}
-    wanted = config_of(tmp_path, {"checkpoint": str(path), "attention": given})
+    wanted = config_of(tmp_path, {"checkpoint": str(path), "attention": {"pattern": ["local"], "local": {"chunk": 8}}})
     start = open_start(wanted, 2)
     assert isinstance(start.body, MegasparseBody)
     assert [type(each).__name__ for _, each in start.body.stack.mechanisms()] == ["LocalAttention"] * 2
@@ -180,8 +178,7 @@ def test_a_berts_attention_is_replaced(kind, tmp_path):
         given = {**given, kind: {**KINDS[kind], "objective": "pooled", "labels": 3}}
     theirs = replace_attention(BertModel.from_pretrained(folder), given, max_length=48, seed=4)
     theirs.pooler = None
-    expected = HuggingFaceBody(theirs, False, 64)
-    assert torch.equal(states(start.body), states(expected))
+    assert torch.equal(states(start.body), states(HuggingFaceBody(theirs, False, 64)))
     assert_built_again(start, wanted, folder)
 
 
@@ -196,8 +193,7 @@ def test_a_folder_of_a_replaced_model(tmp_path):
     finetuning.write_tokenizer(tmp_path / "replaced", finetuning.bert_tokenizer())
     wanted = config_of(tmp_path, {"huggingface": str(tmp_path / "replaced")})
     start = open_start(wanted, 2)
-    expected = HuggingFaceBody(model.bert.eval(), False, 64)
-    assert torch.equal(states(start.body), states(expected))
+    assert torch.equal(states(start.body), states(HuggingFaceBody(model.bert.eval(), False, 64)))
     assert_built_again(start, wanted, tmp_path / "replaced")
 
 
@@ -257,8 +253,7 @@ def test_the_pooler_of_sentence_order_makes_the_head_of_our_own(tmp_path):
     whole: Any = model
     with torch.no_grad():
         (stream,), _, _ = whole.streams(read.tokens, rng, Padding(read.mask), None)
-        pooled = torch.tanh(stream[:, 0] @ pooler["dense"].T + pooler["dense_bias"])
-        expected = task_model.head.output(pooled)
+        expected = task_model.head.output(torch.tanh(stream[:, 0] @ pooler["dense"].T + pooler["dense_bias"]))
         result, _ = task_model.eval().predicted(Inputs((read,), None), rng)
     torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-6)
     assert_built_again(start, wanted, tmp_path / "pretrained")

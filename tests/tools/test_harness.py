@@ -13,6 +13,7 @@ from megasparse.data.index import Index
 from megasparse.data.reader import EvaluationStream
 from megasparse.errors import ConfigError
 from megasparse.runs.api import evaluate, generate, load_checkpoint
+from tests.helpers.commands import refusal
 from tests.helpers.trained import prepare_text, trained
 
 
@@ -79,8 +80,6 @@ def test_generation_ends_before_a_stop_string(run, harness):
 
 def test_a_device_is_an_override_and_a_leaking_decoder_is_rejected(run, harness, monkeypatch):
     assert harness(str(run), device="cpu", batch_size=1).encode("ab").equal(torch.tensor([97, 98]))
-    with pytest.raises(ConfigError, match=r"run\.device"):
-        harness(str(run), device="abacus")
+    refusal(lambda: harness(str(run), device="abacus"), ConfigError, r"run\.device")
     monkeypatch.setattr("megasparse.model.decoder.Causal.leaks", ["chunk"], raising=False)
-    with pytest.raises(ConfigError, match="not strictly causal"):
-        harness(str(run))
+    refusal(lambda: harness(str(run)), ConfigError, "not strictly causal")

@@ -79,8 +79,7 @@ def test_files_are_the_official_ones_and_targets_are_the_values(tmp_path, capsys
         sources += [row["Source"] for row in found]
     assert len(set(sources)) == 50
     assert "40 training, 5 validation, 5 test examples" in capsys.readouterr().out
-    task = build_task(TaskConfig(name="listops"))
-    read = list(task.read(folder / "basic_val.tsv"))
+    read = list(build_task(TaskConfig(name="listops")).read(folder / "basic_val.tsv"))
     assert [example.label for example in read] == [int(row["Target"]) for row in rows(folder / "basic_val.tsv")]
 
 

@@ -24,8 +24,7 @@ DIGESTS = {
 def draw(corpus: str, **changed: int) -> dict[str, list[bytes]]:
     """The sequences of each split."""
     settings: dict[str, Any] = {**SMALL[corpus], **changed}
-    splits = CORPORA[corpus].splits(source_of(), settings)
-    return {name: list(pieces) for name, (pieces,) in splits}
+    return {name: list(pieces) for name, (pieces,) in CORPORA[corpus].splits(source_of(), settings)}
 
 
 @pytest.mark.parametrize("corpus", SMALL)
@@ -34,8 +33,7 @@ def test_sequences_are_a_function_of_the_seed(corpus):
     assert drawn == draw(corpus) and drawn != draw(corpus, seed=1)
     assert draw(corpus, sequences=3)["train"] == drawn["train"][:3]
     assert draw(corpus, sequences=3)["test"] == drawn["test"]
-    digest = hashlib.sha256(b"".join(b"".join(sequences) for sequences in drawn.values())).hexdigest()
-    assert digest == DIGESTS[corpus]
+    assert hashlib.sha256(b"".join(b"".join(sequences) for sequences in drawn.values())).hexdigest() == DIGESTS[corpus]
 
 
 @pytest.mark.parametrize(

@@ -68,14 +68,12 @@ def test_other_colour_modes_are_converted_and_reported(capsys):
     palette = bytes(range(256)) * 3
     colours = np.frombuffer(palette, dtype=np.uint8).reshape(256, 3)
     assert (pixels(png(grey, PALETTE, more=chunk(b"PLTE", palette))) == colours[grey]).all()
-    bits = np.packbits(grey > 127, axis=1)
-    black_and_white = png(bits, GREY, depth=1, size=(8, 8))
+    black_and_white = png(np.packbits(grey > 127, axis=1), GREY, depth=1, size=(8, 8))
     pixels(png(grey, GREY))
     said = [f"{kind} images are converted to RGB: three tokens a pixel" for kind in ("grey", "palette")]
     assert capsys.readouterr().err.splitlines() == said
     assert (pixels(black_and_white) == np.where(three > 127, 255, 0)).all()
-    ppm = b"P6\n8 8\n255\n" + IMAGE.tobytes()
-    assert (pixels(ppm) == IMAGE).all()
+    assert (pixels(b"P6\n8 8\n255\n" + IMAGE.tobytes()) == IMAGE).all()
     smooth = np.repeat(np.arange(0, 64, 8, dtype=np.uint8)[:, None], 8, axis=1)[:, :, None].repeat(3, axis=2)
     assert np.abs(pixels(saved(Image.fromarray(smooth), "JPEG", quality=95)).astype(int) - smooth).max() < 4
 
@@ -292,8 +290,7 @@ def test_the_binary_version_in_files_and_in_its_archive(tmp_path):
     files = binary()
     folder = write_files(tmp_path / "cifar-10-batches-bin", files)
     inside = {f"cifar-10-batches-bin/{name}": content for name, content in reversed(files.items())}
-    archive = write_tar(tmp_path / "cifar.tar.gz", inside, "w:gz")
-    for place in (folder, archive):
+    for place in (folder, write_tar(tmp_path / "cifar.tar.gz", inside, "w:gz")):
         found = read_corpus("cifar10", place)
         assert (found["train"] == CIFAR[:270]).all()
         assert (found["validation"] == CIFAR[270:300]).all()
@@ -355,8 +352,7 @@ def batch(images: np.ndarray, **arrays: object) -> bytes:
     """An npz file as the official ones are: planes, labels from 1, the mean."""
     file = io.BytesIO()
     planes = images.transpose(0, 3, 1, 2).reshape(len(images), -1)
-    content = {"data": planes, "labels": np.ones(len(images), dtype=np.int64), "mean": planes.mean(0), **arrays}
-    np.savez(file, **content)
+    np.savez(file, **{"data": planes, "labels": np.ones(len(images), dtype=np.int64), "mean": planes.mean(0), **arrays})
     return file.getvalue()
 
 

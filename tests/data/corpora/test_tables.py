@@ -117,8 +117,7 @@ def crawl(folder: Path, files: int = 5) -> list[bytes]:
             for k in (draw.randrange(1, 20) for _ in range(20))
         ]
         texts += own
-        content = "".join(json.dumps({"text": text.decode()}) + "\n" for text in own)
-        (folder / f"{number}.jsonl").write_text(content)
+        (folder / f"{number}.jsonl").write_text("".join(json.dumps({"text": text.decode()}) + "\n" for text in own))
     return texts
 
 
@@ -222,8 +221,7 @@ def test_texts_of_every_type_and_compression(tmp_path, kind, packed):
 def test_arrow_files_of_both_formats(tmp_path, kind, form, packed):
     table = pa.table({"text": pa.array(VALUES, pa.string()).cast(TYPES[kind]), "id": range(len(VALUES))})
     opened = pa.ipc.new_stream if form == "stream" else pa.ipc.new_file
-    options = pa.ipc.IpcWriteOptions(compression=packed)
-    with opened(str(tmp_path / "a.arrow"), table.schema, options=options) as writer:
+    with opened(str(tmp_path / "a.arrow"), table.schema, options=pa.ipc.IpcWriteOptions(compression=packed)) as writer:
         writer.write_table(table, max_chunksize=4)
     want = [None if text is None else text.encode() for text in VALUES]
     assert list(_arrow_values(tmp_path / "a.arrow", "text")) == want

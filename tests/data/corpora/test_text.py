@@ -246,8 +246,7 @@ def test_the_command_takes_the_folder_and_the_archive(wikitext, wikitext_zip, tm
             text = TEXTS[infix]
             assert bytes(everything(index, split).tolist()).decode() == text
             # What everyone counts on WikiText-103: sum(len(line.split() + ["<eos>"]) for line in file)
-            lines = text.split("\n")[:-1]
-            assert index.split(split).words == sum(len([*line.split(), "<eos>"]) for line in lines)
+            assert index.split(split).words == sum(len([*line.split(), "<eos>"]) for line in text.split("\n")[:-1])
             assert index.split(split).raw_bytes == len(text.encode())
     assert "test: 8 tokens in 1 samples, 1 shards (4 words)" in capsys.readouterr().out
 

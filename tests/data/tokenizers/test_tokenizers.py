@@ -90,8 +90,7 @@ def test_lines_are_words_and_their_ends(tmp_path):
 
 def test_the_vocabulary_is_counted_and_ordered_by_frequency(tmp_path):
     raw = PROSE.encode()
-    pieces = [raw[i : i + 77] for i in range(0, len(raw), 77)]
-    words = vocabulary_file(pieces).decode().split("\n")[:-1]
+    words = vocabulary_file([raw[i : i + 77] for i in range(0, len(raw), 77)]).decode().split("\n")[:-1]
     counts = Counter(PROSE.split())
     counts["<eos>"] = PROSE.count("\n")
     assert words == sorted([*counts, "<unk>"], key=lambda word: (-counts[word], word))
@@ -305,8 +304,7 @@ def built_model(folder: Path, data: bytes) -> Tokenizer:
 
 @pytest.mark.parametrize("odd", [b"\xe2\x96\x81", b"\0", b"\xff", "\ud800".encode("utf-8", "surrogatepass")])
 def test_odd_bytes_cost_only_their_own_tokens(model, odd):
-    of_bytes = 5 + torch.tensor(list(odd))
-    expected = torch.cat([model.encode("the attention"), of_bytes, model.encode(" of the")])
+    expected = torch.cat([model.encode("the attention"), 5 + torch.tensor(list(odd)), model.encode(" of the")])
     assert torch.equal(model.encode(b"the attention" + odd + b" of the"), expected)
 
 

@@ -25,6 +25,7 @@ from megasparse.tasks.readers.series import Series, time_features
 from megasparse.tasks.run import TaskRun, read_files, restore_task
 from megasparse.tasks.task import Example, split_files
 from tests.helpers import finetuning
+from tests.helpers.commands import refusal
 from tests.helpers.finetuning import COLUMNS, FORECASTER, HOUR, START, TASK, numbers, series, write
 from tests.helpers.models import SMALL, can_be_causal, encoder_names
 
@@ -86,8 +87,7 @@ def test_a_resolved_task_needs_no_training_file(made, tmp_path):
     before = part(series(made), made, "test")
     new = write(tmp_path / "new.csv", by_hand(made)[1][60:97].tolist(), START + 60 * HOUR)
     made.unlink()
-    task = build_task(TaskConfig(**{**settings, "name": "series"}))
-    (result,) = task.read(new)
+    (result,) = build_task(TaskConfig(**{**settings, "name": "series"})).read(new)
     assert result.label is None and str(result.location) == f"{new}:38" and result.name == str(START + 97 * HOUR)
     expected = next(each for each in before if each.name == str(START + 96 * HOUR)).inputs
     np.testing.assert_array_equal(result.inputs[0][:-1], expected[0][1:])  # one row later
@@ -144,14 +144,12 @@ def test_a_bad_line_is_named(made, line, text, said):
     else:
         lines = made.read_text().splitlines()
         made.write_text("\n".join([*lines[: line - 1], text, *lines[line:]]) + "\n")
-    with pytest.raises(DataError, match=said):
-        series(made)
+    refusal(lambda: series(made), match=said)
 
 
 def test_too_few_rows_are_rejected(tmp_path):
     made = write(tmp_path / "short.csv", numbers(20))
-    with pytest.raises(DataError, match=r"short\.csv: 20 rows leave 14 for the train split, too few .* 12 rows .* 4"):
-        series(made)
+    refusal(lambda: series(made), match=r"short\.csv: 20 rows leave 14 for the train split, too few .* 12 rows .* 4")
     made = write(tmp_path / "short.csv", numbers(30))  # 21, 3 and 6
     with pytest.raises(DataError, match=r"short\.csv: 30 rows leave 3 for the validation split"):
         part(series(made), made, "validation")
@@ -219,8 +217,7 @@ def test_a_batch_is_the_rows_of_the_windows(tmp_path, file):
     windows = batch(run)
     assert windows.values.shape == (3, L, 3) and windows.marks.shape == (3, L + H, 4)
     assert windows.labels is not None and windows.labels.shape == (3, H, 1) and windows.numel() == 3 * L
-    train = list(read_files(run.form.task, split_files(run.form.task, file, "train")))[:3]
-    for i, example in enumerate(train):
+    for i, example in enumerate(list(read_files(run.form.task, split_files(run.form.task, file, "train")))[:3]):
         np.testing.assert_allclose(windows.values[i], example.inputs[0], rtol=1e-6)
         np.testing.assert_allclose(windows.labels[i], example.label, rtol=1e-6)
         assert np.array_equal(windows.labels[i, :, 0], windows.values.new_tensor(example.label[:, 0]))
@@ -297,8 +294,7 @@ def test_every_mechanism_learns_on_both_sides(tmp_path, file, kind, blocks):
     objective, result = run.model.train()(windows, RngContext(0, 1, torch.arange(3), training=True))
     objective.backward()
     assert torch.isfinite(objective) and "predicted" not in result
-    missing = {name for name, p in run.model.named_parameters() if p.grad is None or not p.grad.isfinite().all()}
-    assert not missing
+    assert not {name for name, p in run.model.named_parameters() if p.grad is None or not p.grad.isfinite().all()}
     values = predicted(run, windows)
     rng = RngContext(0, -1, torch.tensor([1]), training=False)
     alone = run.model(run.form.collate(run.train[1:2]), rng)[1]["predicted"]
@@ -358,8 +354,7 @@ def test_a_run_resumes_bit_identically_and_is_restored_without_its_table(tmp_pat
     ],
 )
 def test_unsuitable_inputs_are_rejected(tmp_path, file, changes, said):
-    with pytest.raises(ConfigError, match=said):
-        finetuning.opened(tmp_path / "run", file, **{**sections(), **changes})
+    refusal(lambda: finetuning.opened(tmp_path / "run", file, **{**sections(), **changes}), ConfigError, said)
 
 
 @pytest.mark.parametrize("name", ["etth1_24", "etth1_168", "ettm1_96"])

@@ -122,8 +122,7 @@ def test_an_empty_input_is_rejected_where_it_stands(kind, given):
 
 def test_empty_inputs_are_kept_and_counted():
     ours = encoder("bytes", empty="keep", vocabulary=264)
-    result = list(ours.encode(examples(("a",), ("",), ("",))))
-    assert [len(each.sequences[0].tokens) for each in result] == [3, 2, 2]
+    assert [len(each.sequences[0].tokens) for each in ours.encode(examples(("a",), ("",), ("",)))] == [3, 2, 2]
     assert ours.counts.empty == 2 and str(ours.counts.first_empty) == "made.tsv:6"
     assert ours.lines("training")[-1] == "training: 2 inputs are empty, the first in made.tsv:6"
 
@@ -174,8 +173,7 @@ class Slow(Backbone):
 
     def forward(self, read: Padded, rng: RngContext, classes: Tensor | None) -> tuple[Tensor, Tensor]:
         self.seen.append(classes)
-        places = torch.arange(read.tokens.shape[1])
-        real = places < read.lengths.unsqueeze(1)
+        real = torch.arange(read.tokens.shape[1]) < read.lengths.unsqueeze(1)
         states = torch.where(real.unsqueeze(-1), self.table(read.tokens), torch.nan)
         return states, torch.tensor(0.25)
 
@@ -300,8 +298,7 @@ def test_dropout_of_transformers_is_the_steps_own(tmp_path):
 def body_of(kind: str, where: str, folder: Path) -> Backbone:
     if where == "ours":
         sketch = {"objective": "pooled", "labels": 3} if kind == "smart_bird" else {}
-        attention = {"pattern": [kind], kind: {**KINDS[kind], **sketch}}
-        return our_body(attention=attention, dropout=0.0)
+        return our_body(attention={"pattern": [kind], kind: {**KINDS[kind], **sketch}}, dropout=0.0)
     model = BertModel.from_pretrained(bert(folder / "bert"))
     model.pooler = None
     if where == "replaced":
@@ -346,11 +343,9 @@ def test_a_decoders_last_state_does_not_depend_on_padding(where):
     states = body(inputs.sequences[0], evaluation(*range(5)), None)[0]
     for row, (each, length) in enumerate(zip(examples, LENGTHS, strict=True)):
         ids = torch.from_numpy(each.sequences[0].tokens).unsqueeze(0)
-        read = Padded(ids, torch.zeros_like(ids), torch.tensor([length]))
-        own = body(read, evaluation(row), None)[0]
+        own = body(Padded(ids, torch.zeros_like(ids), torch.tensor([length])), evaluation(row), None)[0]
         assert own.shape == (1, length, body.width) and (states[row, :length] - own[0]).abs().max() < 1e-5
-        expected = model.head([own[:, -1]], evaluation(row))
-        assert (predicted[row] - expected[0]).abs().max() < 1e-5
+        assert (predicted[row] - model.head([own[:, -1]], evaluation(row))[0]).abs().max() < 1e-5
 
 
 def test_towers_read_each_text_apart():
@@ -363,5 +358,4 @@ def test_towers_read_each_text_apart():
             ids = torch.from_numpy(sequence.tokens).unsqueeze(0)
             read = Padded(ids, torch.zeros_like(ids), torch.tensor([ids.shape[1]]))
             pooled.append(model.body(read, evaluation(row), None)[0].mean(1))
-        expected = model.head(pooled, evaluation(row))
-        assert (predicted[row] - expected[0]).abs().max() < 1e-5
+        assert (predicted[row] - model.head(pooled, evaluation(row))[0]).abs().max() < 1e-5

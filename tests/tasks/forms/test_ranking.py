@@ -322,8 +322,7 @@ def test_a_gradient_does_not_depend_on_micro_batches_or_other_examples(tmp_path)
     def gradient(pieces: list[range]) -> Tensor:
         run.model.zero_grad()
         for piece in pieces:
-            some = [examples[i] for i in piece]
-            trained(run, some, first=piece.start, divisor=clicks)[0].backward()
+            trained(run, [examples[i] for i in piece], first=piece.start, divisor=clicks)[0].backward()
         return torch.cat([p.grad.flatten() for p in run.model.parameters() if p.grad is not None])
 
     whole = gradient([range(8)])

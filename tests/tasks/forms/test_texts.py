@@ -20,6 +20,7 @@ from megasparse.tasks.run import TaskRun, answers, predict_examples, predict_tex
 from megasparse.tasks.task import Example, SourceLocation
 from megasparse.training.checkpoints.checkpoint import Checkpoint
 from megasparse.training.ranks import Ranks
+from tests.helpers.commands import refusal
 from tests.helpers.finetuning import assert_resumes, opened
 from tests.helpers.hub import checkpoint
 from tests.helpers.models import attention, named, small_pair
@@ -80,8 +81,7 @@ def test_both_sides_end_with_the_separator_unless_an_answer_is_cut(data, tmp_pat
 )
 def test_unsuitable_inputs_are_rejected(data, tmp_path, changes, problem):
     changes = {"run": {"directory": str(tmp_path / "run")}, **changes}
-    with pytest.raises(ConfigError, match=f"^{problem}"):
-        run_of(data, tmp_path, **changes).batches(Ranks(), 0)
+    refusal(lambda: run_of(data, tmp_path, **changes).batches(Ranks(), 0), ConfigError, f"^{problem}")
 
 
 def test_batches_are_padded_to_their_longest_and_predicted_without_answers_too(data, tmp_path):
@@ -101,11 +101,9 @@ def test_answers_are_texts(data, tmp_path):
     predicted = np.array([*" x\né".encode()], dtype=np.float64)
     assert form.answer(only, predicted) == "x\né" and form.answer(only, np.array([np.nan])) == ""
     assert form.answer(only, np.array([0xC3, 65.0])) == "\ufffdA" and form.answer(only, np.array([])) == ""
-    row = form.row(only, predicted)
-    assert row == {"label": "AB é", "predicted": "x\né"}
+    assert form.row(only, predicted) == {"label": "AB é", "predicted": "x\né"}
     assert form.example(["a text"]).inputs == ("a text",)
-    with pytest.raises(ConfigError, match=r"--text: 2 given"):
-        form.example(["a", "b"])
+    refusal(lambda: form.example(["a", "b"]), ConfigError, r"--text: 2 given")
 
 
 def test_epochs_of_tokens_decide_the_steps(data, tmp_path):
@@ -138,8 +136,7 @@ def test_a_resumed_run_is_bit_identical_and_is_restored(data, tmp_path, unit):
 
 def test_a_run_starts_from_a_pretrained_encoder_decoder(data, tmp_path):
     model, path = checkpoint(small_pair(attention=attention("full")), tmp_path / "pretrained")
-    given = sections(start={"checkpoint": str(path)})
-    run = opened(tmp_path / "run", data, **{**given, "model": None})
+    run = opened(tmp_path / "run", data, **{**sections(start={"checkpoint": str(path)}), "model": None})
     assert run.config.start.sha256 == json.loads((path / "manifest.json").read_text())["sha256"]
     for name, weight in model.named_parameters():
         assert torch.equal(dict(run.model.body.stack.named_parameters())[name], weight)

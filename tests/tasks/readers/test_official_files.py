@@ -14,6 +14,7 @@ from megasparse.config.finetuning import TaskConfig
 from megasparse.errors import ConfigError, DataError
 from megasparse.tasks.catalog import TASKS, build_task
 from megasparse.tasks.task import split_files
+from tests.data.corpora.pictures import write_files
 from tests.helpers.commands import refusal
 from tests.helpers.finetuning import news_row
 
@@ -74,15 +75,12 @@ def test_splits_are_the_official_files(name, inner, splits, tmp_path):
         split_files(task, tmp_path, "train")
 
 
-POLARITY = ("rt-polarity.neg", "rt-polarity.pos")
-
-
 @pytest.mark.parametrize(
     ("name", "files", "row"),
     [
         *[("amazon", [f"reviews_Electronics_5.json{end}"], json.dumps({"reviewText": "text {}", "overall": 1.0}) + "\n")
           for end in ("", ".gz")],
-        ("sentence_polarity", POLARITY, "text {}\n"),
+        ("sentence_polarity", ("rt-polarity.neg", "rt-polarity.pos"), "text {}\n"),
         *[("mind_topics", [f"{release}news.tsv"], news_row("N0", "text {}"))
           for release in ("MINDlarge_train/", "MINDsmall_train/", "")],
     ],
@@ -290,8 +288,7 @@ def test_the_sample_is_every_33rd_review_in_parts_of_eight_one_and_one(tmp_path)
     task = build_task(TaskConfig(name="amazon_50k"))
     splits = ("train", "validation", "test")
     result = {s: [int(e.name) for f in split_files(task, tmp_path, s) for e in task.read(f)] for s in splits}
-    train = [33 * n for n in range(20) if n % 10 > 1]
-    assert result == {"train": train, "validation": [33, 363], "test": [0, 330]}
+    assert result == {"train": [33 * n for n in range(20) if n % 10 > 1], "validation": [33, 363], "test": [0, 330]}
 
 
 IMDB = {
@@ -302,46 +299,27 @@ IMDB = {
 }
 
 
-@pytest.fixture
-def imdb_folder(tmp_path):
-    for split in ("train", "test"):
-        for name, content in IMDB.items():
-            path = tmp_path / "aclImdb" / split / name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(content)
-    (tmp_path / "aclImdb" / "train" / "unsup").mkdir()
-    (tmp_path / "aclImdb" / "train" / "unsup" / "0_0.txt").write_text("without a label")
-    return tmp_path / "aclImdb"
-
-
-def test_reviews_come_class_by_class_in_the_order_of_their_numbers(imdb_folder):
+def test_reviews_come_class_by_class_in_the_order_of_their_numbers_and_a_missing_class_is_named(tmp_path):
+    files = {f"{split}/{name}": content for split in ("train", "test") for name, content in IMDB.items()}
+    folder = write_files(tmp_path / "aclImdb", {**files, "train/unsup/0_0.txt": b"without a label"})
     task = build_task(TaskConfig(name="byte_imdb"))
-    examples = list(task.read(*split_files(task, imdb_folder, "train")))
+    examples = list(task.read(*split_files(task, folder, "train")))
     assert [example.name for example in examples] == ["neg/0_3", "neg/2_1", "neg/10_2", "pos/0_9"]
     assert [example.label for example in examples] == [0, 0, 0, 1] and task.classes == ("neg", "pos")
-    assert [str(example.location) for example in examples] == [str(imdb_folder / "train" / name) for name in IMDB]
-
-
-def test_a_class_without_reviews_is_named(imdb_folder):
-    task = build_task(TaskConfig(name="byte_imdb"))
-    (imdb_folder / "train" / "pos" / "0_9.txt").rename(imdb_folder / "train" / "pos" / "0_9.text")
-    with pytest.raises(DataError, match=r"train/pos: contains no \*\.txt\. Use a folder with neg/\*\.txt and pos"):
-        list(task.read(imdb_folder / "train"))
-
-
-NUMBERS = (0, 99, 700, 799, 800, 899, 900, 999)
+    assert [str(example.location) for example in examples] == [str(folder / "train" / name) for name in IMDB]
+    (folder / "train" / "pos" / "0_9.txt").rename(folder / "train" / "pos" / "0_9.text")
+    problem = r"train/pos: contains no \*\.txt\. Use a folder with neg/\*\.txt and pos"
+    refusal(lambda: task.read(folder / "train"), match=problem)
 
 
 @pytest.mark.parametrize("inner", ["", "txt_sentoken", "movie_reviews"])
 def test_splits_are_the_official_folds(tmp_path, inner):
     task = build_task(TaskConfig(name="movie_reviews"))
     (tmp_path / "README").write_text("about it")
-    for name, n in itertools.product(("neg", "pos"), NUMBERS):
-        (tmp_path / inner / name).mkdir(parents=True, exist_ok=True)
-        path = tmp_path / inner / name / f"cv{n:03}_{29000 + n}.txt"
-        path.write_text(f"{name} film {n} .\nof two lines . \n")
-    expected = {"train": (0, 99, 700, 799), "validation": (800, 899), "test": (900, 999)}
-    for split, numbers in expected.items():
+    for name, n in itertools.product(("neg", "pos"), (0, 99, 700, 799, 800, 899, 900, 999)):
+        content = f"{name} film {n} .\nof two lines . \n".encode()
+        write_files(tmp_path / inner, {f"{name}/cv{n:03}_{29000 + n}.txt": content})
+    for split, numbers in (("train", (0, 99, 700, 799)), ("validation", (800, 899)), ("test", (900, 999))):
         files = split_files(task, tmp_path, split)
         names = [f"{name}/cv{n:03}_{29000 + n}.txt" for name in ("neg", "pos") for n in numbers]
         assert files == [tmp_path / inner / name for name in names]
@@ -372,12 +350,10 @@ def test_mrpc_is_read_from_the_files_of_glue_or_of_microsoft(tmp_path):
     assert examples_of(glue) == want
     test = write(tmp_path / "glue", "test.tsv", ["index", *names[1:]], ["5", "1", "2", "He left.", "He went."])
     assert examples_of(test) == [(("He left.", "He went."), None, "5")]
-    microsoft = tmp_path / "microsoft"
-    original = write(microsoft, "msr_paraphrase_train.txt", *rows, encoding="utf-8-sig", end="\r\n")
+    original = write(tmp_path / "microsoft", "msr_paraphrase_train.txt", *rows, encoding="utf-8-sig", end="\r\n")
     assert examples_of(original) == want
-    write(microsoft, "msr_paraphrase_test.txt", *rows)
-    files = {"train": [original], "test": [microsoft / "msr_paraphrase_test.txt"]}
-    assert task.files(microsoft) == files
+    test_file = write(tmp_path / "microsoft", "msr_paraphrase_test.txt", *rows)
+    assert task.files(tmp_path / "microsoft") == {"train": [original], "test": [test_file]}
     write(tmp_path / "glue", "msr_paraphrase_train.txt", *rows)
     assert task.files(tmp_path / "glue") == {"train": [glue], "test": [test]}
 

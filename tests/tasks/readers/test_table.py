@@ -102,8 +102,7 @@ def test_tab_separated_fields_keep_quotation_marks_and_spaces(made):
 @pytest.mark.parametrize("fields", [1, 3])
 def test_a_row_of_another_number_of_fields_is_rejected(made, reader, mark, fields):
     made.write_text(f"text{mark}label\na{mark}1\n{mark.join('bcd'[:fields])}\n")
-    message = rejection(reader, made)
-    assert message.startswith(f"{made}:3: {fields} fields instead of 2 (text, label)")
+    assert rejection(reader, made).startswith(f"{made}:3: {fields} fields instead of 2 (text, label)")
 
 
 @TABLES
