@@ -174,8 +174,7 @@ def test_keys_that_are_not_finite_move_no_tile_that_does_not_see_them(causal):
     for x in dirty[1:]:
         x[:, :, 33:] = torch.nan
     dirty[1][1, 1] = torch.nan
-    found = gradients(blockwise, dirty, codes, Window("band", 8), **rule)
-    for before, after in zip(clean, found, strict=True):
+    for before, after in zip(clean, gradients(blockwise, dirty, codes, Window("band", 8), **rule), strict=True):
         assert_same_bits([before[0], before[1, 0]], [after[0], after[1, 0]])
 
 
@@ -193,8 +192,7 @@ def test_the_pairs_of_all_tiles_are_linear_in_length(buckets, spread):
         spec = BucketedAttentionSpec(Window("band", band), causal, exclude_self=False, buckets=buckets)
         layout = layouts.RangeLayout.of(queries, keys, spec, None, None)
         (rows,) = row_groups(layout, *heads, spec, False, None)
-        blocks = list(layout.blocks(rows))
-        pairs = sum(block.query_tokens.numel() * block.key_tokens.shape[1] for block in blocks)
+        pairs = sum(block.query_tokens.numel() * block.key_tokens.shape[1] for block in layout.blocks(rows))
         assert pairs <= (2 if causal else 1.25) * tile * (length + 2 * band * length // tile)
 
 

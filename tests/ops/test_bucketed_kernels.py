@@ -30,8 +30,7 @@ def random_codes(length, rounds, buckets=3, batch=1, heads=1, seed=1):
 def assert_as_defined(heads, codes, window, **rule):
     rule = {"scale": 0.6, **rule}
     exact = gradients(defined, [x.double() for x in heads], codes, window, **rule)
-    ours = gradients(kernels.bucketed_attention, heads, codes, window, **rule)
-    assert_within_bars(ours, exact, heads[0].dtype)
+    assert_within_bars(gradients(kernels.bucketed_attention, heads, codes, window, **rule), exact, heads[0].dtype)
 
 
 def masks_of(length, batch=1):
@@ -140,8 +139,7 @@ def test_half_precision_is_within_its_bar(dtype):
 def test_strided_inputs_are_read_without_a_copy():
     q, k, v = (x.requires_grad_() for x in as_views(random_heads(20, heads=2)))
     codes = random_codes(20, 2, heads=2).long().transpose(1, 2).contiguous().transpose(1, 2)
-    mask = masks_of(40)["key_mask"][:, ::2]
-    for key_mask in (None, mask):
+    for key_mask in (None, masks_of(40)["key_mask"][:, ::2]):
         rule = {"causal": True, "key_mask": key_mask}
         out, _ = call(kernels.bucketed_attention, (q, k, v), codes, BAND, **rule)
         assert out.transpose(1, 2).is_contiguous()
@@ -167,8 +165,7 @@ def test_finite_in_hard_cases(factor, k_factor):
     codes = random_codes(30, 2)
     for heads in ((q * factor, k * k_factor, v), (q[:, :, :1].expand_as(q) * factor, k[:, :, :1].expand_as(k), v)):
         exact = gradients(defined, [x.double() for x in heads], codes, BAND, causal=True)
-        ours = gradients(kernels.bucketed_attention, heads, codes, BAND, causal=True)
-        for a, b in zip(ours, exact, strict=True):
+        for a, b in zip(gradients(kernels.bucketed_attention, heads, codes, BAND, causal=True), exact, strict=True):
             assert torch.isfinite(a).all()
             if factor * k_factor < 1e8:  # there fp32 knows a score to 8
                 bar = 3e-2 if factor > 1 else 1e-4

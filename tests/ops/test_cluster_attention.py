@@ -89,8 +89,7 @@ def test_a_cluster_listed_twice_counts_once_or_twice():
     twice = [index.repeat(1, 1, 2, 1) for index in once]
     rule = dict(causal=False, scale=1.0)
     out, lse = call(cluster_attention, heads, *once, count_clusters=False, **rule)
-    counted = call(cluster_attention, heads, *twice, count_clusters=True, **rule)
-    torch.testing.assert_close(counted, (out, lse))
+    torch.testing.assert_close(call(cluster_attention, heads, *twice, count_clusters=True, **rule), (out, lse))
     doubled = call(cluster_attention, heads, *twice, count_clusters=False, **rule)
     torch.testing.assert_close(doubled, (out, lse + torch.tensor(2.0).log()))
 

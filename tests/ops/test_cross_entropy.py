@@ -68,8 +68,7 @@ def test_a_token_without_a_target_has_scores_and_a_gradient_of_zero(smoothing):
     targets = torch.tensor([-100, 3, 49, -100], device=DEVICE)
     out, slope = results(token_scores, logits, targets, smoothing)
     assert (out[[0, 3]] == 0).all() and (slope[[0, 3]] == 0).all()
-    exact = results(token_scores, logits[1:3], targets[1:3], smoothing)[0]
-    torch.testing.assert_close(out[1:3], exact)
+    torch.testing.assert_close(out[1:3], results(token_scores, logits[1:3], targets[1:3], smoothing)[0])
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
@@ -96,8 +95,7 @@ CUTOFFS = [[10, 30, 60], [89], [1]]
 def random_inputs(cutoffs: list[int], count: int = 300, sharp: float = 1.0) -> list[Tensor]:
     """Return hidden, weight, clusters; and targets, of each part of the vocabulary."""
     generator = torch.Generator().manual_seed(4)
-    shapes = [(count, E), (V, E), (len(cutoffs), E)]
-    tensors = [torch.randn(shape, generator=generator) for shape in shapes]
+    tensors = [torch.randn(shape, generator=generator) for shape in ((count, E), (V, E), (len(cutoffs), E))]
     tensors[1] *= sharp
     tensors[2] *= 2.0
     return [x.requires_grad_() for x in tensors] + [torch.randint(0, V, (count,), generator=generator)]

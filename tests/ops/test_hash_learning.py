@@ -12,8 +12,7 @@ LENGTH, BUCKETS, SCALE = 60, 5, 0.7
 
 
 def random_rows(shape=(2, 3, 21, 40), seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    return 5 * torch.randn(shape, generator=generator).to(DEVICE)
+    return 5 * torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
 
 
 def close(found, exact):
@@ -24,8 +23,7 @@ def close(found, exact):
 def test_rows_are_divided_by_their_sums_and_a_row_of_zeros_stays():
     x = random_rows().relu()
     x[0, 1, 2] = 0
-    exact = x.double() / x.double().sum(-1, keepdim=True).clamp_min(1e-30)
-    close(unit_sum(x.clone()), exact)
+    close(unit_sum(x.clone()), x.double() / x.double().sum(-1, keepdim=True).clamp_min(1e-30))
 
 
 @pytest.mark.usefixtures("implementation")
@@ -54,8 +52,7 @@ def test_the_divergence_and_its_gradient_are_the_definitions(learn):
     kept = 3.0 * utility.double().gather(-1, codes.long().unsqueeze(-1)).sum()
     [wanted] = torch.autograd.grad(total, exact)
     sums, error = divergence(scores.clone(), utility, codes, 3.0, learn)
-    information = 3.0 * torch.xlogy(utility.double(), utility.double()).sum()
-    close(sums, torch.stack([total.detach(), kept, information]))
+    close(sums, torch.stack([total.detach(), kept, 3.0 * torch.xlogy(utility.double(), utility.double()).sum()]))
     assert (error is not None) == learn
     if error is not None:
         close(error, wanted)

@@ -131,8 +131,7 @@ def test_a_step_of_reformer_64k_takes_no_more_than_recorded():
     assert (both.transfers, both.host) == (0, 0)
     assert both.torch + both.kernels <= 2140 and both.moved <= 349.7e9 and both.flops <= 77.8e12
     products = {"mm", "addmm", *(f"kernel {name}" for name in ("forward", "query_gradient", "key_gradient"))}
-    elementwise = sum(moved for name, (_, moved) in both.by_name.items() if name not in products)
-    assert elementwise <= 417e9 / 2
+    assert sum(moved for name, (_, moved) in both.by_name.items() if name not in products) <= 417e9 / 2
 
 
 @pytest.mark.parametrize("kind,relative", [("sinusoidal", "true"), ("rotary", "false")])

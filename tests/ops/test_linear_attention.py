@@ -119,8 +119,7 @@ def test_projections_are_orthogonal_in_blocks_and_as_long_as_normal_vectors():
     projection = orthogonal_projections(5, range(500), 20, 8, CPU).double()
     for block in (projection[:, :8], projection[:, 8:16], projection[:, 16:]):
         products = block @ block.transpose(1, 2)
-        off = products - torch.diag_embed(products.diagonal(dim1=1, dim2=2))
-        assert off.abs().max() < 1e-5
+        assert (products - torch.diag_embed(products.diagonal(dim1=1, dim2=2))).abs().max() < 1e-5
     assert (projection[:, 0] * projection[:, 8]).sum(-1).abs().max() > 1  # blocks are independent
     squares = (projection**2).sum(-1)  # chi-square with 8 degrees: mean 8, variance 16
     assert (squares.mean() - 8).abs() < 4 * (16 / squares.numel()) ** 0.5

@@ -8,8 +8,7 @@ from tests.helpers.operators import DEVICE
 
 def test_sinusoids_are_the_definition_and_the_same_again():
     for _ in range(2):
-        found = sinusoids(1000, 3, 5, DEVICE).cpu()
-        for position, row in zip(range(1000, 1003), found.tolist(), strict=True):
+        for position, row in zip(range(1000, 1003), sinusoids(1000, 3, 5, DEVICE).cpu().tolist(), strict=True):
             angles = [position / 10000 ** (i / 3) for i in range(3)]
             expected = [*map(math.sin, angles), *map(math.cos, angles)][:5]
             torch.testing.assert_close(torch.tensor(row), torch.tensor(expected), rtol=1e-6, atol=1e-7)

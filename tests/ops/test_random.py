@@ -18,28 +18,24 @@ from tests.helpers.operators import DEVICE
 
 
 def test_keys_differ_by_every_part_and_by_type():
-    keys = {derive(*parts) for parts in [(0, 1), (1, 0), (0, 1, 2), (0, "1"), ("0", 1), (0, 12), (1, 2)]}
-    assert len(keys) == 7
+    assert len({derive(*parts) for parts in [(0, 1), (1, 0), (0, 1, 2), (0, "1"), ("0", 1), (0, 12), (1, 2)]}) == 7
     assert derive(7, "lsh") == derive(7, "lsh") < 2**64
 
 
 def test_bits_are_uniform_and_unrelated_over_rows_columns_and_keys():
     rows = torch.arange(2000) * (1 << 32) + torch.arange(2000).flip(0)
-    bits = random_bits(derive("a"), rows, 128)
-    uniform = (bits.double() + 2**31) / 2**32
+    uniform = (random_bits(derive("a"), rows, 128).double() + 2**31) / 2**32
     assert abs(uniform.mean() - 0.5) < 4 * (1 / 12 / uniform.numel()) ** 0.5
     histogram = torch.histc(uniform, 64)
     chi_square = ((histogram - uniform.numel() / 64) ** 2 / (uniform.numel() / 64)).sum()
     assert chi_square < 63 + 5 * (2 * 63) ** 0.5
     other = random_bits(derive("b"), rows, 128).double()
     for a, b in [(uniform[1:], uniform[:-1]), (uniform[:, 1:], uniform[:, :-1]), (uniform, other)]:
-        correlation = torch.corrcoef(torch.stack([a.flatten(), b.flatten()]))[0, 1]
-        assert abs(correlation) < 4 / a.numel() ** 0.5
+        assert abs(torch.corrcoef(torch.stack([a.flatten(), b.flatten()]))[0, 1]) < 4 / a.numel() ** 0.5
 
 
 def test_sample_and_position_are_not_interchangeable():
-    rows = RngContext(0, 0, torch.tensor([0, 1]), True).rows(2, torch.device("cpu"))
-    bits = random_bits(1, rows, 8)
+    bits = random_bits(1, RngContext(0, 0, torch.tensor([0, 1]), True).rows(2, torch.device("cpu")), 8)
     assert not torch.equal(bits[0, 1], bits[1, 0])
 
 
