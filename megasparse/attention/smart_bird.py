@@ -236,8 +236,9 @@ class SmartBirdAttention(Attention):
         self, x: Tensor, inputs: AttentionInputs, context: AttentionContext, exactly: bool = True
     ) -> tuple[Tensor, Tensor]:
         """Return the queries and keys of this rank's S sketches, for the tokens in `inputs`: (B, S, L, d) each. Exact
-        keys are rounded to the dtype of the heads' keys, as replaced models cache them.
+        keys are rounded to the dtype of x, as replaced models cache them.
         """
+        rounding = x.dtype
         if self.config.sketch == "heads":
             q, k = inputs.q.detach(), inputs.k.detach()
             q, k = self.query(q, context.part, exactly), self.key(k, context.part, exactly)
@@ -245,7 +246,7 @@ class SmartBirdAttention(Attention):
             x = x if exactly else at_least_fp32(x)  # `exact_projection` widens its input itself
             q, k = (self._whole(project(x, exactly), context.part).unsqueeze(1) for project in (self.query, self.key))
         if not self.config.sketch_signs:
-            return q, k.to(inputs.k.dtype).to(k.dtype) if exactly else k
+            return q, k.to(rounding).to(k.dtype) if exactly else k
         if exactly:
             return signs(q), (k >= 0).unflatten(-1, (-1, 8)).to(k.dtype) @ _powers(k)
         q, k = (x.tanh() + (signs(x) - x.tanh()).detach() for x in (q / 2, k / 2))  # straight-through gradients

@@ -97,7 +97,7 @@ class Mechanisms(nn.ModuleDict):
             with autocast_off(inputs.x):
                 index, queries = mechanism.index(inputs.x, heads, local)
             if index is not None and index.is_floating_point():
-                index = index.to(heads.k.dtype)
+                index = index.to(inputs.x.dtype)
             if mechanism.shared_qk:  # its keys are unit queries, which the cache of keys does not contain
                 index = heads.k.detach().transpose(1, 2).flatten(2)
             parts.append(_Part(mechanism, heads, local, index, queries))
