@@ -246,12 +246,11 @@ def _check_stack(model: ModelConfig) -> None:
 
 
 def _check_tokens(model: ModelConfig) -> None:
-    separator = model.sentence_order.separator if model.sentence_order else None
     special = {
         "model.padding_token": model.padding_token,
         "model.start_token": model.start_token,
         "model.document_separator": model.document_separator,
-        "model.sentence_order.separator": separator,
+        "model.sentence_order.separator": model.sentence_order.separator if model.sentence_order else None,
     }
     for key, token in special.items():
         if token is not None and token >= model.vocabulary:
@@ -294,10 +293,8 @@ def _check_sentence_order(model: ModelConfig) -> None:
 
 def _check_source(model: ModelConfig) -> None:
     if (model.kind == "encoder_decoder") != (model.source is not None):
-        state = "null" if model.source is None else "given"
-        problem = f'{state}, but model.kind = "{model.kind}"'
-        hint = 'Give it only for "encoder_decoder", such as {"length": 512}'
-        raise ConfigError("model.source", problem, hint)
+        problem = f'{"null" if model.source is None else "given"}, but model.kind = "{model.kind}"'
+        raise ConfigError("model.source", problem, 'Give it only for "encoder_decoder", such as {"length": 512}')
     if model.source is not None:
         for key, value in (("score_from", model.score_from), ("document_separator", model.document_separator)):
             if value:
@@ -343,8 +340,7 @@ def _check_rotary(positions: PositionsConfig, model: ModelConfig) -> None:
     for key, value in (("base", positions.base), ("scaling", positions.scaling)):
         if positions.kind != "rotary" and value != PositionsConfig.model_fields[key].default:
             problem = f'given, but model.positions.kind = "{positions.kind}" does not use frequencies'
-            hint = 'Remove it, or set model.positions.kind to "rotary"'
-            raise ConfigError(f"model.positions.{key}", problem, hint)
+            raise ConfigError(f"model.positions.{key}", problem, 'Remove it, or set model.positions.kind to "rotary"')
     if (scaling := positions.scaling) is None:
         return
     section = "model.positions.scaling"

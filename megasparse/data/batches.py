@@ -112,8 +112,7 @@ class Sequences:
         if self.order.sequences_per_epoch == 0:
             longest = max(shard_tokens)
             problem = f'{sequence_length} tokens, but the longest shard of "{split}" in {index.directory} has {longest}'
-            hint = f"Set it to at most {longest}, or prepare more text"
-            raise ConfigError("data.sequence_length", problem, hint)
+            raise ConfigError("data.sequence_length", problem, f"Set it to at most {longest}, or prepare more text")
         self.index = index
         self._length = sequence_length
         number, parts = part

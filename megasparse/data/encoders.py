@@ -91,8 +91,7 @@ class TextEncoder(PieceEncoder):
         words = len(piece.decode(errors="replace").split())
         if self.line_ends:
             words += piece.count(b"\n")
-        tokens = self.tokenizer.encode(piece).numpy().astype(f"<u{self.width}")
-        return Encoded(tokens, len(piece), words)
+        return Encoded(self.tokenizer.encode(piece).numpy().astype(f"<u{self.width}"), len(piece), words)
 
 
 class PaddedEncoder(TextEncoder):

@@ -18,8 +18,7 @@ def permutation(n: int, seed: int, *key: int) -> np.ndarray:
 
     It sorts raw Philox words, which numpy keeps stable across versions, unlike `Generator.permutation`.
     """
-    words = np.random.Philox(np.random.SeedSequence(seed, spawn_key=key)).random_raw(n)
-    return np.argsort(words, kind="stable")
+    return np.argsort(np.random.Philox(np.random.SeedSequence(seed, spawn_key=key)).random_raw(n), kind="stable")
 
 
 class Order:
@@ -67,8 +66,7 @@ class Order:
         """Return the epoch's permutation of the shards, and the first position of each group of them."""
         if self._epoch is None or self._epoch[0] != epoch:
             shards = permutation(len(self.sequences), self.seed, epoch, SHARDS)
-            first_positions = _starts(self.sequences[shards])
-            self._epoch = (epoch, shards, first_positions[:: self.group])
+            self._epoch = (epoch, shards, _starts(self.sequences[shards])[:: self.group])
         return self._epoch[1:]
 
     def _mix(self, epoch: int, group: int, members: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -55,8 +55,7 @@ class Workers(Generic[Result]):
     def _submit(self, batch: list[bytes]) -> "Future[list[Result]]":
         if self._pool is None:
             resource_tracker.ensure_running()  # its own start would undo the mask below
-            spawn = multiprocessing.get_context("spawn")
-            self._pool = ProcessPoolExecutor(self._count, spawn, _start, (self._work,))
+            self._pool = ProcessPoolExecutor(self._count, multiprocessing.get_context("spawn"), _start, (self._work,))
         # Starts a process, which inherits the mask: only this process handles Ctrl-C
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:

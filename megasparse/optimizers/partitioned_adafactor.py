@@ -116,10 +116,8 @@ class PartitionedAdafactor(torch.optim.Optimizer):
         lengths = self._total(torch.stack([u.square().sum() for u in self._updates(state, pieces, gradient)]))
         scales = (weights / sizes).sqrt().clamp(min=EPS_WEIGHT) * min(rate, step**-0.5)
         scales /= (lengths / sizes).sqrt().clamp(min=1.0)
-        updates = self._updates(state, pieces, gradient)
-        for piece, update, scale in zip(pieces, updates, scales.tolist(), strict=True):
-            part = piece.of(vector)
-            part.mul_(1 - rate * weight_decay).add_(update, alpha=-scale)
+        for piece, update, scale in zip(pieces, self._updates(state, pieces, gradient), scales.tolist(), strict=True):
+            piece.of(vector).mul_(1 - rate * weight_decay).add_(update, alpha=-scale)
 
     def _update_moments(
         self, state: dict[str, Tensor], pieces: Sequence[Piece], gradient: Tensor, weights: Tensor, share: float

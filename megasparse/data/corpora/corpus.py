@@ -108,7 +108,8 @@ class TextCorpus(Corpus):
     OPTIONS = Corpus.OPTIONS | TOKENIZER
 
     def encoder(self, settings: CorpusSettings) -> TextEncoder:
-        return TextEncoder(settings.get("tokenizer", "bytes"), self.DOCUMENTS, self.LINE_ENDS)
+        documents = settings.get("documents", self.DOCUMENTS)
+        return TextEncoder(settings.get("tokenizer", "bytes"), documents, self.LINE_ENDS)
 
 
 def as_bytes(settings: CorpusSettings) -> bool:
@@ -248,8 +249,7 @@ def _border(text: bytes) -> int:
     space = max(text.rfind(white, 1) for white in (b" ", b"\t", b"\r", b"\v", b"\f"))
     if space > 0:
         return space
-    last = range(len(text) - 1, max(0, len(text) - 5), -1)
-    return next((i for i in last if text[i] & 0xC0 != 0x80), len(text))
+    return next((i for i in range(len(text) - 1, max(0, len(text) - 5), -1) if text[i] & 0xC0 != 0x80), len(text))
 
 
 class LineSample:
@@ -270,8 +270,7 @@ class LineSample:
         """Yield lines without their ends; lines of over `LONGEST` characters in parts."""
         held_out, first = bytearray(), bytearray()
         read = sampled = 0
-        all_lines = (line for piece in self._pieces() for line in segments(piece.decode()))
-        for number, line in enumerate(all_lines):
+        for number, line in enumerate(line for piece in self._pieces() for line in segments(piece.decode())):
             raw = line.encode()
             read += len(raw)
             if number % HELD_OUT_EVERY == HELD_OUT_EVERY - 1 and len(held_out) + len(raw) <= HELD_OUT_BYTES:
@@ -294,8 +293,7 @@ class LineSample:
 
     def _pieces(self) -> Iterator[bytes]:
         """Yield all pieces, and an empty one at the end of each file."""
-        total = self._source.total_bytes
-        with tqdm(desc="learning from", total=total, unit="B", unit_scale=True, disable=None) as bar:
+        with tqdm(desc="learning from", total=self._source.total_bytes, unit="B", unit_scale=True, disable=None) as bar:
             for part in self._source.parts:
                 for piece in text_pieces(part.pieces()):
                     bar.update(len(piece))

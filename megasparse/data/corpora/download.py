@@ -204,8 +204,7 @@ def fetch_wheel(requirement: str, name: str, sha256: str, options: Sequence[str]
     if not path.exists():
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
         command += ["--only-binary=:all:", *options, "--dest", str(WHEELS), requirement]
-        code = subprocess.run(command, check=False).returncode
-        if code != 0 or not path.exists():
+        if subprocess.run(command, check=False).returncode != 0 or not path.exists():
             hint = f"pip's message is above; or get {name} by hand and put it there"
             raise DataError(path, f"pip could not download {requirement}", hint)
     digest = file_sha256(path)

@@ -52,6 +52,7 @@ from megasparse.data.corpora.source import (
     report_left_out,
 )
 from megasparse.data.encoders import Encoded, PieceEncoder
+from megasparse.data.order import permutation
 from megasparse.data.tokenizers.simple import PixelTokenizer
 from megasparse.errors import DataError, SourceError, positive
 from megasparse.files import open_file
@@ -118,8 +119,7 @@ def decode(name: str, content: bytes, side: int) -> bytes:
     except DataError:
         raise
     except Exception as error:  # on a damaged file Pillow's readers raise whatever they stumble over
-        unknown = isinstance(error, Image.UnidentifiedImageError)
-        problem = "no image of a known kind" if unknown else reason(error)
+        problem = "no image of a known kind" if isinstance(error, Image.UnidentifiedImageError) else reason(error)
         hint = f"Repair it or leave it out ({', '.join(FORMATS)} are read)"
         raise DataError(name, f"cannot be decoded: {problem}", hint) from None
 
@@ -323,10 +323,7 @@ def split_named(folders: Sequence[str]) -> str | None:
 
 
 def shared_out(source: Source, settings: CorpusSettings) -> list[str]:
-    """Return the split of each image by --split, or by the default percentages if no folder names a split; else [].
-
-    The permutation sorts raw Philox words, which numpy keeps stable across versions.
-    """
+    """Return the split of each image by --split, or by the default percentages if no folder names a split; else []."""
     split, seed = settings["split"], settings["seed"]
     check_seed(seed)
     count = 0
@@ -334,12 +331,11 @@ def shared_out(source: Source, settings: CorpusSettings) -> list[str]:
         if split is None and split_named(image.folders):
             return []
         count += 1
-    order = np.argsort(np.random.Philox(np.random.SeedSequence(seed)).random_raw(count), kind="stable")
     sizes = split_sizes(split or SPLIT, count)
     if count:
         require_full(source, sizes, f"{count} images")
     labels = np.empty(count, dtype=object)
-    labels[order] = np.repeat([*sizes], [*sizes.values()])
+    labels[permutation(count, seed)] = np.repeat([*sizes], [*sizes.values()])
     return list(labels)
 
 

@@ -318,8 +318,7 @@ def read(part: Part) -> Iterator[bytes]:
     """
     try:
         compressed, size = part.path.stat().st_size, 0
-        name = part.member or part.path.name
-        decompress = None if part.raw else DECOMPRESS.get(Path(name).suffix.lower())
+        decompress = None if part.raw else DECOMPRESS.get(Path(part.member or part.path.name).suffix.lower())
         with ExitStack() as stack:
             opened = open_file(part.path) if part.member is None else open_zip(part.path).open(part.member)
             stream: IO[bytes] = stack.enter_context(opened)

@@ -26,7 +26,6 @@ from megasparse.data.corpora.corpus import (
     text_pieces,
 )
 from megasparse.data.corpora.source import Part, Source, report_left_out
-from megasparse.data.encoders import TextEncoder
 from megasparse.errors import DataError, report_line
 
 
@@ -47,9 +46,6 @@ class Text(TextCorpus):
         self, locations: Any, member: str | None, downloads: Path, settings: CorpusSettings, workers: int
     ) -> Source:
         return Source.open(locations, member, downloads, "files" if settings.get("documents") else "stream")
-
-    def encoder(self, settings: CorpusSettings) -> TextEncoder:
-        return TextEncoder(settings.get("tokenizer", "bytes"), documents=settings.get("documents", False))
 
     def splits(self, source: Source, settings: CorpusSettings) -> CorpusSplits:
         """Return the splits that are not 0 percent.
@@ -89,9 +85,8 @@ class Enwik8(TextCorpus):
         """
         official = sum(self.SPLITS.values())
         if source.total_bytes != official:
-            problem = f"enwik8 has {official:,} bytes, this has {source.total_bytes:,}"
             hint = "Give the official enwik8 or enwik8.zip; a part of it can be prepared as the corpus `text`"
-            raise DataError(source.name, problem, hint)
+            raise DataError(source.name, f"enwik8 has {official:,} bytes, this has {source.total_bytes:,}", hint)
         if source.md5 != self.MD5:
             raise DataError(source.name, f"md5 is {source.md5}, enwik8's is {self.MD5}", "Download it again")
         streams = cut(source.pieces(), self.SPLITS, whole_characters=not as_bytes(settings))

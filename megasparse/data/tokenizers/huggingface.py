@@ -190,8 +190,7 @@ class HuggingFaceTokenizer(Tokenizer):
         return text
 
     def _byte_level(self) -> bool:
-        decoder = self._values.get("decoder")
-        return any(part["type"] == "ByteLevel" for part in _parts(decoder, "decoders"))
+        return any(part["type"] == "ByteLevel" for part in _parts(self._values.get("decoder"), "decoders"))
 
 
 def _parts(value: Any, key: str) -> Iterator[dict[str, Any]]:

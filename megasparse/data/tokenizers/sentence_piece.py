@@ -111,10 +111,9 @@ def _load(file: Path, data: bytes) -> tuple[Any, list[bytes]]:
         ) from None
     _require_lossless(file, model)
     kinds = ModelProto.SentencePiece
-    silent = (kinds.UNKNOWN, kinds.CONTROL)
     table = [
         b""
-        if piece.type in silent
+        if piece.type in (kinds.UNKNOWN, kinds.CONTROL)
         else bytes([int(piece.piece[3:5], 16)])
         if piece.type == kinds.BYTE
         else piece.piece.replace(SPACE, " ").encode()
