@@ -69,8 +69,7 @@ class CrossAttentionBranch(Branch):
 
     def forward(self, x: Tensor, run: Pass, source: EncoderOutput | SourceKeys) -> tuple[Tensor, None]:
         """Run the residual branch. x: (B, L, E)."""
-        context = AttentionContext(self.layer, run.rng, part=run.padding.part)
-        return self.attention(self.read(x), source, context), None
+        return self.attention(self.read(x), source, AttentionContext(self.layer, run.rng, part=run.padding.part)), None
 
     def new_cache(self, source: EncoderOutput, rng: RngContext) -> SourceKeys:
         return self.attention.read(source, AttentionContext(self.layer, rng))

@@ -197,9 +197,8 @@ class EncoderDecoder(Causal):
         split = [self.source_length, tokens.shape[1] - self.source_length]
         source_tokens, target = tokens.split(split, dim=1)
         source_mask, target_mask = (None, None) if padding.key_mask is None else padding.key_mask.split(split, dim=1)
-        answer = Targets(target, target_mask, answer=True)
         states, source_loss, of_encoder = self.encoder(
-            part.local_part(source_tokens, 1), rng, source_mask, answer, part
+            part.local_part(source_tokens, 1), rng, source_mask, Targets(target, target_mask, answer=True), part
         )
         target, first = part.local_part(target, 1), part.rank * (split[1] // part.size)
         scores, cost, loss, statistics = super().score(

@@ -33,8 +33,7 @@ class Positions(nn.Module):
         self.kind, self.width, self.offset = config.positions.kind, config.d_model, config.positions.offset
         self.axial_shape = config.positions.axial_shape or []
         if self.kind == "axial":
-            dims = config.positions.axial_dims or []
-            pairs = zip(self.axial_shape, dims, strict=True)
+            pairs = zip(self.axial_shape, config.positions.axial_dims or [], strict=True)
             self.axes = nn.ParameterList(nn.Parameter(torch.empty(size, dim)) for size, dim in pairs)
         elif self.kind == "learned":
             self.table = nn.Parameter(torch.empty(self.offset + config.max_length, config.d_model))
@@ -196,8 +195,7 @@ def initialise_from_glove(model: nn.Module, path: str | os.PathLike[str], words:
             for weight in projections:
                 components, width = min(len(weight), file_vectors.shape[1]), weight.shape[1]
                 vectors = _of_width(file_vectors, width)
-                wide = F.pad(vectors, (0, width - vectors.shape[1]))
-                weight[:components] = pca(wide, components).T.to(weight.dtype)
+                weight[:components] = pca(F.pad(vectors, (0, width - vectors.shape[1])), components).T.to(weight.dtype)
     return int(present.sum())
 
 
@@ -212,6 +210,5 @@ def _fill(weight: Tensor, matrix: Tensor, present: Tensor) -> None:
     rows = present.nonzero().squeeze(1)
     rows = rows[rows < len(weight)]
     vectors = _of_width(matrix[present], weight.shape[1])[: len(rows)].to(weight.dtype)
-    deviation = vectors.std(correction=0) / weight.std(correction=0)
-    weight.mul_(deviation)
+    weight.mul_(vectors.std(correction=0) / weight.std(correction=0))
     weight[rows, : vectors.shape[1]] = vectors

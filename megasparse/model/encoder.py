@@ -137,8 +137,7 @@ class Encoder(Transformer):
     def count_scored(self, tokens: Tensor, sequence: ProcessGroup | None = None) -> Tensor:
         part = SequencePart.of(sequence)
         tokens = part.gather(tokens, 1)
-        counts = self._count(self._maskable(tokens, padding_of(tokens, self.config)))
-        return counts.sum() * (part.rank == 0)
+        return self._count(self._maskable(tokens, padding_of(tokens, self.config))).sum() * (part.rank == 0)
 
     @torch.no_grad()
     def sentence_order_scores(self, tokens: Tensor, rng: RngContext, padding: Padding | None = None) -> OrderScores:
@@ -185,8 +184,7 @@ class Encoder(Transformer):
         begins = self.word_starts[tokens] | ~maskable
         begins[:, 1:] |= ~maskable[:, :-1]
         begins[:, 0] = True
-        positions = torch.arange(tokens.shape[1], device=tokens.device)
-        return torch.where(begins, positions, 0).cummax(dim=1).values
+        return torch.where(begins, torch.arange(tokens.shape[1], device=tokens.device), 0).cummax(dim=1).values
 
     def _replacements(self, uniform: Tensor) -> Tensor:
         """Return a random id for each number below 2^32, excluding special tokens."""

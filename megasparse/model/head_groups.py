@@ -287,8 +287,7 @@ class _InGroups(Function):
         (x,) = ctx.saved_tensors
         branch, dx, tiles = ctx.branch, torch.zeros_like(x), cut(d_out, ctx.branch.tiles)
         groups = HeadGroups(branch, ctx.layer, ctx.run.replay(), cut(x, branch.tiles))
-        sums = groups.backward(None, tiles.__getitem__, cut(dx, branch.tiles), d_auxiliary)
-        gradients = sums.gradients()
+        gradients = groups.backward(None, tiles.__getitem__, cut(dx, branch.tiles), d_auxiliary).gradients()
         return None, None, None, dx, *(gradients.get(name) for name in group_weights(branch))
 
 

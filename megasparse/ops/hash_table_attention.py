@@ -81,8 +81,7 @@ def _hash_table_attention(
         out (B, H, Lq, D) and B's row sums (B, H, Lq), the mean number of keys per hash that collide with a query (not
         differentiable); both in fp32 or wider.
     """
-    group = groups(q, k, query_mask, key_mask, segments)
-    return _HashTableAttention.apply(q, k, v, q_codes, k_codes, group, spec)
+    return _HashTableAttention.apply(q, k, v, q_codes, k_codes, groups(q, k, query_mask, key_mask, segments), spec)
 
 
 def reference(
@@ -306,8 +305,7 @@ def _table_gradients(
     hashes in which they collide.
     """
     into_q, into_k = torch.zeros_like(q), torch.zeros_like(k)
-    tallest = max(codes.tables, q.shape[1], k.shape[1])
-    slab = max(1, _ROW_ELEMENTS // (2 * len(q) * tallest * q.shape[2]))
+    slab = max(1, _ROW_ELEMENTS // (2 * len(q) * max(codes.tables, q.shape[1], k.shape[1]) * q.shape[2]))
     for start in range(0, v.shape[2], slab):
         columns = slice(start, start + slab)
         outer = (v[..., columns, None] * k[..., None, :]).flatten(2)  # (G, Lk, slab·D)

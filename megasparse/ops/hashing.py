@@ -176,12 +176,10 @@ def hash_planes(
     """
     assert 1 <= code_bits <= MOST_BITS
     if kind == "gaussian":
-        normals = normal_by_head(key, heads, hashes, code_bits * width, device)
-        return normals.view(len(heads), hashes, code_bits, width)
+        return normal_by_head(key, heads, hashes, code_bits * width, device).view(len(heads), hashes, code_bits, width)
     power = 1 << (width - 1).bit_length()
     groups = -(-hashes // power)
-    bits = bits_by_head(key, heads, groups * code_bits, 3 * power, device)
-    return bits.view(len(heads), groups, code_bits, 3, power)
+    return bits_by_head(key, heads, groups * code_bits, 3 * power, device).view(len(heads), groups, code_bits, 3, power)
 
 
 def hadamard(x: Tensor) -> Tensor:

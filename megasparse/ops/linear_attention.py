@@ -74,8 +74,7 @@ def linear_attention(
     empty = State.empty(q.shape[0], projection, q.dtype)
     _, total, level = _Scan.apply(absorb, _TILE, 3, k, v, _column(k, key_mask), *empty)
     read = partial(_read, projection=projection, scale=scale)
-    tiles = -(-q.shape[2] // _TILE)
-    return tiled(read, [q.transpose(1, 2)], [total, level], tiles).transpose(1, 2)
+    return tiled(read, [q.transpose(1, 2)], [total, level], -(-q.shape[2] // _TILE)).transpose(1, 2)
 
 
 @without_autocast
@@ -160,8 +159,7 @@ def _absorb(
 def _read(q: Tensor, total: Tensor, level: Tensor, *, projection: Tensor, scale: float) -> Tensor:
     """Return the output of each query over the keys of a state, (B, L, H, D)."""
     e = _query_exponents(q.transpose(1, 2), projection, scale) + level
-    out = torch.exp(e - e.detach().amax(-1, keepdim=True)) @ total
-    return _divided(out).to(q.dtype).transpose(1, 2)
+    return _divided(torch.exp(e - e.detach().amax(-1, keepdim=True)) @ total).to(q.dtype).transpose(1, 2)
 
 
 def _causal(

@@ -94,9 +94,8 @@ def _relative_local_attention(
             F.pad(mixed, (0, whole)).unflatten(2, (chunks, chunk)).transpose(1, 2),
             F.pad(numbers, around).unfold(1, span * chunk, chunk),
         ]
-    attend = partial(_attend, spec=spec, dropout=dropout)
     tiles = -(-batch * heads * chunks * chunk * r.shape[1] // _SCORE_ELEMENTS)
-    out = tiled(attend, inputs, [r, u, w], tiles)  # (B, W, H, C, D)
+    out = tiled(partial(_attend, spec=spec, dropout=dropout), inputs, [r, u, w], tiles)  # (B, W, H, C, D)
     out = out.transpose(1, 2).flatten(2, 3)[:, :, :length]
     return out if order is None else _take(out, order.argsort(dim=-1))
 

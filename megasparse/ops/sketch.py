@@ -457,5 +457,4 @@ def best_keys(alpha: Tensor, visible: Tensor, count: int, *, sampling: str, unif
     score = score.masked_fill(~visible[:, None], -1.0)
     order = torch.sort(score, dim=-1, descending=True, stable=True)
     index = order.indices.masked_fill(order.values < 0, -1)
-    empty = index.new_full((*index.shape[:-1], count), -1)
-    return torch.cat([index, empty], dim=-1)[..., :count]
+    return torch.cat([index, index.new_full((*index.shape[:-1], count), -1)], dim=-1)[..., :count]

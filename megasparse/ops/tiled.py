@@ -79,8 +79,7 @@ class GradientSums:
         """
         leaves, self._used = self._used, []
         cast = [grad.to(y.dtype) for y, grad in zip(outputs, grads, strict=True)]
-        sources = [*inputs, *(leaf for leaf, _ in leaves)]
-        gradients = torch.autograd.grad(outputs, sources, cast, allow_unused=True)
+        gradients = torch.autograd.grad(outputs, [*inputs, *(leaf for leaf, _ in leaves)], cast, allow_unused=True)
         for (_, total), grad in zip(leaves, gradients[len(inputs) :], strict=True):
             if grad is not None:
                 total += grad

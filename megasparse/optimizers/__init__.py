@@ -172,10 +172,8 @@ def steps_done(optimizer: Optimizer) -> int:
 
 def create_state(optimizer: Optimizer, name: str, weight: Tensor) -> None:
     """Give `weight` the initial state of the optimizer `name`, for a checkpoint to fill."""
-    if isinstance(optimizer, PartitionedAdafactor):
-        optimizer.state[weight] = optimizer.initial_state(weight)
-    else:
-        optimizer.state[weight] = OPTIMIZERS[name].initial_state(weight)
+    spec = optimizer if isinstance(optimizer, PartitionedAdafactor) else OPTIMIZERS[name]
+    optimizer.state[weight] = spec.initial_state(weight)
 
 
 def set_steps_done(optimizer: Optimizer, steps: int) -> None:

@@ -155,8 +155,7 @@ def _sort(
         if codes.dtype in _BITS:
             bits = _BITS[codes.dtype] if buckets is None else max(1, (buckets - 1).bit_length())
             ordered = torch.empty_like(key)
-            order = counting_sort(key.flatten(0, 1), bits, ordered.flatten(0, 1)).view(key.shape)
-            return ordered, order
+            return ordered, counting_sort(key.flatten(0, 1), bits, ordered.flatten(0, 1)).view(key.shape)
     else:
         segment = torch.zeros_like(codes[:, :1, :1], dtype=torch.int64)
         if segments is not None:
