@@ -88,9 +88,7 @@ class TextEncoder(PieceEncoder):
 
     def encode(self, piece: bytes) -> Encoded:
         """Encode a text. Its words are separated by Unicode white space; bytes that are not UTF-8 are ignored."""
-        words = len(piece.decode(errors="replace").split())
-        if self.line_ends:
-            words += piece.count(b"\n")
+        words = len(piece.decode(errors="replace").split()) + (piece.count(b"\n") if self.line_ends else 0)
         return Encoded(self.tokenizer.encode(piece).numpy().astype(f"<u{self.width}"), len(piece), words)
 
 

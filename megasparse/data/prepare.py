@@ -244,8 +244,7 @@ def _shards(
     sample_bytes, shard_bytes = plan.settings["sample_bytes"], plan.settings["shard_bytes"]
     size = max(1, min(shard_bytes // sample_bytes, MOST_SAMPLES))
     while first := stream.read(sample_bytes):
-        rest = iter(lambda: stream.read(sample_bytes), b"")
-        samples = chain([first], islice(rest, size - 1))
+        samples = chain([first], islice(iter(lambda: stream.read(sample_bytes), b""), size - 1))
         file = _file(name, number)
         if file in finished and _is_whole(output, finished[file]):
             for _ in samples:

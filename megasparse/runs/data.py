@@ -66,8 +66,7 @@ def open_data(config: Config) -> RunData:
     """
     tokenizer = build_tokenizer(config.data.tokenizer)
     evaluation = open_folder(config.data.path, config, tokenizer)
-    folders = config.data.mixture.items()
-    mixture = [(open_folder(path, config, tokenizer), weight) for path, weight in folders]
+    mixture = [(open_folder(path, config, tokenizer), weight) for path, weight in config.data.mixture.items()]
     mixture.sort(key=lambda part: (part[0].fingerprint, part[1]))
     return RunData(tokenizer, evaluation, mixture or [(evaluation, 1.0)])
 
@@ -78,8 +77,7 @@ def open_folder(path: str | Path, config: Config, tokenizer: Tokenizer) -> Index
     Raises DataError as `Index.load`, and ConfigError if data.tokenizer, data.sequence_length, model.source.length,
     model.vocabulary, model.padding_token, model.masking.token or model.sentence_order does not fit the folder.
     """
-    cache = ShardCache(config.data.cache, int(config.data.cache_gb * GIGABYTE))
-    index = Index.load(path, cache)
+    index = Index.load(path, ShardCache(config.data.cache, int(config.data.cache_gb * GIGABYTE)))
     index.require_tokenizer(tokenizer)
     index.require_length(config.data.sequence_length, config.model.source.length if config.model.source else None)
     index.require_room(tokenizer, config.model.vocabulary, config.model.padding_token)
@@ -145,10 +143,8 @@ def with_texts(config: Config, texts: str, ranks: Ranks) -> Config:
     documents = ranks.on_first_rank(lambda: _prepare(texts, config.data.tokenizer, output))
     model = config.model
     if documents and model.document_separator is None:
-        separator = build_tokenizer(config.data.tokenizer).separator
-        model = model.model_copy(update={"document_separator": separator})
-    data = config.data.model_copy(update={"path": str(output)})
-    return config.model_copy(update={"model": model, "data": data})
+        model = model.model_copy(update={"document_separator": build_tokenizer(config.data.tokenizer).separator})
+    return config.model_copy(update={"model": model, "data": config.data.model_copy(update={"path": str(output)})})
 
 
 def _prepare(texts: str, tokenizer: str, output: Path) -> bool:

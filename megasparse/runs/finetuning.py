@@ -105,8 +105,7 @@ def finetune_dry_run(config: FinetuneConfig) -> str:
     settings = task.config.model_copy(update={"run": run, "training": single})
     started = time.perf_counter()
     try:
-        make_rng = partial(RngContext, seed, training=True)
-        engine = build_engine(task.model.train(), settings, make_rng, ranks)
+        engine = build_engine(task.model.train(), settings, partial(RngContext, seed, training=True), ranks)
         loss = engine.train_step([Batch(task.form.collate(longest), torch.arange(size))], 0, 1e-9).loss
         seconds = time.perf_counter() - started
         scored = sorted(task.validation, key=lambda example: -example.length)[: config.evaluation.batch]

@@ -130,8 +130,7 @@ def page(runs: Sequence[Run]) -> str:
     names = [run.path.resolve().name for run in runs]
     labels = names if len(set(names)) == len(names) else [str(run.path) for run in runs]
     title = escape(", ".join(labels))
-    written = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
-    parts = [f"<h1>{title}</h1><p>Written {written}</p>"]
+    parts = [f"<h1>{title}</h1><p>Written {time.strftime('%Y-%m-%d %H:%M UTC', time.gmtime())}</p>"]
     for label, run in zip(labels, runs, strict=True):
         parts.append(table(["", escape(label)], [[escape(key), escape(value)] for key, value in headline(run)]))
     parts.append(curves(runs, labels))
@@ -157,8 +156,7 @@ def headline(run: Run) -> Iterator[tuple[str, str]]:
     planned = run.config.get("training.steps")
     steps = max((int(steps[-1]) for steps, _ in run.series.values()), default=0)
     yield "steps", f"{steps:,} of {planned:,}" if isinstance(planned, int) and planned else f"{steps:,}"
-    finite = {name: values[np.isfinite(values)] for name, (_, values) in run.series.items()}
-    finite = {name: values for name, values in finite.items() if len(values)}
+    finite = {name: part for name, (_, values) in run.series.items() if len(part := values[np.isfinite(values)])}
     for name in ("train/loss", "train/bits_per_dim"):
         if name in finite:
             recent = finite[name][-max(1, min(100, len(finite[name]) // 20)) :]
@@ -200,8 +198,7 @@ def curves(runs: Sequence[Run], labels: Sequence[str]) -> str:
             for run, label in zip(runs, labels, strict=True):
                 if name in run.series:
                     layer = name.removeprefix(title).strip("/").replace("_", " ")
-                    parts_of_label = filter(None, (label * (len(runs) > 1), layer))
-                    lines.append((", ".join(parts_of_label), run.series[name]))
+                    lines.append((", ".join(filter(None, (label * (len(runs) > 1), layer))), run.series[name]))
         parts.append(f'<figure><img alt="{escape(title)}" src="{chart(title, lines, marks)}"></figure>')
     if len(ranked) > MOST_CHARTS:
         parts.append(f"<p>{len(ranked) - MOST_CHARTS} more charts omitted; metrics.jsonl contains all numbers.</p>")

@@ -266,8 +266,7 @@ class Parallel(Corpus):
         pairs: Iterator[tuple[bytes, bytes]] = iter(())
         for split, count in counts.items():
             if apart or split == "train":
-                sides = [_sentence_lines(files[f"{split} {side}"]) for side in SIDES]
-                pairs = zip(*sides, strict=True)
+                pairs = zip(*(_sentence_lines(files[f"{split} {side}"]) for side in SIDES), strict=True)
             yield split, [_pair_pieces(islice(pairs, count))]
 
 

@@ -141,8 +141,7 @@ class BookCorpus(TextCorpus):
     def _counts(self, source: Source, sizes: Mapping[str, int]) -> Counter[str]:
         """Return the books of each split; none if no file contains an empty line, and a split would be empty."""
         books = Counter(split_at(start, sizes) for start, _ in groupby(self._books(source), key=itemgetter(0)))
-        is_running_text = books.total() == len(source.parts) and len(books) < len(sizes)
-        return Counter() if is_running_text else books
+        return Counter() if books.total() == len(source.parts) and len(books) < len(sizes) else books
 
     def _books(self, source: Source) -> Iterator[tuple[int, bytes]]:
         """Yield (byte of the source that a book starts at, its next lines): each book a piece or more."""
