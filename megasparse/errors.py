@@ -141,8 +141,7 @@ def did_you_mean(name: str, names: Iterable[str]) -> str:
 def whole(text: str, least: int = 0) -> int:
     """Parse a whole number from `least` to 2^63 - 1, as the type of an option."""
     if not re.fullmatch(r"[0-9]{1,19}", text) or not least <= int(text) < 1 << 63:
-        problem = f"{one_line(text, 40)} is not a whole number of {least} or more, below 2^63"
-        raise argparse.ArgumentTypeError(problem)
+        raise argparse.ArgumentTypeError(f"{one_line(text, 40)} is not a whole number of {least} or more, below 2^63")
     return int(text)
 
 

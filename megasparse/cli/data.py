@@ -139,8 +139,7 @@ def train_tokenizer(args: argparse.Namespace) -> None:
     if args.output.exists():
         raise ConfigError("--output", f"{args.output} already exists", "Remove it, or give another name")
     args.output.parent.mkdir(parents=True, exist_ok=True)
-    downloads = args.output.with_name(f".{args.output.name}.download")
-    source = Source.open(args.source, args.member, downloads, "files")
+    source = Source.open(args.source, args.member, args.output.with_name(f".{args.output.name}.download"), "files")
     sample = LineSample(source, args.sample_bytes if args.kind == "sentencepiece" else 0)
     if args.kind == "sentencepiece":
         data = train_sentencepiece(sample.lines(), args.vocabulary, args.model_type, args.character_coverage)

@@ -213,8 +213,7 @@ def predict(args: argparse.Namespace) -> None:
     rows = predict(task, args.source, log, args.split) if args.source else [predict_texts(task, args.text, log)]
     if args.output is None:
         for row in rows:
-            shown = row if args.source else {key: row[key] for key in row if key not in SOURCE_KEYS}
-            print(json.dumps(shown))
+            print(json.dumps(row if args.source else {key: row[key] for key in row if key not in SOURCE_KEYS}))
         return
     write_predictions(args.output, rows)
     log(f"{len(rows):,} predictions by step {task.checkpoint.step} of {task.checkpoint.path}: {args.output}")

@@ -8,6 +8,16 @@ from megasparse.cli.arguments import add_checkpoint
 from megasparse.errors import whole
 
 
+def quiet_transformers() -> None:
+    """Raise HubError unless transformers is installed, and disable its progress bars."""
+    from megasparse.hub import require_transformers
+
+    require_transformers()
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+
+
 def add_convert_from_hf(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", required=True, metavar="NAME_OR_DIR", help="folder, GGUF file or cached name")
     parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="new folder, in the layout of a run")
@@ -33,16 +43,12 @@ def convert_from_hf(args: argparse.Namespace) -> None:
     """
     from megasparse.config.load import build_config
     from megasparse.data.tokenizers import build_tokenizer
-    from megasparse.hub import require_transformers
 
-    require_transformers()
-    from transformers.utils.logging import disable_progress_bar
-
+    quiet_transformers()
     from megasparse.hub.importing import HFModel, with_first_token, write_checkpoint
     from megasparse.hub.tensor_file import refuse_existing
 
     refuse_existing(args.output)
-    disable_progress_bar()
     model = HFModel.open(args.model)
     values = model.config.model_dump(mode="json")
     values["run"]["directory"] = str(args.output)
@@ -52,8 +58,7 @@ def convert_from_hf(args: argparse.Namespace) -> None:
     elif tokenizer is not None:
         values["data"]["tokenizer"] = str(args.output / f"tokenizer{tokenizer.suffix}")
     config = build_config(values)
-    tokens = model.compare()
-    print(f"{args.model}: logits agree with the converted model's on {tokens} tokens", file=sys.stderr)
+    print(f"{args.model}: logits agree with the converted model's on {model.compare()} tokens", file=sys.stderr)
     files = {} if tokenizer is None else model.companion_files
     print(write_checkpoint(config, with_first_token(model.tensors, args.first_byte), args.output, tokenizer, files))
 
@@ -85,14 +90,9 @@ def convert_to_hf(args: argparse.Namespace) -> None:
 
     Both models run on the same text, and OUT is written only if their outputs agree to 1e-4.
     """
-    from megasparse.hub import require_transformers
-
-    require_transformers()
-    from transformers.utils import logging
-
+    quiet_transformers()
     from megasparse.hub.export import to_hf
 
-    logging.disable_progress_bar()
     print(f"wrote {to_hf(args.checkpoint, args.output, args.to, args.evaluation)}")
 
 
@@ -121,18 +121,14 @@ def replace_attention(args: argparse.Namespace) -> None:
     """
     from megasparse.config.files import parse_json
     from megasparse.errors import ConfigError
-    from megasparse.hub import require_transformers
 
-    require_transformers()
-    from transformers.utils.logging import disable_progress_bar
-
+    quiet_transformers()
     from megasparse.hub.checker import load_tokenizer
     from megasparse.hub.replace import load_plain, positions, replace_attention, save_replaced
 
     attention = parse_json(args.attention, "--attention")
     if not isinstance(attention, dict):
         raise ConfigError("--attention", "is not a JSON object", 'Write it as {"kind": "lha"}')
-    disable_progress_bar()
     model = load_plain(args.model)
     replace_attention(model, attention, max_length=args.max_length, seed=args.seed)
     tokenizer = load_tokenizer(args.model)
@@ -173,21 +169,17 @@ def teach(args: argparse.Namespace) -> None:
     import torch
 
     from megasparse.errors import ConfigError, DataError
-    from megasparse.hub import require_transformers
 
     for key, value in (("--passes", args.passes), ("--held-out", args.held_out)):
         if value < 1:
             raise ConfigError(key, f"{value} is too few", "Give 1 or more")
-    require_transformers()
-    from transformers.utils.logging import disable_progress_bar
-
+    quiet_transformers()
     from megasparse.hub.checker import load_tokenizer
     from megasparse.hub.replace import load_replaced, replacement_of, save_replaced
     from megasparse.hub.teaching import Teacher, read_windows
     from megasparse.hub.tensor_file import refuse_existing
 
     refuse_existing(args.output)
-    disable_progress_bar()
     longest = replacement_of(args.model)["max_length"]
     length = longest if args.length is None else args.length
     if not 8 <= length <= longest:
@@ -227,16 +219,14 @@ def check_model(args: argparse.Namespace) -> None:
     exports and models with replaced attention are supported. Code in the folder is never executed.
     """
     from megasparse.errors import ConfigError, UserError
-    from megasparse.hub import require_transformers
 
     if args.length < 8:
         raise ConfigError("--length", f"{args.length} is too short", "Give 8 or more")
-    require_transformers()
-    from transformers.utils.logging import disable_progress_bar, set_verbosity_error
+    quiet_transformers()
+    from transformers.utils.logging import set_verbosity_error
 
     from megasparse.hub import checker
 
-    disable_progress_bar()
     set_verbosity_error()
     results = checker.check_model(checker.load_model(args.model), args.length, args.seed)
     print(checker.table(results))

@@ -38,8 +38,7 @@ def pretrain(args: argparse.Namespace) -> None:
 
     config = config_from(args, Config)
     if args.start is not None and args.resume != "auto":
-        problem = f"cannot be combined with --resume {args.resume}"
-        raise ConfigError("--start", problem, "Remove one of them")
+        raise ConfigError("--start", f"cannot be combined with --resume {args.resume}", "Remove one of them")
     signals = None if args.dry_run else StopSignals()
     if signals is not None:
         signals.follow_launcher()
@@ -132,8 +131,7 @@ def plan(args: argparse.Namespace) -> None:
     for option in ("gpus", "gpus_per_node", "peak_tflops"):
         value = getattr(args, option)
         if value is not None and not (math.isfinite(value) and value > 0):
-            name = option.replace("_", "-")
-            raise ConfigError(f"--{name}", f"{show(value)} is not above 0", "Give a number above 0")
+            raise ConfigError(f"--{option.replace('_', '-')}", f"{show(value)} is not above 0", "Give a number above 0")
     from megasparse.config.schema import Config
 
     config = config_from(args, Config)

@@ -306,8 +306,7 @@ def open_coder(checkpoint: Path) -> Coder:
     if not isinstance(model, Decoder):
         raise ConfigError("--checkpoint", f"the model is not a decoder ({config.model.kind})", "Give a decoder's")
     if not tokenizer.lossless:
-        problem = f'"{tokenizer.name}" is not lossless'
-        raise ConfigError("data.tokenizer", problem, "Train with bytes or sentencepiece")
+        raise ConfigError("data.tokenizer", f'"{tokenizer.name}" is not lossless', "Train with bytes or sentencepiece")
     refuse_leaks(model.leaks)
     # The same length of windows as in training and evaluation.
     seed, window = config.run.seed, config.data.sequence_length

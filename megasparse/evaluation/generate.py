@@ -282,8 +282,7 @@ def _follow(settings: BeamSettings) -> Generator[list[tuple[int, int]], Tensor, 
         likely = _likeliest((yield steps), live, settings)
         for row, token, total in likely[: settings.beams]:
             if token in settings.ends:
-                score = total / length_penalty(length, settings.alpha)
-                ended.append(Hypothesis(live[row].tokens, total, score, True))
+                ended.append(Hypothesis(live[row].tokens, total, total / length_penalty(length, settings.alpha), True))
         survivors = [pick for pick in likely if pick[1] not in settings.ends][: settings.beams]
         live = [_Live([*live[row].tokens, token], total) for row, token, total in survivors]
         steps = [(row, token) for row, token, _ in survivors]

@@ -125,8 +125,7 @@ def held_out(
     quality = attention_quality(engine, index, config) if wants_quality else None
     draw = None
     if config.evaluation.every and config.evaluation.sample_tokens:
-        pause = partial(check_stop, hooks, engine.ranks, "making a sample")
-        draw = sampler(engine.module, config, engine.ranks, pause)
+        draw = sampler(engine.module, config, engine.ranks, partial(check_stop, hooks, engine.ranks, "making a sample"))
     return HeldOut(engine, config, hooks, stream, quality, draw)
 
 
@@ -157,7 +156,6 @@ def sampler(decoder: Any, config: Config, ranks: Ranks, pause: Callable[[], None
     def sample() -> str | Tensor:
         if shape is None:
             return "".join(tokenizer.text(draw(tokens)))
-        picture = picture_of(list(draw(min(tokens, shape.tokens))), shape)
-        return torch.from_numpy(np.array(picture))
+        return torch.from_numpy(np.array(picture_of(list(draw(min(tokens, shape.tokens))), shape)))
 
     return sample

@@ -185,8 +185,7 @@ def draw_images(
         pictures.append(picture_of(tokens, shape))
         write_png(output / f"{number:04}.png", pictures[-1])
     columns = math.ceil(count**0.5)
-    rows = [pictures[first : first + columns] for first in range(0, count, columns)]
-    write_png(output / SHEET, sheet(rows))
+    write_png(output / SHEET, sheet([pictures[first : first + columns] for first in range(0, count, columns)]))
 
 
 def complete_images(

@@ -164,6 +164,5 @@ def _source(text: bytes, number: int, config: Config, tokenizer: Tokenizer) -> T
     tokens = torch.cat([tokenizer.encode(text), torch.tensor([_separator(tokenizer, config)])])
     if len(tokens) > config.model.source.length:
         problem = f"number {number} is {len(tokens)} tokens long, with its end token"
-        hint = f"Shorten it to model.source.length = {config.model.source.length}"
-        raise ConfigError("--source", problem, hint)
+        raise ConfigError("--source", problem, f"Shorten it to model.source.length = {config.model.source.length}")
     return tokens
