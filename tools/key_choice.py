@@ -74,7 +74,7 @@ def sketched(settings: dict[str, Any], weights: dict[str, Any], q: Any, k: Any, 
         sketches.append(grouped.reshape(*grouped.shape[:2], -1) @ weight.transpose(0, 2, 1))  # (S, L, d)
         if side == "key":  # caches store it in the model's dtype
             sketches[-1] = sketches[-1].astype(x.dtype).astype(np.float64)
-        if settings["sketch_signs"]:
+        if settings.get("sketch_signs"):  # folders of earlier versions lack it
             sketches[-1] = np.where(sketches[-1] >= 0, 1.0, -1.0)
         if "buckets" in settings:
             of_side = (weights[f"{side}_buckets.{part}"] for part in ("weight", "bias"))

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from megasparse.attention.contract import AttentionContext, AttentionInputs, MechanismSpec, Passes
 from megasparse.attention.far_attention import SAMPLES
-from megasparse.attention.smart_bird import SmartBirdAttention, check_sketch_heads
+from megasparse.attention.smart_bird import SmartBirdAttention, check_sketch
 from megasparse.config.attention import MechanismSection, mechanism
 from megasparse.config.section import Count, Positive
 from megasparse.errors import ConfigError
@@ -69,7 +69,7 @@ class RankedAttentionConfig(MechanismSection):
         if self.probes > self.buckets:
             problem = f"{self.probes} is more than the {self.buckets} buckets"
             raise ConfigError(f"{key}.probes", problem, "Set it to at most buckets")
-        check_sketch_heads(self, "ranked", key, model)
+        check_sketch(self, "ranked", key, model)
 
     @property
     def heads_together(self) -> int:
@@ -124,7 +124,7 @@ class RankedAttention(SmartBirdAttention):
         count, config = sketches[0].shape[1], self.config
         probes = self.query_buckets(sketches[0], context).topk(config.probes, dim=-1).indices.flatten(0, 1)
         q, k = (x.flatten(0, 1) for x in sketches)
-        k, codes = self.unpacked(k[..., :-2]), (k[..., -2] * _CODES + k[..., -1]).long()
+        k, codes = self.unpacked(k[..., :-2]), bucket_numbers(k)
         masks = (inputs.key_mask, inputs.segments)
         real, documents = (None if x is None else x.repeat_interleave(count, dim=0) for x in masks)
         limits = config.buckets, config.members, config.keys
@@ -142,6 +142,12 @@ class RankedAttention(SmartBirdAttention):
         learned = config.buckets * (config.sketch_dim * (1 + sampled) + visible * sampled)
         scores = config.sketch_dim * (candidates - visible + 2 * config.buckets)
         return super()._sketch_flops(length, visible) + Passes(scores + learned, learned) * (2.0 * self.groups)
+
+
+def bucket_numbers(k: Tensor) -> Tensor:
+    """Return the buckets (...) int64 of indexed keys (..., d + 2), see `RankedAttention.sketches`."""
+    high, low = k[..., -2:].long().unbind(-1)
+    return high * _CODES + low
 
 
 class BucketScores(nn.Module):

@@ -43,7 +43,7 @@ ASKED = {"token": "one token per position", "pooled": "one label per sequence", 
 """Descriptions of a sketch's targets, by objective."""
 
 
-def check_sketch_heads(config: Any, kind: str, key: str, model: "ModelConfig") -> None:
+def check_sketch(config: Any, kind: str, key: str, model: "ModelConfig") -> None:
     """Raise ConfigError unless `sketch_heads` divides the heads of this kind in every layer of `model`, and signs fill
     bytes.
     """
@@ -115,7 +115,7 @@ class SmartBirdAttentionConfig(MechanismSection):
         if self.sketch_signs and self.sketch != "heads":
             problem = f'true needs sketch = "heads", not "{self.sketch}"'
             raise ConfigError(f"{key}.sketch_signs", problem, "Set it to false")
-        check_sketch_heads(self, "smart_bird", key, model)
+        check_sketch(self, "smart_bird", key, model)
 
     @property
     def joined(self) -> str | None:

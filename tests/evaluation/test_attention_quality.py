@@ -89,9 +89,9 @@ def test_imbalance_of_buckets():
     """Queries per bucket 6, 1, 1, 0; keys 2, 2, 4, 0: 3:1 and 1:4 are imbalanced, 1:2 is not, the empty one is no
     ratio. Of sizes 8, 3, 5, 0 where 4 is even, only 0 is off by more than twice."""
     queries = torch.tensor([0] * 6 + [1] + [2]).expand(1, 2, 8)
-    found = imbalance(queries, torch.tensor([0] * 2 + [1] * 2 + [2] * 4).expand(1, 2, 8), 4)
-    assert found.ratio.tolist() == [[pytest.approx(2 / 3)] * 2]
-    assert found.size.tolist() == [[0.25] * 2] and found.largest.tolist() == [[0.5] * 2]
+    result = imbalance(queries, torch.tensor([0] * 2 + [1] * 2 + [2] * 4).expand(1, 2, 8), 4)
+    assert result.ratio.tolist() == [[pytest.approx(2 / 3)] * 2]
+    assert result.size.tolist() == [[0.25] * 2] and result.largest.tolist() == [[0.5] * 2]
     alone = imbalance(torch.zeros(1, 1, 8, dtype=torch.long), torch.ones(1, 1, 8, dtype=torch.long), 4)
     assert alone.ratio == 1.0 and alone.size == 0.5
 

@@ -224,7 +224,7 @@ def test_launches_do_not_depend_on_the_number_of_new_tokens(attention):
     assert counts[0].torch == counts[1].torch < 2 * 130 and counts[0].kernels == counts[1].kernels > 0
 
 
-@pytest.mark.parametrize("attention", [HEADS, RANKED, SIGNS], ids=str)
+@pytest.mark.parametrize("attention", [HEADS, {**RANKED, "buckets": 600, "probes": 200}, SIGNS], ids=str)
 def test_a_bf16_cache_chooses_the_keys_of_a_whole_pass(attention, monkeypatch):
     model, chosen = replace_attention(build(dtype=torch.bfloat16), attention), []
     kind = type(mechanisms(model)[0])

@@ -2,12 +2,13 @@
 
 import pytest
 import torch
+from transformers import ByT5Tokenizer
 
 from megasparse.attention.observation import Call, calls
 from megasparse.errors import HubError
 from megasparse.evaluation.attention_quality import weights_of
 from megasparse.hub.replace import replace_attention
-from megasparse.hub.teaching import Teacher, full_attention
+from megasparse.hub.teaching import Teacher, full_attention, read_windows
 from tests.hub.test_replace_decoders import build, inputs
 
 SEEN = {"chunk": 4, "local": True, "sinks": 1}
@@ -59,6 +60,12 @@ def test_the_taught_choice_captures_more_attention_and_nothing_else_moves(attent
 def windows(count, seed):
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(5, 60, (count, 32), generator=generator).tolist()
+
+
+def test_windows_of_a_slow_tokenizer_cover_the_text(tmp_path):
+    (tmp_path / "text.txt").write_text("a" * 40)
+    cut = read_windows(ByT5Tokenizer(), [tmp_path], 16)
+    assert [len(tokens) for tokens in cut] == [16, 16, 9]  # 40 bytes and the end token
 
 
 def test_a_stopped_teaching_resumes_bit_identically(tmp_path, monkeypatch):

@@ -94,8 +94,8 @@ OURS = {
 def test_start_from_a_megasparse_checkpoint(name, tmp_path):
     config = OURS[name]
     model, path = checkpoint(config, tmp_path / "pretrained")
-    wanted = config_of(tmp_path, {"checkpoint": str(path)})
-    start = open_start(wanted, labels=3)
+    settings = config_of(tmp_path, {"checkpoint": str(path)})
+    start = open_start(settings, labels=3)
     body = start.body
     assert isinstance(body, MegasparseBody) and start.tokenizer.name == "bytes"
     assert (body.causal, body.longest) == (config.kind == "decoder", 128)
@@ -108,7 +108,7 @@ def test_start_from_a_megasparse_checkpoint(name, tmp_path):
         assert list(mechanism.objective.parameters())[-1].shape[0] == 3  # type: ignore[union-attr]
     newest = open_start(config_of(tmp_path, {"checkpoint": str(tmp_path / "pretrained")}), 3)
     assert newest.sha256 == start.sha256 and start.sha256 is not None
-    assert_built_again(start, wanted, tmp_path / "pretrained")
+    assert_built_again(start, settings, tmp_path / "pretrained")
 
 
 def test_a_checkpoints_final_states_are_the_models(tmp_path):
@@ -127,31 +127,33 @@ def test_a_checkpoints_final_states_are_the_models(tmp_path):
 
 def test_a_megasparse_checkpoint_gets_another_attention(tmp_path):
     model, path = checkpoint(OURS["bert"], tmp_path / "pretrained")
-    wanted = config_of(tmp_path, {"checkpoint": str(path), "attention": {"pattern": ["local"], "local": {"chunk": 8}}})
-    start = open_start(wanted, 2)
+    settings = config_of(
+        tmp_path, {"checkpoint": str(path), "attention": {"pattern": ["local"], "local": {"chunk": 8}}}
+    )
+    start = open_start(settings, 2)
     assert isinstance(start.body, MegasparseBody)
     assert [type(each).__name__ for _, each in start.body.stack.mechanisms()] == ["LocalAttention"] * 2
     state = dict(model.named_parameters())
     assert all(torch.equal(weight, state[name]) for name, weight in start.body.stack.named_parameters())
     plain = open_start(config_of(tmp_path, {"checkpoint": str(path)}), 2).body
     assert not torch.allclose(states(plain), states(start.body), atol=1e-3)
-    assert_built_again(start, wanted, tmp_path / "pretrained")
+    assert_built_again(start, settings, tmp_path / "pretrained")
 
 
 def test_initial_weights(tmp_path):
-    wanted = config_of(tmp_path, {}, model=ENCODER, run={"seed": 4})
-    start, same = open_start(wanted, 2), open_start(wanted, 2)
+    settings = config_of(tmp_path, {}, model=ENCODER, run={"seed": 4})
+    start, same = open_start(settings, 2), open_start(settings, 2)
     assert start.sha256 is None and start.tokenizer.name == "bytes"
     assert torch.equal(states(start.body), states(same.body))
     other = open_start(config_of(tmp_path, {}, model=ENCODER, run={"seed": 5}), 2)
     assert not torch.equal(states(start.body), states(other.body))
-    assert_built_again(start, wanted, None)
+    assert_built_again(start, settings, None)
 
 
 def test_an_imported_bert_keeps_its_logits(tmp_path):
     folder = bert(tmp_path / "bert")
-    wanted = config_of(tmp_path, {"huggingface": str(folder)})
-    start = open_start(wanted, 2)
+    settings = config_of(tmp_path, {"huggingface": str(folder)})
+    start = open_start(settings, 2)
     theirs, read = BertModel.from_pretrained(folder).eval(), read_of()
     assert isinstance(start.body, HuggingFaceBody) and not start.body.causal and start.body.longest == 64
     with torch.no_grad():
@@ -160,15 +162,15 @@ def test_an_imported_bert_keeps_its_logits(tmp_path):
     assert (result[:24] - expected[0]).abs().max() < 1e-5 and (result[24:] - expected[1, :15]).abs().max() < 1e-5
     text = "the attention of models"
     assert start.tokenizer.encode(text).tolist() == AutoTokenizer.from_pretrained(folder)(text)["input_ids"][1:-1]
-    assert_built_again(start, wanted, folder)
+    assert_built_again(start, settings, folder)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_berts_attention_is_replaced(kind, tmp_path):
     folder = bert(tmp_path / "bert")
     given = {"pattern": [kind], kind: KINDS[kind]}
-    wanted = config_of(tmp_path, {"huggingface": str(folder), "attention": given}, run={"seed": 4})
-    start = open_start(wanted, labels=3)
+    settings = config_of(tmp_path, {"huggingface": str(folder), "attention": given}, run={"seed": 4})
+    start = open_start(settings, labels=3)
     assert isinstance(start.body, HuggingFaceBody) and start.body.replaced and start.body.longest == 64
     made = mechanisms(start.body)
     names = {type(each).__name__.lower().removesuffix("attention") for each in made}
@@ -179,7 +181,7 @@ def test_a_berts_attention_is_replaced(kind, tmp_path):
     theirs = replace_attention(BertModel.from_pretrained(folder), given, max_length=48, seed=4)
     theirs.pooler = None
     assert torch.equal(states(start.body), states(HuggingFaceBody(theirs, False, 64)))
-    assert_built_again(start, wanted, folder)
+    assert_built_again(start, settings, folder)
 
 
 def test_a_folder_of_a_replaced_model(tmp_path):
@@ -191,24 +193,24 @@ def test_a_folder_of_a_replaced_model(tmp_path):
                 parameter += 0.2
     save_replaced(model, tmp_path / "replaced")
     finetuning.write_tokenizer(tmp_path / "replaced", finetuning.bert_tokenizer())
-    wanted = config_of(tmp_path, {"huggingface": str(tmp_path / "replaced")})
-    start = open_start(wanted, 2)
+    settings = config_of(tmp_path, {"huggingface": str(tmp_path / "replaced")})
+    start = open_start(settings, 2)
     assert torch.equal(states(start.body), states(HuggingFaceBody(model.bert.eval(), False, 64)))
-    assert_built_again(start, wanted, tmp_path / "replaced")
+    assert_built_again(start, settings, tmp_path / "replaced")
 
 
 def test_start_from_a_megasparse_folder(tmp_path):
     lsh = {"window": "chunk", "same_bucket": False, "count_rounds": False}
     _, path = checkpoint(decoder("full", attention=attention("local", "lsh", lsh=lsh)), tmp_path / "pretrained")
     folder = to_hf(path, tmp_path / "exported", to="reformer")
-    wanted = config_of(tmp_path, {"huggingface": str(folder)})
-    start, other = open_start(wanted, 3), open_start(config_of(tmp_path, {"checkpoint": str(path)}), 3)
+    settings = config_of(tmp_path, {"huggingface": str(folder)})
+    start, other = open_start(settings, 3), open_start(config_of(tmp_path, {"checkpoint": str(path)}), 3)
     assert isinstance(start.body, MegasparseBody) and start.body.causal and start.sha256 != other.sha256
     names = dict(other.body.named_parameters())
     assert names.keys() == dict(start.body.named_parameters()).keys()
     for name, parameter in start.body.named_parameters():
         assert torch.equal(parameter, names[name]), name
-    assert_built_again(start, wanted, folder)
+    assert_built_again(start, settings, folder)
 
 
 def test_a_decoder_of_transformers(tmp_path):
@@ -216,11 +218,11 @@ def test_a_decoder_of_transformers(tmp_path):
     size = len(finetuning.bert_tokenizer()["model"]["vocab"])
     GPT2Model(GPT2Config(vocab_size=size, n_positions=64, n_embd=32, n_layer=1, n_head=4)).save_pretrained(folder)
     finetuning.write_tokenizer(folder, finetuning.bert_tokenizer())
-    wanted = config_of(tmp_path, {"huggingface": str(folder), "attention": {"pattern": ["lsh"], "lsh": {"chunk": 8}}})
-    start = open_start(wanted, 2)
+    settings = config_of(tmp_path, {"huggingface": str(folder), "attention": {"pattern": ["lsh"], "lsh": {"chunk": 8}}})
+    start = open_start(settings, 2)
     assert isinstance(start.body, HuggingFaceBody) and start.body.replaced
     assert start.body.causal and start.body.longest == 64
-    assert_built_again(start, wanted, folder)
+    assert_built_again(start, settings, folder)
 
 
 def test_a_pooler_makes_the_head_that_transformers_has(tmp_path):
@@ -243,10 +245,10 @@ def test_the_pooler_of_sentence_order_makes_the_head_of_our_own(tmp_path):
     """It reads the post-norm state of the first token itself, as in pretraining."""
     order = {"sentence_order": SentenceOrderConfig(separator=3), "padding_token": 0}
     model, path = checkpoint(OURS["bert"].model_copy(update=order), tmp_path / "pretrained")
-    wanted = config_of(tmp_path, {"checkpoint": str(path)})
-    start = open_start(wanted, 2)
+    settings = config_of(tmp_path, {"checkpoint": str(path)})
+    start = open_start(settings, 2)
     pooler = {name: parameter for name, parameter in model.sentence_order.named_parameters()}
-    form = finetuning.form_for(wanted)
+    form = finetuning.form_for(settings)
     task_model: Any = form.model(start.body)
     assert task_model.pooling == "pooler" and torch.equal(task_model.head.dense.weight, pooler["dense"])
     read, rng = read_of(250), RngContext(0, EVALUATION_STEP, torch.arange(2), training=False)
@@ -256,7 +258,7 @@ def test_the_pooler_of_sentence_order_makes_the_head_of_our_own(tmp_path):
         expected = task_model.head.output(torch.tanh(stream[:, 0] @ pooler["dense"].T + pooler["dense_bias"]))
         result, _ = task_model.eval().predicted(Inputs((read,), None), rng)
     torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-6)
-    assert_built_again(start, wanted, tmp_path / "pretrained")
+    assert_built_again(start, settings, tmp_path / "pretrained")
 
 
 def refusal(config: FinetuneConfig) -> str:
@@ -331,16 +333,16 @@ def test_a_damaged_record_is_rejected(content, tmp_path):
 
 def test_more_layers_than_weights_are_rejected_before_one_is_built(tmp_path):
     folder = bert(tmp_path / "bert")
-    wanted = config_of(tmp_path, {"huggingface": str(folder)})
-    start = open_start(wanted, 2)
+    settings = config_of(tmp_path, {"huggingface": str(folder)})
+    start = open_start(settings, 2)
     values = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**values, "num_hidden_layers": 10**9}))
-    assert "tensors, but its config.json specifies 1000000000 layers" in refusal(wanted)
+    assert "tensors, but its config.json specifies 1000000000 layers" in refusal(settings)
     start.record["config"]["num_hidden_layers"] = 10**9
     start.write(tmp_path / "run")
     small = Checkpoint(tmp_path, {"tensors": {"weight": {"body.x": {}}}})
     with pytest.raises(CheckpointError, match="contains 1 weights, but the run's record 1000000000 layers"):
-        rebuild(tmp_path / "run", finetuning.form_for(wanted), small)
+        rebuild(tmp_path / "run", finetuning.form_for(settings), small)
     _, path = checkpoint(decoder("full"), tmp_path / "pretrained")
     folder = to_hf(path, tmp_path / "exported")
     values = json.loads((folder / "config.json").read_text())

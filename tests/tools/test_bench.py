@@ -190,16 +190,16 @@ def test_folders_of_one_name_are_measured_each_with_its_own_keys(plain, tmp_path
             torch.nn.init.normal_(weight)
         save_replaced(model, tmp_path / parent / "taught")
     arms = [decoders.Arm("taught", tmp_path / f"{parent}/taught", int(page)) for parent, page in ("a1", "a4", "b4")]
-    given = ([], 60, 1, 0, tmp_path / "rows.json", torch.device("cpu"))
-    rows, tokens = decoders.measured(plain, arms, *given), torch.arange(60)[None]
-    models = [arm.model(plain, 60, 0, given[-1]) for arm in arms]
+    arguments = ([], 60, 1, 0, tmp_path / "rows.json", torch.device("cpu"))
+    rows, tokens = decoders.measured(plain, arms, *arguments), torch.arange(60)[None]
+    models = [arm.model(plain, 60, 0, arguments[-1]) for arm in arms]
     nats = [decoders.measure(model, tokens, None, arm.page)["nats"] for model, arm in zip(models, arms, strict=True)]
     assert [row["nats"] for row in rows] == nats and len({*nats}) == 3
-    assert decoders.measured(plain, arms, *given) == rows
+    assert decoders.measured(plain, arms, *arguments) == rows
     with pytest.raises(DataError, match=r"with length 60 with model .*a/taught of this command"):
-        decoders.measured(tmp_path / "a/taught", arms, *given)
+        decoders.measured(tmp_path / "a/taught", arms, *arguments)
     with pytest.raises(ConfigError, match="pages of 4 keys need smart_bird"):
-        decoders.measured(plain, [decoders.Arm("ranked", tmp_path / "c/taught", 4)], *given)
+        decoders.measured(plain, [decoders.Arm("ranked", tmp_path / "c/taught", 4)], *arguments)
 
 
 class Letters:

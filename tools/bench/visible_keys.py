@@ -11,7 +11,7 @@ from megasparse.attention.band import BandAttention
 from megasparse.attention.full import FullAttention
 from megasparse.attention.local import LocalAttention
 from megasparse.attention.observation import Call
-from megasparse.attention.ranked import RankedAttention
+from megasparse.attention.ranked import RankedAttention, bucket_numbers
 from megasparse.attention.smart_bird import SmartBirdAttention
 from megasparse.errors import ConfigError
 from megasparse.ops.operator import at_least_fp32
@@ -92,7 +92,7 @@ def scored_pairs(call: Call, queries: Tensor) -> float:
     if not isinstance(mechanism, RankedAttention):
         return float(isinstance(mechanism, SmartBirdAttention | FullAttention))
     q, k = mechanism.sketches(call.x, call.inputs, call.context)
-    codes, scores = (k[0, ..., -2] * 256 + k[0, ..., -1]).long(), mechanism.query_buckets(q, call.context)[0]
+    codes, scores = bucket_numbers(k[0]), mechanism.query_buckets(q, call.context)[0]
     probes = scores[:, queries].topk(mechanism.config.probes, dim=-1).indices
     sizes = F.one_hot(codes, mechanism.config.buckets).cumsum(1)[:, queries].gather(2, probes)  # (groups, S, P)
     members = sizes.clamp_max(mechanism.config.members or codes.shape[1])

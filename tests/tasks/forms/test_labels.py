@@ -343,9 +343,9 @@ def test_a_decoders_last_state_does_not_depend_on_padding(where):
     states = body(inputs.sequences[0], evaluation(*range(5)), None)[0]
     for row, (each, length) in enumerate(zip(examples, LENGTHS, strict=True)):
         ids = torch.from_numpy(each.sequences[0].tokens).unsqueeze(0)
-        own = body(Padded(ids, torch.zeros_like(ids), torch.tensor([length])), evaluation(row), None)[0]
-        assert own.shape == (1, length, body.width) and (states[row, :length] - own[0]).abs().max() < 1e-5
-        assert (predicted[row] - model.head([own[:, -1]], evaluation(row))[0]).abs().max() < 1e-5
+        separate = body(Padded(ids, torch.zeros_like(ids), torch.tensor([length])), evaluation(row), None)[0]
+        assert separate.shape == (1, length, body.width) and (states[row, :length] - separate[0]).abs().max() < 1e-5
+        assert (predicted[row] - model.head([separate[:, -1]], evaluation(row))[0]).abs().max() < 1e-5
 
 
 def test_towers_read_each_text_apart():
