@@ -77,7 +77,7 @@ def keys(section: Any, prefix: str = "", skip: tuple[str, ...] = ()) -> Iterator
             default = (
                 "" if declared.is_required() else f"`{json.dumps(declared.get_default(call_default_factory=True))}`"
             )
-            values = f"*{_describe_field(declared, '')}; {'default' if default else 'required'}* {default}"
+            values = f"*{_describe_field(declared, '', False)}; {'default' if default else 'required'}* {default}"
             yield "\n\n".join([f"### `{key}`", values, *filter(None, [meaning, paper])]) + "\n"
     for name, part in sections.items():
         if part and name not in (*skip, "attention"):
