@@ -66,33 +66,46 @@ def best_far(
     return torch.cat([best.values for best in tiles], dim=2), torch.cat([best.indices for best in tiles], dim=2)
 
 
-def sketch_divergence(q: Tensor, k: Tensor, share: Tensor, far: Tensor) -> Tensor:
-    """Return Σ_j a_ij·log(a_ij/(m_i·p_ij)), averaged over queries: the divergence of the sketch p = softmax(q·k/√d) of
-    far keys from their attention a, weighted by its total m_i = Σ_j a_ij (as for DeepSeek-V3.2's indexer). Scalar.
+def token_mean(x: Tensor, real: Tensor | None) -> Tensor:
+    """Average x (B, H, L, N) over the tokens of all sequences, of `real` (B, L) bool only the true ones: (H, N)."""
+    if real is None:
+        return x.mean((0, 2))
+    return x.where(real[:, None, :, None], 0.0).sum((0, 2)) / real.sum().clamp_min(1)
 
-    q: (B, S, d). k: (B, L, d). share: (B, S, L), 0 where `far` (B or 1, S, L) is false.
+
+def sketch_divergence(q: Tensor, k: Tensor, share: Tensor, far: Tensor, real: Tensor | None = None) -> Tensor:
+    """Return Σ_j a_ij·log(a_ij/(m_i·p_ij)), averaged over real queries: the divergence of a sketch p = softmax(q·k/√d)
+    of far keys from their attention a, weighted by its total m_i = Σ_j a_ij (as for DeepSeek-V3.2's indexer): scalar.
+
+    q: (B, S, d). k: (B, L, d). share: (B, S, L), 0 where `far` (B or 1, S, L) is false. real: (B, S) or None.
     """
     score = (q @ k.transpose(-1, -2)) * q.shape[-1] ** -0.5
     log_p = torch.log_softmax(score.masked_fill(~far, torch.finfo(score.dtype).min), dim=-1).masked_fill(~far, 0.0)
     total = share.sum(-1, keepdim=True)
     entropy = torch.xlogy(share, share / total.clamp_min(torch.finfo(share.dtype).tiny))
-    return (entropy - share * log_p).sum(-1).mean()
+    return token_mean((entropy - share * log_p).sum(-1)[:, None, :, None], real).squeeze()
 
 
-def collision_loss(query_scores: Tensor, key_scores: Tensor, share: Tensor, best_scores: Tensor) -> Tensor:
+def collision_loss(
+    query_scores: Tensor, key_scores: Tensor, share: Tensor, best_scores: Tensor, real: Tensor | None = None
+) -> Tensor:
     """Return −Σ_i m_i·log(Σ_j a_ij·P_i·P′_j / m_i) / Σ_i m_i, the negative log probability that a query and its best
     keys draw the same bucket from their softmaxes P and P′; plus, for each head, the divergence of the mean P and P′
     from the uniform distribution, without which a single bucket would be optimal. Mean over heads, scalar.
 
     query_scores, key_scores: (B, H, S, N), of sampled queries and keys. share: (B, H, S, K), attention a_ij to the best
-    keys. best_scores: (B, H, S, K, N), scores of these keys.
+    keys. best_scores: (B, H, S, K, N), scores of these keys. real: (B, S) bool, or None if no token is padding.
     """
     chosen, drawn = torch.softmax(query_scores, dim=-1), torch.softmax(key_scores, dim=-1)
     match = (torch.softmax(best_scores, dim=-1) @ chosen.unsqueeze(-1)).squeeze(-1)
     total = share.sum(-1)
     hit = (share * match).sum(-1) / total.clamp_min(torch.finfo(total.dtype).tiny)
     missed = -(total * (hit + 1e-4).log()).sum((0, 2)) / total.sum((0, 2)).clamp_min(torch.finfo(total.dtype).tiny)
-    mean = torch.stack([chosen, drawn]).mean((1, 3))  # (2, H, N)
+    return (missed + (imbalance(chosen, real) + imbalance(drawn, real))).mean()
+
+
+def imbalance(buckets: Tensor, real: Tensor | None) -> Tensor:
+    """Return the divergence of the mean of softmaxes (B, H, L, N) over tokens from the uniform distribution: (H,)."""
+    mean = token_mean(buckets, real)
     # Clamp: a softmax can be exactly 0, and the gradient of log is infinite there.
-    uneven = (mean * (mean.clamp_min(torch.finfo(mean.dtype).tiny) * mean.shape[-1]).log()).sum(-1)
-    return (missed + uneven.sum(0)).mean()
+    return (mean * (mean.clamp_min(torch.finfo(mean.dtype).tiny) * mean.shape[-1]).log()).sum(-1)

@@ -313,7 +313,8 @@ class LHAAttention(BandAttention):
         of_q, of_k = self.hash(inputs.q, context)
         of_best = scores_of((best_keys,), (of_k,)).unflatten(2, best.shape[2:])
         query_scores, key_scores = scores_of((q[:, :, queries],), (of_q,)), scores_of((k[:, :, queries],), (of_k,))
-        loss = collision_loss(query_scores, key_scores, share, of_best)
+        real = None if inputs.key_mask is None else inputs.key_mask[:, queries]
+        loss = collision_loss(query_scores, key_scores, share, of_best, real)
         return loss * (WEIGHT / self.spec.layers), {"collision_loss": loss.detach()}
 
     def flops(self, length: int) -> Passes:

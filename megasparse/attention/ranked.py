@@ -7,6 +7,7 @@ B batch, L length, Lq queries, S sampled queries, d width of the sketch, N bucke
 per bucket, T queries per tile, C candidates per query.
 """
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
@@ -14,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megasparse.attention.contract import AttentionContext, AttentionInputs, MechanismSpec, Passes
-from megasparse.attention.far_attention import SAMPLES
+from megasparse.attention.far_attention import SAMPLES, imbalance
 from megasparse.attention.smart_bird import SmartBirdAttention, check_sketch
 from megasparse.config.attention import MechanismSection, mechanism
 from megasparse.config.section import Count, Positive
@@ -109,12 +110,12 @@ class RankedAttention(SmartBirdAttention):
         return q, torch.cat([k, codes // _CODES, codes % _CODES], dim=-1)
 
     def _sketch_loss(
-        self, q: Tensor, k: Tensor, shares: Tensor, far: Tensor, context: AttentionContext
+        self, q: Tensor, k: Tensor, shares: Tensor, far: Tensor, real: Sequence[Any], context: AttentionContext
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        loss, statistics = super()._sketch_loss(q, k, shares, far, context)
+        loss, statistics = super()._sketch_loss(q, k, shares, far, real, context)
         least = shares.topk(min(_BEST, k.shape[2]), dim=-1).values[..., -1:]
         scores = self.query_buckets(q.detach(), context), self.key_buckets(k.detach(), context)
-        missed = bucket_loss(*scores, shares.where(shares >= least, 0.0))
+        missed = bucket_loss(*scores, shares.where(shares >= least, 0.0), real)
         return loss + missed, {**statistics, "bucket_loss": missed.detach()}
 
     @torch.no_grad()
@@ -167,7 +168,7 @@ class BucketScores(nn.Module):
         return _GAIN * (x @ weight.mT + bias.unsqueeze(1))
 
 
-def bucket_loss(query_scores: Tensor, key_scores: Tensor, shares: Tensor) -> Tensor:
+def bucket_loss(query_scores: Tensor, key_scores: Tensor, shares: Tensor, real: Sequence[Any]) -> Tensor:
     """Return −Σ_ij a_ij Σ_b P'_j(b)·log P_i(b) / Σ_ij a_ij, the cross-entropy of a query's softmax P over buckets with
     the buckets P' of its keys, plus, per group, the divergence of the mean P from the uniform distribution and,
     with twice the weight, of P'. Mean over groups, scalar.
@@ -179,14 +180,13 @@ def bucket_loss(query_scores: Tensor, key_scores: Tensor, shares: Tensor) -> Ten
         query_scores: (B, G, S, N), scores of sampled queries.
         key_scores: (B, G, L, N).
         shares: (B, G, S, L), attention a_ij.
+        real: (B, S) and (B, L) bool, real queries and keys, or None if no token is padding.
     """
     of_query, of_key = torch.log_softmax(query_scores, dim=-1), torch.softmax(key_scores, dim=-1)
     total = shares.sum((0, 2, 3), keepdim=True).clamp_min(torch.finfo(shares.dtype).tiny)
     missed = -((shares / total).to(of_key.dtype) @ of_key * of_query).sum((0, 2, 3))
-    mean = torch.stack([of_query.exp().mean((0, 2)), of_key.mean((0, 2))])  # (2, G, N)
-    # Clamp: a softmax can be exactly 0, and the gradient of log is infinite there.
-    uneven = (mean * (mean.clamp_min(torch.finfo(mean.dtype).tiny) * mean.shape[-1]).log()).sum(-1)
-    return (missed + uneven[0] + 2 * uneven[1]).mean()
+    uneven = imbalance(of_query.exp(), real[0]) + 2 * imbalance(of_key, real[1])
+    return (missed + uneven).mean()
 
 
 @without_autocast

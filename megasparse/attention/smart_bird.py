@@ -3,6 +3,7 @@
 B batch, H heads, L length, D head dim, E width of the layer's input, d width of the sketch, K keys, V vocabulary.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -207,26 +208,24 @@ class SmartBirdAttention(Attention):
         key = context.rng.key(context.layer, "sketch sample")
         queries = drawn_positions(key, inputs.q.shape[2], SAMPLES, inputs.q.device)
         chunk = self.near.window.chunk
-
-        def near(q: Tensor, k: Tensor) -> Tensor:
-            return (k // chunk <= q // chunk + 1) & (k // chunk + 1 >= q // chunk)
-
-        far = far_pairs(inputs, queries, self.config.sinks, near if self.config.local else None)
+        near = (lambda q, k: (k // chunk - q // chunk).abs() <= 1) if self.config.local else None
+        far = far_pairs(inputs, queries, self.config.sinks, near)
         q, k = self.sketches(x.detach(), inputs, context, exactly=False)
         shares = far_attention(inputs, queries, far, self.near.scale).unflatten(1, (q.shape[1], -1)).mean(2)
         if self.groups == 1 and context.part.size > 1:
             shares = context.part.sum(shares) / context.part.size
-        loss, statistics = self._sketch_loss(q[:, :, queries], k, shares, far, context)
+        real = None if inputs.key_mask is None else inputs.key_mask[:, queries], inputs.key_mask
+        loss, statistics = self._sketch_loss(q[:, :, queries], k, shares, far, real, context)
         return loss * (1.0 / self.spec.layers), statistics
 
     def _sketch_loss(
-        self, q: Tensor, k: Tensor, shares: Tensor, far: Tensor, context: AttentionContext
+        self, q: Tensor, k: Tensor, shares: Tensor, far: Tensor, real: Sequence[Any], context: AttentionContext
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the loss and statistics of sampled queries q (B, S, samples, d), keys k (B, S, L, d), and shares of
-        attention (B, S, samples, L), 0 unless `far` (B or 1, samples, L).
+        attention (B, S, samples, L), 0 unless `far` (B or 1, samples, L). real: masks of queries and keys, or None.
         """
         sketches = zip(q.unbind(1), k.unbind(1), shares.unbind(1), strict=True)
-        loss = torch.stack([sketch_divergence(*of_group, far) for of_group in sketches]).mean()
+        loss = torch.stack([sketch_divergence(*of_group, far, real[0]) for of_group in sketches]).mean()
         return loss, {"sketch_loss": loss.detach()}
 
     def teaching_rate(self, parameter: str, progress: float = 0.0) -> float | None:

@@ -168,7 +168,7 @@ def _interface_calls(model: PreTrainedModel) -> list[InterfaceCall]:
         model.set_attn_implementation(implementation)
         for module, mode in modes:
             module.training = mode
-    if len(calls) != model.config.num_hidden_layers:
+    if not calls or len(calls) != model.config.num_hidden_layers:
         problem = f"uses transformers' interface in {len(calls)} of its {model.config.num_hidden_layers} layers"
         raise HubError(name, problem, HINT)
     for call in calls:

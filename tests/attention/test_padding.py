@@ -82,3 +82,12 @@ def test_padding_is_not_scored():
     short, _ = model(tokens[:, :40], RngContext.evaluation(0, 2))
     assert statistics["tokens"] == 80
     torch.testing.assert_close(objective, short)
+
+
+@pytest.mark.parametrize("name", ["lha", "lha separate", "smart_bird heads", "ranked"])
+def test_padding_changes_no_auxiliary_loss(name):
+    single = Single(name, causal=True)
+    x, *heads = single.inputs(60)
+    expected = single(x[:, :40], *(h[:, :, :40] for h in heads), training=True).auxiliary_loss
+    mask = (torch.arange(60) < 40).expand(2, -1)
+    torch.testing.assert_close(single(x, *heads, training=True, key_mask=mask).auxiliary_loss, expected)

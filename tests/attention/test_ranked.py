@@ -51,7 +51,7 @@ def test_the_loss_of_buckets_is_its_definition():
     query, key = (x[0].softmax(-1) for x in scores)
     missed = -torch.einsum("gij,gjb,gib->g", shares[0], key, query.log()) / shares.sum((0, 2, 3))
     uneven = sum(times * (p * (4 * p).log()).sum(-1) for times, p in ((1, query.mean(1)), (2, key.mean(1))))
-    torch.testing.assert_close(bucket_loss(*scores, shares), (missed + uneven).mean())
+    torch.testing.assert_close(bucket_loss(*scores, shares, (None, None)), (missed + uneven).mean())
 
 
 def test_flops_count_twice_the_share_of_equal_buckets():

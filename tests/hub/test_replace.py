@@ -315,6 +315,8 @@ def test_unsupported_models_and_requests_are_rejected():
         replace_attention(transformers.ElectraModel(config), {"kind": "lha"})
     with pytest.raises(HubError, match="is a decoder"):
         replace_attention(build("LMHeadModel", is_decoder=True), {"kind": "lha"})
+    with pytest.raises(HubError, match="interface in 0 of its 0 layers"):
+        replace_attention(build("Model", num_hidden_layers=0), {"kind": "lha"})
     model = build("Model")
     with pytest.raises(HubError, match="its attention is not replaced"):
         auxiliary_loss(model)
