@@ -6,21 +6,21 @@ from pydantic import Field
 
 from megasparse.config.attention import AttentionConfig
 from megasparse.config.schema import LoRAConfig, ModelConfig, OptimizerConfig, RunSettings, TrainingConfig
-from megasparse.config.section import JSON_LIST, Count, Positive, Rate, Section
+from megasparse.config.section import JSON_LIST, Count, Location, Positive, Rate, Section
 
 
 class StartConfig(Section):
     """The pretrained model: `checkpoint` or `huggingface`; neither trains `model` from its initial weights."""
 
-    checkpoint: str | None = None
+    checkpoint: Location | None = None
     """A run's folder, or one of its checkpoints."""
-    huggingface: str | None = None
+    huggingface: Location | None = None
     """A folder with config.json, model.safetensors and tokenizer.json. Reformers, YOSOs and exports of megasparse
     convert to-hf become megasparse models; other encoders and decoders run in transformers."""
     attention: AttentionConfig | None = None
     """Attention that replaces the self-attention of a BERT, RoBERTa, XLM-RoBERTa or DistilBERT, or `model.attention` of
     a megasparse model with the same weights (such as YOSO's expectation, or other hash rounds). null: no change."""
-    glove: str | None = None
+    glove: Location | None = None
     """With `model` only: a GloVe text file to initialise token embeddings from (with the principal components if its
     vectors are wider than model.d_model), and Smart Bird's sketches from the principal components."""
     activations: Literal["stored", "checkpoint", "checkpoint_cpu"] | None = None
@@ -78,9 +78,9 @@ class ForecastConfig(Section):
 class TaskConfig(Section):
     name: str = "table"
     """Name of a task in megasparse/tasks/catalog.py; `table` is your own CSV or JSONL file."""
-    source: str = "data/task"
+    source: Location = "data/task"
     """Folder of the task's official files; for `table` the file to train on."""
-    validation: str | None = None
+    validation: Location | None = None
     """Validation file or folder, in the same form. null: the official one, or else a part of the training examples."""
     validation_fraction: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.1
     """Fraction of the training examples to hold out, chosen by `run.seed`, if no validation files exist."""
@@ -100,7 +100,7 @@ class TaskConfig(Section):
     of the target files, such as "de"."""
     labels: list[str] | None = None
     """`table` only: the classes in order; null uses the sorted labels of the training file. [] predicts numbers."""
-    tokenizer: str = "bytes"
+    tokenizer: Location = "bytes"
     """Tokenizer of a `model` without pretrained weights, as `data.tokenizer`. Pretrained models use their own one."""
     generation: GenerationConfig = GenerationConfig()
     recommendation: RecommendationConfig = Field(default_factory=RecommendationConfig)

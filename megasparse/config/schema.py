@@ -6,13 +6,13 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from megasparse.config.attention import AttentionConfig
-from megasparse.config.section import JSON_LIST, Count, Positive, Rate, Section
+from megasparse.config.section import JSON_LIST, Count, Location, Positive, Rate, Section
 
 importlib.import_module("megasparse.attention")  # registers the mechanisms of the package; their files import `config`
 
 
 class RunConfig(Section):
-    directory: Annotated[str, Field(min_length=1)] = "runs/default"
+    directory: Location = "runs/default"
     """Folder of everything the run writes: config.json, metrics.jsonl, tensorboard/, checkpoints/."""
     seed: Count = 0
     """Every random draw of the run (weights, order of the data, dropout, rotations) is a function of this number."""
@@ -178,9 +178,9 @@ class ModelConfig(Section):
 
 
 class DataConfig(Section):
-    path: str = "data/enwik8"
+    path: Location = "data/enwik8"
     """Folder of shards and index.json, written by megasparse prepare-data; or a URL: http://, https:// or s3://."""
-    cache: Annotated[str, Field(min_length=1)] | None = None
+    cache: Location | None = None
     """Local folder for shards fetched from URLs, shared by all ranks and runs of a machine; null is megasparse/shards
     in the user's cache (XDG_CACHE_HOME, or ~/.cache). Use a local disk."""
     cache_gb: Annotated[float, Field(gt=0.0)] = 50.0
@@ -191,7 +191,7 @@ class DataConfig(Section):
     """Tokens per training sequence."""
     shuffle_shards: Positive = 16
     """Sequences are shuffled within groups of this many shards; the order of shards is shuffled first."""
-    tokenizer: str = "bytes"
+    tokenizer: Location = "bytes"
     """`bytes`, `pixels`, or the path of a tokenizer: *.model (sentencepiece), *.json (Hugging Face), *.txt (words)."""
 
 
@@ -246,7 +246,7 @@ class CheckpointConfig(Section):
     """Copy the state to CPU memory and write it while training continues. Needs CPU memory for one checkpoint."""
     on_failure: Literal["stop", "continue"] = "stop"
     """If a checkpoint cannot be written or uploaded: stop with exit code 3, or report it and continue."""
-    bucket: str | None = None
+    bucket: Location | None = None
     """URL (s3://, gs://, az:// or file://) of a location for this run only, to which each checkpoint is uploaded in the
     background. A run on any machine resumes from it if the checkpoints in `run.directory` are older or missing. null:
     checkpoints are stored only in `run.directory`."""

@@ -13,6 +13,7 @@ from pydantic_core import PydanticCustomError
 Rate = Annotated[float, Field(ge=0.0, lt=1.0)]
 Positive = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=0)]
+Location = Annotated[str, Field(min_length=1)]  # path or URL
 JSON_LIST = BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)
 """Lets a tuple field of a strict schema accept a list, because JSON does not distinguish them."""
 

@@ -129,6 +129,7 @@ def test_a_file_that_cannot_be_read(tmp_path):
         ("training.steps=true", "training.steps: true does not fit. It must be a whole number >= 1"),
         ("run.engine=torchh", 'run.engine: "torchh" does not fit. It must be "deepspeed" or "torch"'),
         ("run.directory=5", "run.directory: 5 does not fit. It must be a text in double quotes, not empty"),
+        ("data.path=", 'data.path: "" does not fit. It must be a text in double quotes, not empty'),
         ("run.directory=", 'run.directory: "" does not fit. It must be a text in double quotes, not empty'),
         ("model.tied_embeddings=yes", 'model.tied_embeddings: "yes" does not fit. It must be true or false'),
         ("optimizer.learning_rate=NaN", 'optimizer.learning_rate: "NaN" does not fit. It must be a number > 0'),
