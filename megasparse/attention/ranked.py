@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megasparse.attention.contract import AttentionContext, AttentionInputs, MechanismSpec, Passes
@@ -21,13 +20,13 @@ from megasparse.config.attention import MechanismSection, mechanism
 from megasparse.config.section import Count, Positive
 from megasparse.errors import ConfigError
 from megasparse.ops.operator import without_autocast
-from megasparse.ops.sketch import rounded_ranks
+from megasparse.ops.sketch import gathered_products, rounded_ranks
 
 if TYPE_CHECKING:
     from megasparse.config.schema import ModelConfig
 
-_ELEMENTS = {"cpu": 1 << 19, "cuda": 1 << 26}
-"""Coordinates of the candidates of a tile of queries; on a CPU they fit its cache."""
+_TILE = {"cpu": 1 << 14, "cuda": 1 << 23}
+"""Candidates of a tile of queries; on a CPU their vectors fit its cache."""
 _BEST = 128
 """Keys of each sampled query that its buckets learn to contain."""
 _CODES = 256
@@ -192,18 +191,9 @@ def bucket_loss(query_scores: Tensor, key_scores: Tensor, shares: Tensor, real: 
 @without_autocast
 @torch.no_grad()
 def ranked_keys(
-    q: Tensor,
-    k: Tensor,
-    probes: Tensor,
-    codes: Tensor,
-    buckets: int,
-    members: int | None,
-    count: int,
-    causal: bool,
-    key_mask: Tensor | None = None,
-    segments: Tensor | None = None,
-    first_query: int = 0,
-) -> Tensor:
+    q: Tensor, k: Tensor, probes: Tensor, codes: Tensor, buckets: int, members: int | None, count: int, causal: bool,
+    key_mask: Tensor | None = None, segments: Tensor | None = None, first_query: int = 0,
+) -> Tensor:  # fmt: skip
     """Choose for each query the K keys with the largest q·k/√d among those in its buckets.
 
     Products are rounded to multiples of 1/256 and earlier positions come first among equals, as in
@@ -228,7 +218,7 @@ def ranked_keys(
     (batch, queries, width), length, device = q.shape, k.shape[1], q.device
     chosen = torch.full((batch * queries, count), -1, dtype=torch.int32, device=device)
     if q.is_meta:  # data decide the sizes; a plan counts the largest tile
-        q.new_empty(min(_ELEMENTS["cuda"], batch * queries * length * width), dtype=torch.float64)
+        q.new_empty(8 * min(_TILE["cuda"], batch * queries * length), dtype=torch.float64)
         return chosen.unflatten(0, (batch, queries))
     if segments is not None:  # a bucket per document
         of_queries = segments[:, first_query : first_query + queries, None]
@@ -247,7 +237,7 @@ def ranked_keys(
     by_number = sums[..., -1].flatten().argsort()  # tiles of queries with about equally many candidates
     sums, starts = (x.flatten(0, 1)[by_number] for x in (sums, last - sums))
     q, k, order = q.flatten(0, 1)[by_number], k.flatten(0, 1), order.flatten()
-    step = max(1, _ELEMENTS[device.type] // (max(1, int(sums.max())) * width))
+    step = max(1, _TILE[device.type] // max(1, int(sums.max())))
     for tile in torch.arange(batch * queries, device=device).split(step):
         rows, total = by_number[tile], sums[tile]
         offset = (rows // queries * length).unsqueeze(-1)  # of the query's sequence
@@ -256,8 +246,7 @@ def ranked_keys(
         hidden = number >= total[:, -1:]
         slot = number + starts[tile].gather(1, probe)
         key = order[slot.clamp_max_(length - 1) + offset]  # (T, C)
-        vectors = F.embedding(key + offset, k).double()  # (T, C, d)
-        ranks = rounded_ranks((vectors @ q[tile].double().unsqueeze(-1)).squeeze(-1), width, key)
+        ranks = rounded_ranks(gathered_products(q[tile], k, key + offset), width, key)
         best, rank = ranks.masked_fill_(hidden, -torch.inf).topk(min(count, ranks.shape[-1]), dim=-1)
         tokens = key.gather(1, rank).masked_fill(best == -torch.inf, -1)
         chosen[rows, : tokens.shape[-1]] = tokens.to(torch.int32)

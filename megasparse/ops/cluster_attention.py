@@ -38,16 +38,9 @@ class ClusterAttentionSpec:
 
 @without_autocast
 def cluster_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    query_index: Tensor,
-    key_index: Tensor,
-    spec: ClusterAttentionSpec,
-    key_mask: Tensor | None = None,
-    segments: Tensor | None = None,
-    dropout: PairDropout | None = None,
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, query_index: Tensor, key_index: Tensor, spec: ClusterAttentionSpec,
+    key_mask: Tensor | None = None, segments: Tensor | None = None, dropout: PairDropout | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Compute out_i = Σ_w Σ_j exp(scale·q_i·k_j − log N_ij − lse_i) v_j over the clusters w that contain query i and
     their keys j.
 

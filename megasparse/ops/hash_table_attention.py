@@ -54,16 +54,9 @@ class HashTableAttentionSpec:
 
 
 def _hash_table_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    q_codes: Tensor,
-    k_codes: Tensor,
-    spec: HashTableAttentionSpec,
-    query_mask: Tensor | None = None,
-    key_mask: Tensor | None = None,
-    segments: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, q_codes: Tensor, k_codes: Tensor, spec: HashTableAttentionSpec,
+    query_mask: Tensor | None = None, key_mask: Tensor | None = None, segments: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Compute out_i = Σ_j B_ij v_j, B_ij = 1/m Σ_h [code_h(q_i) = code_h(k_j)] over the keys visible to i (YOSO Eq. 5
     and 9).
 

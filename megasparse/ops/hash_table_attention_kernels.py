@@ -330,16 +330,9 @@ class _Windows(NamedTuple):
 
 
 def hash_table_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    q_codes: Tensor,
-    k_codes: Tensor,
-    spec: HashTableAttentionSpec,
-    query_mask: Tensor | None = None,
-    key_mask: Tensor | None = None,
-    segments: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, q_codes: Tensor, k_codes: Tensor, spec: HashTableAttentionSpec,
+    query_mask: Tensor | None = None, key_mask: Tensor | None = None, segments: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Compute `hash_table_attention.hash_table_attention`. Products are computed in v's dtype, their sums in fp32.
     Strided tensors are copied once.
     """

@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megasparse.ops.operator import MOST_PAIRS, Function, Operator, implementation, without_autocast
@@ -23,6 +24,7 @@ KEYS = 1 << 11
 WIDEST = 16
 """The largest d that the kernels support: a thread keeps all coordinates of its rows in registers."""
 _SCORE_ELEMENTS = 3 << 19  # scores per tile
+_GATHERED = 1 << 24  # coordinates gathered at a time
 _PROJECTED = 1 << 12  # tokens projected at a time in float64
 _WIDE = 1 << 15  # keys per tile without noise
 _BEHIND = 2.0**-24  # subtracted from a rank per position, in steps: of equal scores the smaller position wins
@@ -111,15 +113,9 @@ sketched_attention = Operator(
 @without_autocast
 @torch.no_grad()
 def chosen_keys(
-    q: Tensor,
-    k: Tensor,
-    spec: KeyChoiceSpec,
-    noise: Noise | None,
-    lse: Tensor | None = None,
-    key_mask: Tensor | None = None,
-    segments: Tensor | None = None,
-    first_query: int = 0,
-) -> Tensor:
+    q: Tensor, k: Tensor, spec: KeyChoiceSpec, noise: Noise | None, lse: Tensor | None = None,
+    key_mask: Tensor | None = None, segments: Tensor | None = None, first_query: int = 0,
+) -> Tensor:  # fmt: skip
     """Choose the K visible keys with the highest score s_ij = u_ij·p_ij in each row (Smart Bird Eq. 2, 3), best first.
 
     α = 1 gives p = ∞: the key is chosen for any u, the limit of α → 1. Ties go to the smaller position.
@@ -359,6 +355,25 @@ def _top_products(
 def rounded_ranks(products: Tensor, width: int, keys: Tensor) -> Tensor:
     """Round float64 products q·k/√d to multiples of 1/256, in place, and order equal ones by the keys' positions."""
     return products.mul_(_STEPS * width**-0.5).round_().sub_(keys, alpha=_BEHIND)
+
+
+def _gathered_products(q: Tensor, k: Tensor, index: Tensor) -> Tensor:
+    """Return the products of each row of q (T, d) with the rows `index` (T, C) int64 of k (N, d): (T, C) float64."""
+    step = max(1, _GATHERED // (index.shape[1] * k.shape[1]))
+    parts = [
+        (F.embedding(rows, k).double() @ x.double().unsqueeze(-1)).squeeze(-1)
+        for x, rows in zip(q.split(step), index.split(step), strict=True)
+    ]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+gathered_products = Operator(
+    _gathered_products,
+    kernels="megasparse.ops.sketch_kernels:gathered_products",
+    dtypes=_FLOATS,
+    largest_width=None,
+    differentiable=False,
+)
 
 
 def _log_p(score: Tensor, sampling: str, lse: Tensor | None) -> Tensor:

@@ -214,6 +214,19 @@ def project(x, weight, out, count, width_in, width, WIDTH: tl.constexpr, ROWS: t
     tl.store(out + row[:, None] * width + output[None, :], total, mask=valid)
 
 
+@triton.jit(do_not_specialize=["candidates"])
+def multiply(q, k, index, out, candidates, width, WIDTH: tl.constexpr, COLUMNS: tl.constexpr):
+    """Compute out (T, C) = q (T, d)·k[index] (T, C, d) in float64, with the same summation order for each pair."""
+    row, coordinate = tl.program_id(0).to(tl.int64), tl.arange(0, WIDTH)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    valid, pair = column < candidates, row * candidates + column
+    a = tl.load(q + row * width + coordinate, mask=coordinate < width, other=0).to(tl.float64)
+    key = tl.load(index + pair, mask=valid, other=0)
+    inside = valid[:, None] & (coordinate < width)[None, :]
+    b = tl.load(k + key[:, None] * width + coordinate[None, :], mask=inside, other=0).to(tl.float64)
+    tl.store(out + pair, tl.sum(a[None, :] * b, 1), mask=valid)
+
+
 _STEPS = tl.constexpr(256.0)
 _HALVES = tl.constexpr(12582912.0)  # 1.5·2^23: adding it rounds to integers
 _LAST = tl.constexpr((1 << 31) - 1)
@@ -404,15 +417,9 @@ def _launch(kernel: Any, most: int, q: Tensor, *arguments: Any, CAUSAL: bool) ->
 
 @torch.no_grad()
 def chosen_keys(
-    q: Tensor,
-    k: Tensor,
-    spec: KeyChoiceSpec,
-    noise: Noise | None,
-    lse: Tensor | None = None,
-    key_mask: Tensor | None = None,
-    segments: Tensor | None = None,
-    first_query: int = 0,
-) -> Tensor:
+    q: Tensor, k: Tensor, spec: KeyChoiceSpec, noise: Noise | None, lse: Tensor | None = None,
+    key_mask: Tensor | None = None, segments: Tensor | None = None, first_query: int = 0,
+) -> Tensor:  # fmt: skip
     """Compute `sketch.chosen_keys`. Any strides.
 
     s is computed in fp32, for each pair by the same operations in the same order, so that equal keys tie in any tile,
@@ -459,3 +466,11 @@ def exact_projection(x: Tensor, weight: Tensor) -> Tensor:
     arguments = (rows, weight.contiguous(), out, len(rows), rows.shape[1], width)
     launch(project, (-(-len(rows) * wide // 64),), *arguments, **settings)
     return out.view(*x.shape[:2], width)
+
+
+def gathered_products(q: Tensor, k: Tensor, index: Tensor) -> Tensor:
+    """Compute `sketch.gathered_products` without storing the gathered rows. It reads 8·C·(d + 2) bytes per query."""
+    out, width = torch.empty(index.shape, dtype=torch.float64, device=q.device), q.shape[1]
+    grid, settings = (len(q), -(-index.shape[1] // 64)), {"WIDTH": triton.next_power_of_2(width), "COLUMNS": 64}
+    launch(multiply, grid, q.contiguous(), k.contiguous(), index.contiguous(), out, index.shape[1], width, **settings)
+    return out

@@ -11,9 +11,10 @@ BATCH, LENGTH, WIDTH, BUCKETS, PROBES, COUNT = 2, 40, 8, 5, 3, 6
 
 @pytest.mark.parametrize("causal,first", [(True, 0), (True, 13), (False, 0)])
 @pytest.mark.parametrize("masked", [True, False])
-@pytest.mark.parametrize("members", [None, 3])
-def test_the_best_keys_of_the_probed_buckets_are_chosen(monkeypatch, causal, first, masked, members):
-    monkeypatch.setattr("megasparse.attention.ranked._ELEMENTS", {"cpu": 1 << 12})  # several tiles
+@pytest.mark.parametrize("members,operators", [(None, "blockwise"), (3, "blockwise"), (3, "triton")])
+def test_the_best_keys_of_the_probed_buckets_are_chosen(monkeypatch, causal, first, masked, members, operators):
+    monkeypatch.setenv("MEGASPARSE_OPS", operators)
+    monkeypatch.setattr("megasparse.attention.ranked._TILE", {"cpu": 1 << 9})  # several tiles
     generator = torch.Generator().manual_seed(1)
     q, k = (torch.randn(BATCH, length, WIDTH, generator=generator) for length in (LENGTH - first, LENGTH))
     k[:, 20] = k[:, 10]  # equal scores

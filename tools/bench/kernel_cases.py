@@ -167,8 +167,9 @@ def bucketed_attention(dtype: torch.dtype, head_dim: int) -> None:
 def sketch(dtype: torch.dtype, head_dim: int) -> None:
     """Width 4 and the largest width, in a decoder and in an encoder with padding, with and without draws."""
     from megasparse.ops.sketch import WIDEST, KeyChoiceSpec, Noise
-    from megasparse.ops.sketch_kernels import chosen_keys, exact_projection, sketched_attention
+    from megasparse.ops.sketch_kernels import chosen_keys, exact_projection, gathered_products, sketched_attention
 
+    gathered_products(torch.zeros(64, 32, dtype=dtype), torch.zeros(64, 32), torch.zeros(64, 100, dtype=torch.int64))
     for width in (4, WIDEST):
         exact_projection(torch.zeros(1, 64, 512, dtype=dtype), torch.zeros(width, 512))
         for causal in (True, False):
