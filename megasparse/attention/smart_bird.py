@@ -207,8 +207,8 @@ class SmartBirdAttention(Attention):
         """
         key = context.rng.key(context.layer, "sketch sample")
         queries = drawn_positions(key, inputs.q.shape[2], SAMPLES, inputs.q.device)
-        chunk = self.near.window.chunk
-        near = (lambda q, k: (k // chunk - q // chunk).abs() <= 1) if self.config.local else None
+        size = self.near.window.chunk
+        near = (lambda q, k: (k // size <= q // size + 1) & (k // size + 1 >= q // size)) if self.config.local else None
         far = far_pairs(inputs, queries, self.config.sinks, near)
         q, k = self.sketches(x.detach(), inputs, context, exactly=False)
         shares = far_attention(inputs, queries, far, self.near.scale).unflatten(1, (q.shape[1], -1)).mean(2)
