@@ -73,7 +73,7 @@ def token_mean(x: Tensor, real: Tensor | None) -> Tensor:
     return x.where(real[:, None, :, None], 0.0).sum((0, 2)) / real.sum().clamp_min(1)
 
 
-def sketch_divergence(q: Tensor, k: Tensor, share: Tensor, far: Tensor, real: Tensor | None = None) -> Tensor:
+def sketch_divergence(q: Tensor, k: Tensor, share: Tensor, far: Tensor, real: Tensor | None) -> Tensor:
     """Return Σ_j a_ij·log(a_ij/(m_i·p_ij)), averaged over real queries: the divergence of a sketch p = softmax(q·k/√d)
     of far keys from their attention a, weighted by its total m_i = Σ_j a_ij (as for DeepSeek-V3.2's indexer): scalar.
 
@@ -87,7 +87,7 @@ def sketch_divergence(q: Tensor, k: Tensor, share: Tensor, far: Tensor, real: Te
 
 
 def collision_loss(
-    query_scores: Tensor, key_scores: Tensor, share: Tensor, best_scores: Tensor, real: Tensor | None = None
+    query_scores: Tensor, key_scores: Tensor, share: Tensor, best_scores: Tensor, real: Tensor | None
 ) -> Tensor:
     """Return −Σ_i m_i·log(Σ_j a_ij·P_i·P′_j / m_i) / Σ_i m_i, the negative log probability that a query and its best
     keys draw the same bucket from their softmaxes P and P′; plus, for each head, the divergence of the mean P and P′

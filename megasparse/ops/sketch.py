@@ -24,7 +24,7 @@ KEYS = 1 << 11
 WIDEST = 16
 """The largest d that the kernels support: a thread keeps all coordinates of its rows in registers."""
 _SCORE_ELEMENTS = 3 << 19  # scores per tile
-_GATHERED = 1 << 24  # coordinates gathered at a time
+_GATHERED_ELEMENTS = 1 << 24  # coordinates gathered at a time
 _PROJECTED = 1 << 12  # tokens projected at a time in float64
 _WIDE = 1 << 15  # keys per tile without noise
 _BEHIND = 2.0**-24  # subtracted from a rank per position, in steps: of equal scores the smaller position wins
@@ -359,7 +359,7 @@ def rounded_ranks(products: Tensor, width: int, keys: Tensor) -> Tensor:
 
 def _gathered_products(q: Tensor, k: Tensor, index: Tensor) -> Tensor:
     """Return the products of each row of q (T, d) with the rows `index` (T, C) int64 of k (N, d): (T, C) float64."""
-    step = max(1, _GATHERED // (index.shape[1] * k.shape[1]))
+    step = max(1, _GATHERED_ELEMENTS // (index.shape[1] * k.shape[1]))
     parts = [
         (F.embedding(rows, k).double() @ x.double().unsqueeze(-1)).squeeze(-1)
         for x, rows in zip(q.split(step), index.split(step), strict=True)

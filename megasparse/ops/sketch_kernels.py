@@ -469,7 +469,7 @@ def exact_projection(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def gathered_products(q: Tensor, k: Tensor, index: Tensor) -> Tensor:
-    """Compute `sketch.gathered_products` without storing the gathered rows. It reads 8·C·(d + 2) bytes per query."""
+    """Compute `sketch.gathered_products` without storing the gathered rows; it moves 8·C·(d + 2) bytes per query."""
     out, width = torch.empty(index.shape, dtype=torch.float64, device=q.device), q.shape[1]
     grid, settings = (len(q), -(-index.shape[1] // 64)), {"WIDTH": triton.next_power_of_2(width), "COLUMNS": 64}
     launch(multiply, grid, q.contiguous(), k.contiguous(), index.contiguous(), out, index.shape[1], width, **settings)

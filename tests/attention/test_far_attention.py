@@ -65,7 +65,7 @@ def test_the_divergence_of_a_sketch_is_0_for_the_attention_and_equals_the_defini
     far = far_pairs(inputs, queries, 1, None)
     share = far_attention(inputs, queries, far, 0.5)[:, 0]
     q, k = inputs.q[:, 0, queries], inputs.k[:, 0]
-    assert abs(sketch_divergence(q, k, share, far)) < 1e-12  # √d is 2
+    assert abs(sketch_divergence(q, k, share, far, None)) < 1e-12  # √d is 2
     other = draw(2, LENGTH, 4, seed=9).requires_grad_()
     expected = torch.zeros((), dtype=torch.float64)
     for row in range(2):
@@ -74,7 +74,7 @@ def test_the_divergence_of_a_sketch_is_0_for_the_attention_and_equals_the_defini
             log_p = torch.log_softmax(other[row, seen] @ q[row, at] / 2, dim=0)
             mass = share[row, at].sum()
             expected = expected + (share[row, at, seen] * ((share[row, at, seen] / mass).log() - log_p)).sum() / 4
-    found = sketch_divergence(q, other, share, far)
+    found = sketch_divergence(q, other, share, far, None)
     assert torch.allclose(found, expected, atol=1e-12)
     for mine, theirs in zip(torch.autograd.grad(found, other), torch.autograd.grad(expected, other), strict=True):
         assert torch.allclose(mine, theirs, atol=1e-12)
@@ -91,9 +91,11 @@ def test_collisions_by_their_definition_and_even_buckets():
         missed[h] -= mass * torch.log(hit + 1e-4)
         total[h] += mass
     uneven = sum((m * (4 * m).log()).sum() for x in (p, other) for m in x.mean((0, 2))) / 3
-    assert torch.allclose(collision_loss(queries, keys, share, best), (missed / total).mean() + uneven, atol=1e-10)
+    assert torch.allclose(
+        collision_loss(queries, keys, share, best, None), (missed / total).mean() + uneven, atol=1e-10
+    )
     level = torch.zeros(2, 3, 5, 4, dtype=torch.float64)
-    even = collision_loss(level, level, share, torch.zeros_like(best))
+    even = collision_loss(level, level, share, torch.zeros_like(best), None)
     assert torch.allclose(even, -torch.log(torch.tensor(0.2501).double()), atol=1e-10)
 
 

@@ -15,6 +15,7 @@ BATCH, LENGTH, WIDTH, BUCKETS, PROBES, COUNT = 2, 40, 8, 5, 3, 6
 def test_the_best_keys_of_the_probed_buckets_are_chosen(monkeypatch, causal, first, masked, members, operators):
     monkeypatch.setenv("MEGASPARSE_OPS", operators)
     monkeypatch.setattr("megasparse.attention.ranked._TILE", {"cpu": 1 << 9})  # several tiles
+    monkeypatch.setattr("megasparse.ops.sketch._GATHERED_ELEMENTS", 1 << 10)  # in several parts
     generator = torch.Generator().manual_seed(1)
     q, k = (torch.randn(BATCH, length, WIDTH, generator=generator) for length in (LENGTH - first, LENGTH))
     k[:, 20] = k[:, 10]  # equal scores

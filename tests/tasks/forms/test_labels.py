@@ -122,7 +122,7 @@ def test_an_empty_input_is_rejected_where_it_stands(kind, given):
 
 def test_empty_inputs_are_kept_and_counted():
     ours = encoder("bytes", empty="keep", vocabulary=264)
-    assert [len(each.sequences[0].tokens) for each in ours.encode(examples(("a",), ("",), ("",)))] == [3, 2, 2]
+    assert [len(example.sequences[0].tokens) for example in ours.encode(examples(("a",), ("",), ("",)))] == [3, 2, 2]
     assert ours.counts.empty == 2 and str(ours.counts.first_empty) == "made.tsv:6"
     assert ours.lines("training")[-1] == "training: 2 inputs are empty, the first in made.tsv:6"
 
@@ -136,7 +136,7 @@ def test_too_long_an_input_is_rejected_where_it_stands():
 def test_truncated_texts_are_counted_and_printed():
     ours = encoder("bytes", vocabulary=264, max_length=6)
     result = list(ours.encode(examples(("abcd",), ("abcdefgh",), ("ab", "cdef"), ("x",))))
-    assert [len(each.sequences[0].tokens) for each in result] == [6, 6, 6, 3]
+    assert [len(example.sequences[0].tokens) for example in result] == [6, 6, 6, 3]
     assert (ours.counts.examples, ours.counts.cut, ours.counts.longest) == (4, 2, 10)
     said = ours.lines("training")
     assert said[0] == "training: 4 examples, the longest of 10 tokens; no 2, yes 2"
