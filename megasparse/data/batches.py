@@ -22,6 +22,7 @@ from megasparse.errors import ConfigError
 from megasparse.files import Progress, silent
 
 MOST_OPEN_FILES = 256  # well under the usual limit of 1,024 per process
+STEPS_AHEAD = 2
 POLL_SECONDS = 0.1
 CLOSE_SECONDS = 1.0
 
@@ -143,7 +144,6 @@ class TrainingBatches(Steps):
         folders: indices, each with its weight among the sequences; see `Sequences`.
         rank: number of this rank among the `world_size` ranks that read the same part of sequences.
         start: first global sample number, 0 or a checkpoint's position.
-        prefetch: steps to read ahead; with 0 they are read by `next`.
         stop_waiting: called every 0.1 s while `next` waits; if it returns True, `next` raises WaitingStopped.
         part: (p, S): S ranks share each sequence, and this one reads the p-th of S parts.
         alive: called with the progress of downloads while `next` waits for shards from a URL.
@@ -165,7 +165,6 @@ class TrainingBatches(Steps):
         rank: int,
         world_size: int,
         start: int = 0,
-        prefetch: int = 2,
         stop_waiting: Callable[[], bool] = lambda: False,
         part: tuple[int, int] = (0, 1),
         alive: Progress = silent,
@@ -194,7 +193,7 @@ class TrainingBatches(Steps):
         self._alive = alive
         self._signs = (0, "")  # of the background thread's downloads; replaced as one
         self._steps = self._read_steps(start)
-        self._queue: queue.Queue[Step | BaseException] | None = queue.Queue(prefetch) if prefetch else None
+        self._queue: queue.Queue[Step | BaseException] = queue.Queue(STEPS_AHEAD)
         self._thread: threading.Thread | None = None
         self._closing = threading.Event()
         self._failure: BaseException | None = None
@@ -215,26 +214,20 @@ class TrainingBatches(Steps):
         if self._closing.is_set():
             raise StopIteration
         began = time.perf_counter()
-        step = self._try_next() if self._queue is None else self._next_read_ahead(self._queue)
+        step = self._next_read_ahead()
         if isinstance(step, BaseException):
             self._failure = step
             raise step
         return replace(step, wait_seconds=time.perf_counter() - began)
 
-    def _try_next(self) -> Step | BaseException:
-        try:
-            return next(self._steps)
-        except BaseException as error:  # the training loop must receive it instead of waiting for ever
-            return error
-
-    def _next_read_ahead(self, steps: "queue.Queue[Step | BaseException]") -> Step | BaseException:
+    def _next_read_ahead(self) -> Step | BaseException:
         if self._thread is None:
-            self._thread = threading.Thread(target=self._read_ahead, args=(steps,), name="data", daemon=True)
+            self._thread = threading.Thread(target=self._read_ahead, name="data", daemon=True)
             self._thread.start()
         reported = self._signs
         while True:
             try:
-                return steps.get(timeout=POLL_SECONDS)
+                return self._queue.get(timeout=POLL_SECONDS)
             except queue.Empty:
                 if self._signs != reported:
                     reported = self._signs
@@ -243,21 +236,21 @@ class TrainingBatches(Steps):
                     raise WaitingStopped from None
 
     def _fetching(self, doing: str) -> None:
-        """Report progress of a shard that comes from a URL; called by the thread that reads."""
-        if self._closing.is_set() or (self._queue is None and self._stop_waiting()):
+        """Report progress of a shard that comes from a URL; called by the background thread."""
+        if self._closing.is_set():
             raise WaitingStopped
-        if self._queue is None:
-            self._alive(doing)
-        else:
-            self._signs = (self._signs[0] + 1, doing)
+        self._signs = (self._signs[0] + 1, doing)
 
-    def _read_ahead(self, steps: "queue.Queue[Step | BaseException]") -> None:
+    def _read_ahead(self) -> None:
         item: Step | BaseException | None = None
         while not self._closing.is_set() and not isinstance(item, BaseException):
-            item = self._try_next()
+            try:
+                item = next(self._steps)
+            except BaseException as error:  # the training loop must receive it instead of waiting for ever
+                item = error
             while not self._closing.is_set():
                 try:
-                    steps.put(item, timeout=POLL_SECONDS)
+                    self._queue.put(item, timeout=POLL_SECONDS)
                     break
                 except queue.Full:
                     continue

@@ -84,10 +84,10 @@ def ramp(count: int, first: int, step: int = 1) -> np.ndarray:
 
 
 def batches(folders: Sequence[tuple[Index, float]], **changes: Any) -> TrainingBatches:
-    """Sequences of 30 tokens, 12 a step, on one rank, read when asked for."""
+    """Sequences of 30 tokens, 12 a step, on one rank."""
     settings: dict[str, Any] = {
         **{"sequence_length": 30, "seed": 3, "shuffle_shards": 2, "global_batch": 12, "micro_batch": 1},
-        **{"rank": 0, "world_size": 1, "prefetch": 0},
+        **{"rank": 0, "world_size": 1},
     }
     return TrainingBatches(folders, "train", **{**settings, **changes})
 

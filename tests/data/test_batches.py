@@ -73,21 +73,15 @@ def test_from_two_ranks_to_one_and_back_inside_an_epoch(index, micro_batches):
     assert global_batches == [rows([step]) for step in take(batches(index, global_batch=42), 6)]
 
 
-@pytest.mark.parametrize("prefetch", [1, 2, 7])
-def test_prefetch_changes_nothing(index, prefetch):
-    assert content(take(batches(index, prefetch=prefetch), 30)) == content(take(batches(index), 30))
-
-
 def test_steps_are_read_ahead_while_the_loop_computes(index):
-    with batches(index, prefetch=2) as data:
+    with batches(index) as data:
         next(data)
         wait_until(data._queue.full)
 
 
-@pytest.mark.parametrize("prefetch", [0, 2])
-def test_a_read_error_reaches_the_loop_each_time_it_asks(index, prefetch):
+def test_a_read_error_reaches_the_loop_each_time_it_asks(index):
     do(flip(-1), index.directory / "train-000002.tar")
-    with batches(index, prefetch=prefetch) as data:
+    with batches(index) as data:
         with pytest.raises(DataError, match=r"train-000002\.tar"):
             for _ in range(20):
                 next(data)
@@ -98,7 +92,7 @@ def test_a_read_error_reaches_the_loop_each_time_it_asks(index, prefetch):
 @pytest.mark.parametrize("full", [False, True], ids=["while it reads", "while it waits for room"])
 def test_close_ends_the_thread(index, taken, full):
     before = threading.active_count()
-    data = batches(index, prefetch=2)
+    data = batches(index)
     for _ in range(taken):
         next(data)
     if full and taken:
@@ -139,7 +133,7 @@ class Slow:
 def test_waiting_for_slow_data_can_be_stopped_and_nothing_is_lost(index, monkeypatch):
     want = content(take(batches(index), 5))
     slow, asked = Slow(monkeypatch), threading.Event()
-    with batches(index, prefetch=1, stop_waiting=asked.is_set) as data:
+    with batches(index, stop_waiting=asked.is_set) as data:
         threading.Timer(0.3, asked.set).start()
         for _ in range(3):
             with pytest.raises(WaitingStopped):
@@ -154,7 +148,7 @@ def test_waiting_for_slow_data_can_be_stopped_and_nothing_is_lost(index, monkeyp
 
 def test_close_does_not_wait_for_a_read_that_never_returns(index, monkeypatch):
     slow = Slow(monkeypatch)
-    data = batches(index, prefetch=1, stop_waiting=lambda: True)
+    data = batches(index, stop_waiting=lambda: True)
     with pytest.raises(WaitingStopped):
         next(data)
     data.close()

@@ -176,7 +176,7 @@ def test_order_does_not_depend_on_position_or_number_of_ranks(folders, world_siz
         got: dict[int, list[int]] = {}
         options = {"world_size": world_size, "start": position, "micro_batch": draw.choice([1, 2])}
         for rank in range(world_size):
-            got |= rows(take(batches(opened(folders), prefetch=rank, rank=rank, **options), 3))
+            got |= rows(take(batches(opened(folders), rank=rank, **options), 3))
         assert got == {number: want[number] for number in range(position, position + 36)}
 
 
@@ -203,7 +203,8 @@ def test_the_first_batch_reads_as_much_late_as_early(tmp_path, monkeypatch):
         read.clear()
         verified.clear()
         reader._verified.clear()
-        take(batches(opened(folders), start=position), 1)
+        with batches(opened(folders), start=position) as data:
+            next(data._steps)
         assert sum(read) == 12 * T * 2, "the tokens of a step, and nothing else"
         assert len(read) <= 12 * 2, "a sequence is in two samples at most"
         assert 1 <= len(verified) <= 2 * 2 * 2, "two groups of each corpus, where one ends in the step"

@@ -28,13 +28,12 @@ SHARDS = 6
 FIRST = "train-000000.tar"
 
 
-@pytest.mark.parametrize("prefetch", [0, 2])
-def test_steps_from_a_url_equal_the_folder(folder, server, cache, prefetch):
+def test_steps_from_a_url_equal_the_folder(folder, server, cache):
     with batches([(Index.load(folder), 1.0)]) as data:
         expected = [next(data).micro_batches for _ in range(120)]  # more than two epochs
     remote = Index.load(server.url + "/", cache=cache)
     assert remote.fingerprint == Index.load(folder).fingerprint
-    with batches([(remote, 1.0)], prefetch=prefetch) as data:
+    with batches([(remote, 1.0)]) as data:
         for step in expected:
             for batch, local in zip(next(data).micro_batches, step, strict=True):
                 assert torch.equal(batch.tokens, local.tokens) and torch.equal(batch.samples, local.samples)
@@ -121,16 +120,15 @@ def test_errors_of_stores_show_no_secret():
 
 
 def test_shards_are_fetched_before_they_are_needed(server, cache):
-    with batches([(Index.load(server.url, cache=cache), 1.0)], shuffle_shards=1, prefetch=0) as data:
-        next(data)
+    with batches([(Index.load(server.url, cache=cache), 1.0)], shuffle_shards=1) as data:
+        data.corpora[0].read(0)
         first, second = data.corpora[0].order.shards_ahead(0)
         wait_until(lambda: server.count() >= 2)
         assert {file for file, _ in server.gets[1:]} == {f"train-{shard:06d}.tar" for shard in (first, second)}
     assert server.count() == 2, "and no more than those"
 
 
-@pytest.mark.parametrize("prefetch", [0, 1])
-def test_a_wait_is_reported_by_the_thread_that_waits_and_may_be_stopped(server, remote, prefetch):
+def test_a_wait_is_reported_by_the_thread_that_waits_and_may_be_stopped(server, remote):
     for shard in remote.split("train").shards:
         server.faults[shard.file].extend(["drip"] * 8)
     reported: list[tuple[str, threading.Thread]] = []
@@ -138,7 +136,7 @@ def test_a_wait_is_reported_by_the_thread_that_waits_and_may_be_stopped(server, 
     def alive(doing: str) -> None:
         reported.append((doing, threading.current_thread()))
 
-    data = batches([(remote, 1.0)], prefetch=prefetch, stop_waiting=lambda: len(reported) > 3, alive=alive)
+    data = batches([(remote, 1.0)], stop_waiting=lambda: len(reported) > 3, alive=alive)
     with pytest.raises(WaitingStopped), data:
         next(data)
     assert data._thread is None, "the thread has ended"
