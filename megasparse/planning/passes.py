@@ -2,14 +2,13 @@
 
 A pass of a pretraining configuration runs on torch's meta device, whose tensors do not use memory: the host code of the
 Triton kernels makes the same allocations as on a GPU, without launching kernels. It takes seconds for any model size.
-Shared memory and registers of kernels are not GPU memory; cuBLAS' workspace is not counted. Fine-tuning counts short
-passes of its model on its device with the same counter.
+Shared memory and registers of kernels are not GPU memory; cuBLAS' workspace is not counted.
 """
 
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import accumulate
 from typing import Any
@@ -111,7 +110,7 @@ class PassBytes:
     """Peak live bytes of each phase without weight gradients."""
     moved: float = 0.0
     """Bytes moved by torch's operations other than matrix products, and by kernels outside of attention."""
-    by_attention: float = field(default=0.0)
+    by_attention: float = 0.0
     """Bytes moved by attention's kernels."""
     host: float = 0.0
     """Seconds of host time for all launches."""
@@ -121,8 +120,8 @@ class PassBytes:
         return int(((self.gradients if gradients is None else gradients) + self.beside).max())
 
 
-def count_pass(model: nn.Module, forward: Callable[[], Tensor], learns: bool = True) -> PassBytes:
-    """Count one pass of `forward`, which returns the objective, with its backward if `learns`.
+def count_pass(model: nn.Module, forward: Callable[[], Tensor]) -> PassBytes:
+    """Count one pass of `forward`, which returns the objective, and its backward.
 
     Gradients of the model are None afterwards.
     """
@@ -142,15 +141,14 @@ def count_pass(model: nn.Module, forward: Callable[[], Tensor], learns: bool = T
         kernels[0] += 1
         launch.start()
 
-    trained = [weight for weight in model.parameters() if learns and weight.requires_grad]
+    trained = [weight for weight in model.parameters() if weight.requires_grad]
     hooks = [weight.register_post_accumulate_grad_hook(end_phase) for weight in trained]
     try:
-        with observed(skip), counter, torch.set_grad_enabled(learns):
+        with observed(skip), counter, torch.enable_grad():
             objective = forward()
-            if learns:
-                # Tensor.backward with the active function modes, which torch's version disables.
-                ones = (torch.ones_like(objective),)
-                _engine_run_backward((objective,), ones, False, False, (), allow_unreachable=True, accumulate_grad=True)
+            # Tensor.backward with the active function modes, which torch's version disables.
+            ones = (torch.ones_like(objective),)
+            _engine_run_backward((objective,), ones, False, False, (), allow_unreachable=True, accumulate_grad=True)
             peaks.append(counter.mark())
     finally:
         for hook in hooks:

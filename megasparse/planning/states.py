@@ -83,7 +83,7 @@ class Memory:
     host: dict[str, int] = field(default_factory=dict)
 
 
-def building(states: States, zero: Zero, ranks: int, on_gpu: bool = True) -> tuple[int, int]:
+def building(states: States, zero: Zero, ranks: int) -> tuple[int, int]:
     """Return the peak bytes of a rank's device and of its share of CPU memory while the model and engine are built.
 
     Below ZeRO 3 the device stores all weights in fp32, read or drawn one at a time; frozen weights are read completely
@@ -100,25 +100,20 @@ def building(states: States, zero: Zero, ranks: int, on_gpu: bool = True) -> tup
     host = 0
     if not zero.weight_offload:
         device += pieces
-        host = pieces if on_gpu else 0  # copied into one vector via the CPU
+        host = pieces  # copied into one vector via the CPU
     if not zero.optimizer_offload:
         device += masters + gradients
     offloaded = (pieces if zero.weight_offload else 0) + (masters + 2 * gradients if zero.optimizer_offload else 0)
     return device, max(offloaded, host + 4 * states.largest // ranks, 4 * states.frozen)
 
 
-def memory(
-    states: States, zero: Zero, ranks: int, *, passing: int, again: int, accumulated: bool, other: int = 0,
-    on_gpu: bool = True,
-) -> Memory:  # fmt: skip
+def memory(states: States, zero: Zero, ranks: int, *, passing: int, again: int, accumulated: bool) -> Memory:
     """Return the memory at the peak of a step on each of `ranks` ranks.
 
     Args:
         passing: Peak bytes of the pass of a micro-batch, gradients included.
         again: The same without gradients.
         accumulated: True if a step consists of several micro-batches.
-        other: Peak bytes of other work, such as a pass without gradients.
-        on_gpu: True to count ZeRO's buffers with their full size; on the CPU they are at most as large as gradients.
     """
     number, shared = states.trained, ranks if zero.stage > 0 else 1
     has_masters, offloads = states.rounded or zero.stage > 0, zero.optimizer_offload
@@ -143,14 +138,13 @@ def memory(
     buffers = 0
     if zero.stage > 0:
         buffers = zero.bucket * states.size * (2 if zero.overlap and zero.stage < 3 else 1)
-        buffers = buffers if on_gpu else min(buffers, number * states.size)
     weights = (number + states.frozen) * states.size // (shared if zero.stage == 3 else 1)
     device = {
         "weights": 0 if zero.weight_offload else weights,
         "gathered weights": min(number + states.frozen, zero.live) * states.size if zero.stage == 3 else 0,
         **({} if offloads else {"fp32 weights": masters, "optimizer": moments}),
         "gradients": gradients,
-        "activations": max(step, other) - gradients,
+        "activations": step - gradients,
         "ZeRO's buffers": buffers,
     }
     host = {"offloaded weights": weights} if zero.weight_offload else {}
