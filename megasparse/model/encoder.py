@@ -140,10 +140,10 @@ class Encoder(Transformer):
         return self._count(self._maskable(tokens, padding_of(tokens, self.config))).sum() * (part.rank == 0)
 
     @torch.no_grad()
-    def sentence_order_scores(self, tokens: Tensor, rng: RngContext, padding: Padding | None = None) -> OrderScores:
+    def sentence_order_scores(self, tokens: Tensor, rng: RngContext) -> OrderScores:
         """Score the predicted order of each pair of segments in tokens (B, L), given in the original order."""
         assert self.sentence_order is not None, "only a model with model.sentence_order predicts it"
-        padding = padding or padding_of(tokens, self.config)
+        padding = padding_of(tokens, self.config)
         tokens = self.sentence_order.arrange(tokens, rng)
         streams, _, _ = self.streams(self.prepare_inputs(tokens, rng, padding)[0], rng, padding)
         return self.sentence_order(streams, tokens, rng)
