@@ -18,7 +18,7 @@ chunk, X columns.
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,14 +38,12 @@ class HashTableAttentionSpec:
     """Settings of YOSO attention.
 
     code_bits: τ, codes are below 2^τ. causal: only keys at or before the query are visible. chunk: causal positions per
-    chunk, inside which collisions are counted pair by pair. backward: method for ∇q and ∇k; `auto` selects the cheaper
-    one. The last two affect only the speed of the blockwise implementation, not its result.
+    chunk, inside which collisions are counted pair by pair; affects only the speed of the blockwise implementation.
     """
 
     code_bits: int
     causal: bool
     chunk: int = 128
-    backward: Literal["auto", "tables", "pairs"] = "auto"
 
     @property
     def causal_chunk(self) -> int | None:
@@ -221,7 +219,7 @@ class _HashTableAttention(Function):
             for piece, count in _chunks(codes, spec.causal_chunk, dtype):
                 into_v[:, piece] += count.transpose(1, 2) @ g[:, piece]
             collisions = total.flatten(0, 1)[part].sum() * hashes
-            if _prefers_pairs(spec, collisions, codes, q.shape[3]):
+            if _prefers_pairs(collisions, codes, q.shape[3]):
                 into_q, into_k = _pair_gradients(rows_q, rows_k, rows_v, g, codes, causal=spec.causal)
             else:
                 into_q, into_k = _table_gradients(rows_q, rows_k, rows_v, g, codes, spec.causal_chunk)
@@ -236,10 +234,8 @@ def _parts(q: Tensor, k: Tensor, codes: Tensor, spec: HashTableAttentionSpec) ->
     return row_slices(q.shape[0] * q.shape[1], _ROW_ELEMENTS, size)
 
 
-def _prefers_pairs(spec: HashTableAttentionSpec, collisions: Tensor, codes: HashCodes, head_dim: int) -> bool:
+def _prefers_pairs(collisions: Tensor, codes: HashCodes, head_dim: int) -> bool:
     """Compare the costs of the paper's min(L·m·D², nnz·(m + D)), with the number of collisions as nnz."""
-    if spec.backward != "auto":
-        return spec.backward == "pairs"
     rows, hashes, length = codes.queries.shape
     over_tables = rows * hashes * (length + codes.keys.shape[2]) * head_dim**2
     return collisions.item() * _PAIR_COST * (hashes + head_dim) < over_tables

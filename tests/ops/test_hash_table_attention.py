@@ -19,7 +19,12 @@ from tests.helpers import definitions, operators
 from tests.helpers.operators import BARS, DEVICE, as_views, random_masks
 
 DEFINED = {hash_table_attention: reference, expected_attention: definitions.expected_attention}
-PROCEDURES = pytest.mark.parametrize("backward", ["tables", "pairs"])
+PAIR_COSTS = {"tables": math.inf, "pairs": 0.0}
+
+
+@pytest.fixture(params=PAIR_COSTS)
+def procedure(request, monkeypatch):
+    monkeypatch.setattr(module, "_PAIR_COST", PAIR_COSTS[request.param])
 
 
 def random_heads(length, keys=None, batch=2, heads=2, dim=5, dtype=torch.float64, device="cpu"):
@@ -45,8 +50,8 @@ def gradients(attention, heads, *codes, **rule):
     return out.detach(), total.detach(), *torch.autograd.grad(out, [q, k, v], grad)
 
 
-def assert_equal_to_the_definition(attention, heads, codes, backward="auto", chunk=128, **rule):
-    ours = gradients(attention, heads, *codes, **rule, chunk=chunk, backward=backward)
+def assert_equal_to_the_definition(attention, heads, codes, chunk=128, **rule):
+    ours = gradients(attention, heads, *codes, **rule, chunk=chunk)
     torch.testing.assert_close(ours, gradients(DEFINED[attention], heads, *codes, **rule), rtol=1e-9, atol=1e-10)
     return ours
 
@@ -63,33 +68,34 @@ def small_blocks(monkeypatch):
 def test_blocks_are_the_definition(length, monkeypatch):
     small_blocks(monkeypatch)
     heads, (mask, documents) = random_heads(length), random_masks(length)
-    flags = list(itertools.product([True, False], [None, mask], [None, documents], [1, 6], [1, 3], ["tables", "pairs"]))
-    for causal, padding, segments, code_bits, hashes, backward in flags[::3]:  # each pair of values is among them
+    flags = list(itertools.product([True, False], [None, mask], [None, documents], [1, 6], [1, 3], PAIR_COSTS))
+    for causal, padding, segments, code_bits, hashes, cheaper in flags[::3]:  # each pair of values is among them
+        monkeypatch.setattr(module, "_PAIR_COST", PAIR_COSTS[cheaper])
         codes = random_codes(heads, hashes, code_bits)
         rule = dict(code_bits=code_bits, causal=causal, query_mask=padding, key_mask=padding, segments=segments)
-        assert_equal_to_the_definition(hash_table_attention, heads, codes, backward, 4, **rule)
+        assert_equal_to_the_definition(hash_table_attention, heads, codes, 4, **rule)
         if hashes == 1:
             assert_equal_to_the_definition(expected_attention, heads, [], **rule)
 
 
-@PROCEDURES
-def test_other_lengths_of_keys_and_their_padding(backward):
+@pytest.mark.usefixtures("procedure")
+def test_other_lengths_of_keys_and_their_padding():
     heads = random_heads(7, keys=19)
     codes, mask = random_codes(heads, 3, 2), random_masks(19)[0]
     rule = dict(code_bits=2, causal=False, key_mask=mask)
-    assert_equal_to_the_definition(hash_table_attention, heads, codes, backward, **rule)
+    assert_equal_to_the_definition(hash_table_attention, heads, codes, **rule)
     assert_equal_to_the_definition(expected_attention, heads, [], **rule)
 
 
-@PROCEDURES
-def test_the_gradient_is_the_papers_lower_bound(backward):
+@pytest.mark.usefixtures("procedure")
+def test_the_gradient_is_the_papers_lower_bound():
     """Eq. 10 and 12 written out: ∇v = Bᵀg, ∇q = (gvᵀ ∘ τ/2·B)k, ∇k = (gvᵀ ∘ τ/2·B)ᵀq."""
     heads = q, k, v = random_heads(20)
     codes = random_codes(heads, 4, 3)
     g = torch.randn(2, 2, 20, 5, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     sampled = (codes[0][..., :, None] == codes[1][..., None, :]).double().mean(2)
     certain = (1 - torch.acos(q @ k.transpose(-1, -2)) / math.pi) ** 3
-    rule = dict(code_bits=3, causal=False, backward=backward)
+    rule = dict(code_bits=3, causal=False)
     for weight, attention, hashed in ((sampled, hash_table_attention, codes), (certain, expected_attention, [])):
         pulled = (g @ v.transpose(-1, -2)) * 1.5 * weight
         _, _, dq, dk, dv = gradients(attention, heads, *hashed, **rule)
@@ -133,18 +139,19 @@ def test_auto_takes_the_procedure_with_less_to_do(code_bits, chosen, monkeypatch
     assert set(calls) == {chosen}
 
 
-@PROCEDURES
-def test_heads_inside_tokens_of_one_sequence(backward):
+@pytest.mark.usefixtures("procedure")
+def test_heads_inside_tokens_of_one_sequence():
     """As a projection leaves them; batch and heads then merge without a copy, and keep their strides."""
     heads = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in random_heads(20, batch=1)]
     codes = random_codes(heads, 2, 3)
-    assert_equal_to_the_definition(hash_table_attention, heads, codes, backward, code_bits=3, causal=True)
+    assert_equal_to_the_definition(hash_table_attention, heads, codes, code_bits=3, causal=True)
 
 
-def test_two_runs_are_bit_identical(implementation):
+def test_two_runs_are_bit_identical(implementation, monkeypatch):
     heads = random_heads(20, dim=8, dtype=torch.float32, device=DEVICE)
-    for backward in ["auto"] if implementation == "triton" else ["tables", "pairs"]:
-        codes, rule = random_codes(heads, 2, 3), dict(code_bits=3, causal=True, backward=backward)
+    for cost in [0.0] if implementation == "triton" else PAIR_COSTS.values():
+        monkeypatch.setattr(module, "_PAIR_COST", cost)
+        codes, rule = random_codes(heads, 2, 3), dict(code_bits=3, causal=True)
         operators.assert_same_bits(*(gradients(hash_table_attention, heads, *codes, **rule) for _ in range(2)))
 
 

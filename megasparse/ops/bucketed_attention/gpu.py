@@ -26,6 +26,7 @@ from torch import Tensor
 
 from megasparse.ops.bucketed_attention import kernels
 from megasparse.ops.bucketed_attention.definition import BucketedAttentionSpec
+from megasparse.ops.bucketed_attention.layouts import sort_keys
 from megasparse.ops.bucketed_attention.ranges import key_range
 from megasparse.ops.counting_sort import counting_sort
 from megasparse.ops.kernels import block, empty_alike, launch, precision, strides, whole_vectors
@@ -157,12 +158,7 @@ def _sort(
             ordered = torch.empty_like(key)
             return ordered, counting_sort(key.flatten(0, 1), bits, ordered.flatten(0, 1)).view(key.shape)
     else:
-        segment = torch.zeros_like(codes[:, :1, :1], dtype=torch.int64)
-        if segments is not None:
-            segment = segments[:, None, None].to(torch.int64)
-        if key_mask is not None:
-            segment = segment.masked_fill(~key_mask[:, None, None], _PADDING)
-        key = ((segment << 32) + codes).flatten(0, 1).contiguous()
+        key = sort_keys(codes, key_mask, segments).flatten(0, 1).contiguous()
     sorted_key, index = torch.sort(key, dim=-1, stable=True)
     return sorted_key, index.to(torch.int32)
 
@@ -335,8 +331,7 @@ class _Call:
         self.sizes = (self.heads, self.rows // layouts, self.length)
         self.tiles = tiles(head_dim, q.dtype, separate)
         self.dims = {"HEAD_DIM": head_dim, "BLOCK_D": block(head_dim)}
-        x = intervals
-        self.layout = (x.query_order, x.key_order, x.low, x.high, x.token_low, x.token_high, x.token_index)
+        self.layout = intervals.tensors()
         self.rule = {
             "RULE": _order_rule(spec, separate),
             "JUMP": separate,

@@ -196,16 +196,19 @@ def _pieces(codes: Tensor, *masks: Tensor | None) -> Iterator[tuple[tuple[slice,
             yield (batch, slice(head, head + head_step)), [None if x is None else x[batch] for x in masks]
 
 
-def _sort(codes: Tensor, key_mask: Tensor | None, segments: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return the sorted keys (segment, bucket), with the segment in the upper 32 bits and padding last, and the order,
-    the token at each sorted index: (B, H, R, L) int64 each.
-    """
+def sort_keys(codes: Tensor, key_mask: Tensor | None, segments: Tensor | None) -> Tensor:
+    """Return (segment, bucket), (B, H, R, L) int64, with the segment in the upper 32 bits and padding last."""
     segment = torch.zeros_like(codes[:, :1, :1], dtype=torch.int64)  # (B, 1, 1, L), broadcast
     if segments is not None:
         segment = segments[:, None, None].to(torch.int64)
     if key_mask is not None:
         segment = segment.masked_fill(~key_mask[:, None, None], torch.iinfo(torch.int32).max)
-    return torch.sort((segment << 32) + codes, dim=-1, stable=True)
+    return (segment << 32) + codes
+
+
+def _sort(codes: Tensor, key_mask: Tensor | None, segments: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return the sorted keys, see `sort_keys`, and the order, the token at each sorted index, int64."""
+    return torch.sort(sort_keys(codes, key_mask, segments), dim=-1, stable=True)
 
 
 def _slots(codes: Tensor, window: Window, key_mask: Tensor | None, segments: Tensor | None) -> tuple[Tensor, Tensor]:
