@@ -261,7 +261,6 @@ class MechanismSpec:
     """Dropout rate of attention probabilities in training."""
 
     def on_rank(self, part: SequencePart) -> "MechanismSpec":
-        """Return the spec of this rank's heads."""
         return replace(self, heads=self.heads // part.shares)
 
     def workload(self, length: int) -> Workload:

@@ -200,7 +200,6 @@ class LSHAttention(BandAttention):
         return self.attend(self._shifted(inputs), queries, keys, context.part)
 
     def _shifted(self, inputs: AttentionInputs) -> AttentionInputs:
-        """Return the inputs with the key that each position attends with."""
         if not self.shifted_keys:
             return inputs
         k = F.pad(inputs.k, (0, 0, 1, -1)).masked_fill(~inputs.continues()[:, None, :, None], 0.0)

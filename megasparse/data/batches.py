@@ -33,8 +33,6 @@ class WaitingStopped(Exception):
 
 @dataclass(frozen=True)
 class Batch:
-    """A micro-batch."""
-
     tokens: Tensor
     """Tokens, int64 (micro_batch, T)."""
     samples: Tensor

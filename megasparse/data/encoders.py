@@ -107,7 +107,6 @@ class PaddedEncoder(TextEncoder):
         self.width = width_for(max(self.tokenizer.vocabulary - 1, *special))
 
     def ids(self, text: str) -> np.ndarray:
-        """Return the tokens of a text, (n,)."""
         return self.tokenizer.encode(text).numpy()
 
     def padded(self, parts: Sequence[np.ndarray | int], length: int) -> np.ndarray:

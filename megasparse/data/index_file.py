@@ -68,14 +68,11 @@ class Split(IndexEntry):
 
     @classmethod
     def of(cls, shards: Sequence[Shard], raw_bytes: int | None = None, words: int | None = None) -> "Split":
-        """Return the split of these shards."""
         tokens, samples = sum(shard.tokens for shard in shards), sum(shard.samples for shard in shards)
         return cls(tokens=tokens, samples=samples, shards=tuple(shards), raw_bytes=raw_bytes, words=words)
 
 
 class TokenizerEntry(IndexEntry):
-    """The tokenizer that made the tokens."""
-
     name: Annotated[str, Field(pattern=r"^[ -~]{1,80}$")]
     sha256: Sha256
 

@@ -59,7 +59,6 @@ class Order:
         return [shard for shard in dict.fromkeys([*current.tolist(), *following.tolist()]) if self.sequences[shard]]
 
     def _members(self, epoch: int, group: int) -> np.ndarray:
-        """Return the shards of a group."""
         return self._shards(epoch)[0][group * self.group : (group + 1) * self.group]
 
     def _shards(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:

@@ -25,8 +25,6 @@ from megasparse.training.ranks import Ranks
 
 @dataclass(frozen=True)
 class Sampling:
-    """Settings of `sample`."""
-
     temperature: float = 1.0
     """Divisor of the logits; 0 selects the most likely token."""
     top_p: float = 1.0

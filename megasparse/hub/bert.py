@@ -137,7 +137,6 @@ class BERTFormat(Format):
         return {"attention_probs_dropout_prob": model.attention.dropout}
 
     def attention_weights(self, model: ModelConfig) -> list[Weight]:
-        """Return the weights of the mechanism."""
         return []
 
     def _check_expressible(self, model: ModelConfig) -> None:

@@ -69,7 +69,6 @@ class Mechanisms(nn.ModuleDict):
         self.causal = config.kind == "decoder"
 
     def with_full_attention(self) -> "Mechanisms":
-        """Return full attention for the same layer."""
         return Mechanisms(self.config.model_copy(update={"attention": AttentionConfig(pattern=["full"])}), self.layer)
 
     @property

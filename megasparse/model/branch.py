@@ -56,7 +56,6 @@ class Pass:
         return replace(self, statistics={}, recompute=defaultdict(RecomputeCache))
 
     def note(self, layer: int, statistics: Mapping[str, Tensor]) -> None:
-        """Record the statistics of a layer's attention."""
         for name, value in statistics.items():
             self.statistics.setdefault(f"attention/{name}", {})[layer] = value
 

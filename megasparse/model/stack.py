@@ -162,7 +162,6 @@ class Stack(nn.Module):
         return part.gather(F.pad(read, (1, 0), value=-1) if starts else read, 1)
 
     def _enter(self, tokens: Tensor, first: int, rng: RngContext) -> Streams:
-        """Return the input streams of the first block."""
         x = self.embedding(tokens, first)
         if rng.training:
             x = dropout(x, self.config.dropout, rng.key(-1, "embedding dropout"), rng.rows(x.shape[1], x.device))
@@ -171,7 +170,6 @@ class Stack(nn.Module):
         return (x, x) if self.config.blocks == "reversible" else (x,)
 
     def _leave(self, streams: Sequence[Tensor], initial: Streams) -> Streams:
-        """Return the output streams."""
         once = self.embedding_once and self.config.blocks == "reversible"
         return (streams[0], streams[1] - initial[1]) if once else tuple(streams)
 

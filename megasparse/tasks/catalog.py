@@ -95,7 +95,6 @@ class RowTask(Task):
         return {}
 
     def rows(self, file: Path) -> Rows:
-        """Read the rows of a file."""
         settings = {name: value for name in ("columns", "mark") if (value := getattr(self.entry, name))}
         rows: Rows = FUNCTIONS[self.entry.rows](file, **settings)
         return rows

@@ -100,7 +100,6 @@ class Form(ABC):
             yield self.encoded(example)
 
     def encoded(self, example: Example) -> EncodedExample:
-        """Encode one example."""
         if self.task.classes is not None and example.label is not None:
             name = self.task.classes[int(example.label)]
             self.counts.kinds[name] = self.counts.kinds.get(name, 0) + 1

@@ -160,7 +160,6 @@ class HuggingFaceBody(Backbone):
 
 
 def attention_settings(config: ModelConfig) -> dict[str, Any]:
-    """Return the attention settings of a megasparse model."""
     attention = config.attention.model_dump(mode="json", include={"pattern", *kinds(config)})
     return {**attention, "evaluation_rounds": evaluation_rounds(config)}
 

@@ -116,7 +116,6 @@ class Selection:
         return {"metric": self.scalar, **{name: getattr(self, name) for name in KEPT}}
 
     def write(self, file: Path) -> None:
-        """Write the state to a JSON file."""
         write_file(file, json.dumps(self.state(), indent=2) + "\n")
 
     def restore(self, state: Mapping[str, Any]) -> None:

@@ -113,7 +113,6 @@ class TextCorpus(Corpus):
 
 
 def as_bytes(settings: CorpusSettings) -> bool:
-    """True if tokens are bytes."""
     return bool(settings.get("tokenizer", "bytes") == "bytes")
 
 
@@ -145,7 +144,6 @@ def split_sizes(split: str, total: int) -> dict[str, int]:
 
 
 def split_at(byte: int, sizes: Mapping[str, int]) -> str:
-    """Return the split that contains a byte of the source."""
     stop = 0
     for name, size in sizes.items():
         stop += size

@@ -202,7 +202,6 @@ def bucketed_attention(
     segments: Tensor | None = None,
     key_codes: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute `bucketed_attention` with kernels."""
     with torch.no_grad():
         if key_codes is None:
             intervals = shared_intervals(codes, q, spec, key_mask, segments)

@@ -313,7 +313,6 @@ class _Save:
         return None
 
     def write(self, file: RankFile, progress: Callable[[], None]) -> None:
-        """Write this rank's file."""
         self.attempt(lambda: make_folder(self.temporary))
         if self.problem is None:
             self.part["sha256"] = self.attempt(lambda: file.write(self.temporary / self.part["file"], progress))
