@@ -17,8 +17,6 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-_all_gather = getattr(torch.distributed, "all_gather_single", torch.distributed.all_gather_into_tensor)
-"""The name since torch 2.13, which deprecates the old name."""
 Edges = tuple[GradientEdge, ...]
 
 
@@ -215,7 +213,7 @@ class _Gather(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, group: torch.distributed.ProcessGroup) -> Tensor:
         ctx.group = group
         out = x.new_empty(group.size() * x.shape[0], *x.shape[1:])
-        _all_gather(out, x.contiguous(), group=group)
+        torch.distributed.all_gather_single(out, x.contiguous(), group=group)
         return out.unflatten(0, (-1, x.shape[0]))
 
     @staticmethod
