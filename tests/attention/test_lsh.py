@@ -10,16 +10,11 @@ from megasparse.attention.heads import AttentionLayer, Padding, build_mechanism
 from megasparse.attention.lsh import LSHAttentionConfig, lsh_buckets
 from megasparse.attention.observation import calls
 from megasparse.evaluation.attention_quality import weights_of
-from megasparse.ops.random import RngContext, rotations
+from megasparse.hub.reformer import _hash_as_ours
+from megasparse.ops.random import RngContext
 from tests.helpers.models import Single, attention, layer_of, small
 
 WIDTH, HEADS = 32, 2
-
-
-def theirs_lsh(causal, chunk, rounds, buckets):
-    own = {"lsh_attn_chunk_length": chunk, "num_hashes": rounds, "num_buckets": buckets, "lsh_num_chunks_after": 0}
-    size = {"hidden_size": WIDTH, "num_attention_heads": HEADS, "attention_head_size": WIDTH // HEADS}
-    return LSHSelfAttention(ReformerConfig(is_decoder=causal, **size, **own)).eval()
 
 
 def ours(kind, settings, causal, **weights):
@@ -38,46 +33,21 @@ def run(layer, x, seed=5):
     return layer(x, context, Padding()).out
 
 
-def without_wrap(layer, chunks):
-    """Keeps a HuggingFace layer from looking over the ends of a round of so many chunks.
-
-    It takes the chunk before the first one from the end: the last chunk of the round before (and the other way round).
-    Here such a chunk's tokens get the number −1, and the mask hides it."""
-    look, mask = layer._look_adjacent, layer._compute_attn_mask
-
-    def look_adjacent(vectors, before, after):
-        windows = look(vectors, before, after)
-        if vectors.ndim == 4:  # token numbers (B, H, chunks of all rounds, C)
-            parts = windows.unflatten(3, (before + 1 + after, -1))
-            for i in range(before):
-                parts[:, :, 0::chunks, i] = -1
-            for i in range(after):
-                parts[:, :, chunks - 1 :: chunks, -1 - i] = -1
-        return windows
-
-    def compute_mask(queries, keys, *rest):
-        seen, there = mask(queries, keys, *rest), (keys >= 0).unsqueeze(-2)
-        return there if seen is None else seen & there
-
-    layer._look_adjacent, layer._compute_attn_mask = look_adjacent, compute_mask
-    return layer
-
-
 CHUNK, LENGTH, BUCKETS = 8, 64, 8
 AS_HUGGINGFACE = {"window": "chunk", "same_bucket": False, "count_rounds": False, "chunk": CHUNK, "buckets": BUCKETS}
 
 
-def same_layers(causal, rounds, monkeypatch):
-    """HuggingFace's layer and ours: the same weights, and the rotations that ours draws.
+def same_layers(causal, rounds):
+    """HuggingFace's layer and ours: the same weights, rotations and windows within a round (see `_hash_as_ours`).
 
     In float64: a token that sees nothing in any round has a log-sum-exp of −1e5 in HuggingFace's, which fp32 rounds so
     coarsely that the rounds' shares sum to 1 only to 0.4 %."""
     torch.manual_seed(0)
-    theirs = theirs_lsh(causal, CHUNK, rounds, BUCKETS).double()
+    own = {"lsh_attn_chunk_length": CHUNK, "num_hashes": rounds, "num_buckets": BUCKETS}
+    size = {"hidden_size": WIDTH, "num_attention_heads": HEADS, "attention_head_size": WIDTH // HEADS}
+    theirs = LSHSelfAttention(ReformerConfig(is_decoder=causal, **size, **own)).double().eval()
+    _hash_as_ours(theirs, [BUCKETS], 0, 5)
     layer = ours("lsh", {**AS_HUGGINGFACE, "rounds": rounds}, causal, query=theirs.query_key, value=theirs.value)
-    key = RngContext.evaluation(5, 2).key(0, "lsh rotation")
-    drawn = rotations(key, range(HEADS), rounds, WIDTH // HEADS, [BUCKETS], torch.device("cpu"))
-    monkeypatch.setattr(torch, "randn", lambda *shape, **_: drawn.double().permute(0, 2, 1, 3))  # (H, D, R, N/2)
     return theirs, layer.double()
 
 
@@ -88,11 +58,9 @@ def inputs(length=LENGTH):
 
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("rounds", [1, 2, 4])
-def test_huggingface_without_its_wrap_gives_the_same_for_every_token(causal, rounds, monkeypatch):
-    """Here HuggingFace's layer is kept from looking over the ends of a round (see `without_wrap`), which is all that
-    was left: every token is compared, and the gradients of the input and of the weights."""
-    theirs, layer = same_layers(causal, rounds, monkeypatch)
-    theirs = without_wrap(theirs, LENGTH // CHUNK)
+def test_huggingface_without_its_wrap_gives_the_same_for_every_token(causal, rounds):
+    """And the same gradients of the input and of the weights."""
+    theirs, layer = same_layers(causal, rounds)
     x = inputs()
     toward = x.roll(1)
     results = []
