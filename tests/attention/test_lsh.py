@@ -17,19 +17,12 @@ from tests.helpers.models import Single, attention, layer_of, small
 WIDTH, HEADS = 32, 2
 
 
-def ours(kind, settings, causal, **weights):
-    """Our layer with the weights given by name; its output projection changes nothing."""
-    config = small(attention=attention(kind, **{kind: settings}), kind="decoder" if causal else "encoder", layers=1)
-    layer = AttentionLayer(config, 0)
-    with torch.no_grad():
-        layer.output.weight.copy_(torch.eye(WIDTH))
-        for name, linear in weights.items():
-            getattr(layer, name).weight.copy_(linear.weight)
-    return layer
+def settings(causal, **changes):
+    return small(attention=attention("lsh", lsh=changes), kind="decoder" if causal else "encoder")
 
 
-def run(layer, x, seed=5):
-    context = AttentionContext(0, RngContext.evaluation(seed, len(x)))
+def run(layer, x):
+    context = AttentionContext(0, RngContext.evaluation(5, len(x)))
     return layer(x, context, Padding()).out
 
 
@@ -47,13 +40,17 @@ def same_layers(causal, rounds):
     size = {"hidden_size": WIDTH, "num_attention_heads": HEADS, "attention_head_size": WIDTH // HEADS}
     theirs = LSHSelfAttention(ReformerConfig(is_decoder=causal, **size, **own)).double().eval()
     _hash_as_ours(theirs, [BUCKETS], 0, 5)
-    layer = ours("lsh", {**AS_HUGGINGFACE, "rounds": rounds}, causal, query=theirs.query_key, value=theirs.value)
+    layer = AttentionLayer(settings(causal, **AS_HUGGINGFACE, rounds=rounds), 0)
+    with torch.no_grad():
+        layer.query.weight.copy_(theirs.query_key.weight)
+        layer.value.weight.copy_(theirs.value.weight)
+        layer.output.weight.copy_(torch.eye(WIDTH))
     return theirs, layer.double()
 
 
-def inputs(length=LENGTH):
+def inputs():
     # Four times wider than a normal layer's: then logits distinguish tokens.
-    return torch.empty(2, length, WIDTH, dtype=torch.float64).normal_(generator=torch.Generator().manual_seed(1)) * 4
+    return torch.empty(2, LENGTH, WIDTH, dtype=torch.float64).normal_(generator=torch.Generator().manual_seed(1)) * 4
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -75,10 +72,6 @@ def test_huggingface_without_its_wrap_gives_the_same_for_every_token(causal, rou
     torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
     for ours_, theirs_ in zip(our_grads, their_grads, strict=True):
         assert (ours_ - theirs_).norm() < 1e-4 * theirs_.norm()
-
-
-def settings(causal, **changes):
-    return small(attention=attention("lsh", lsh=changes), kind="decoder" if causal else "encoder")
 
 
 @pytest.mark.parametrize("causal", [True, False])

@@ -14,11 +14,9 @@ from tests.helpers.models import Single, padded_and_packed
 EVALUATION = RngContext.evaluation(0, 2)
 
 
-def lists(q, k, key_mask=None, segments=None, rng=EVALUATION, head_offset=0, **settings):
-    single = Single("smyrf", causal=False)
-    single.mechanism.config = single.mechanism.config.model_copy(update=settings)
-    heads = AttentionInputs(q, k, k, key_mask, segments, False)
-    return single.mechanism.assign(heads, AttentionContext(0, rng, head_offset))
+def lists(q, k, rng=EVALUATION, head_offset=0):
+    heads = AttentionInputs(q, k, k, None, None, False)
+    return Single("smyrf", causal=False).mechanism.assign(heads, AttentionContext(0, rng, head_offset))
 
 
 def test_distance_falls_as_the_score_rises():

@@ -178,7 +178,6 @@ def built(source, **changes):
         ({"attention": {"pattern": ["full"] * 3}}, {}, "model.source.attention.pattern", ["3 layers"]),
         ({"attention": BIRD}, {}, "model.source.attention.smart_bird.objective", ['"token"', '"answer"']),
         ({"attention": POOLED}, {}, "model.source.attention.smart_bird.objective", ['"pooled"', '"answer"']),
-        ({"cross_attention": "lsh"}, {}, "model.source.cross_attention", ['"lsh" was removed']),
         ({"length": 100}, {}, "data.sequence_length", ["100", "target"]),
         ({"length": 39}, {}, "data.sequence_length", ["61", "60"]),
     ],

@@ -19,9 +19,9 @@ SIZES = {
 }  # fmt: skip
 
 
-def llama(kind=transformers.LlamaForCausalLM, **changes):
+def llama(kind=transformers.LlamaForCausalLM):
     torch.manual_seed(0)
-    return kind(transformers.LlamaConfig(**SIZES, **changes))
+    return kind(transformers.LlamaConfig(**SIZES))
 
 
 def of(name, config, **changes):

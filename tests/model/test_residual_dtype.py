@@ -57,7 +57,5 @@ def test_a_branch_is_added_in_fp32_and_rounded_once():
 
 
 def test_settings_that_it_cannot_be_joined_with():
-    with pytest.raises(ConfigError, match=r"model.residual_bits: 14 was removed"):
-        load_config("quickstart", ["model.residual_bits=14"])
     with pytest.raises(ConfigError, match=r"model.residual_dtype: bf16, but model.style"):
         load_config("yoso_bert", ["model.residual_dtype=bf16"])

@@ -5,7 +5,6 @@ import re
 import signal
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -15,9 +14,9 @@ GRACE = 3.0
 """Seconds for a step, a save and the end of the processes, from the moment at which the rank continues."""
 
 
-def alone(tmp_path: Path, data: Path, **sections: dict[str, Any]) -> Run:
+def alone(tmp_path: Path, data: Path) -> Run:
     """A run of one process without DeepSpeed, which starts sooner."""
-    return Run(tmp_path / "alone", data, **{**sections, "run": {"engine": "torch"}})
+    return Run(tmp_path / "alone", data, run={"engine": "torch"})
 
 
 def ask(run: Run, name: str, to: str) -> float:
