@@ -4,7 +4,7 @@ A pass runs on torch's meta device: shapes are worked out, and nothing is comput
 one launch, unless it only makes a view or takes memory. It moves its inputs and outputs once each; so does a Triton
 kernel its tensors, of which it may read some rows several times, from the cache at best."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,17 +18,8 @@ from megasparse.attention.heads import build_mechanism, head_dim
 from megasparse.config.schema import Config
 from megasparse.ops.kernels import Launch, observed
 from megasparse.ops.random import RngContext
-from megasparse.planning.passes import ConfiguredPass, as_on_a_gpu, dummy_records
+from megasparse.planning.passes import META, VIEWS, ConfiguredPass, _bytes, as_on_a_gpu, dummy_records
 from tools.bench.attention import outputs_of
-
-META = torch.device("meta")
-_NO_LAUNCH = {
-    *("alias", "as_strided", "detach", "diagonal", "expand", "is_same_size", "lift_fresh", "narrow", "permute"),
-    *("promote_types", "select", "slice", "split", "split_with_sizes", "squeeze", "t", "transpose", "unbind"),
-    *("unfold", "unsqueeze", "view", "_reshape_alias", "_unsafe_view"),
-    *("empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"),
-}
-"""Operations that make a view or take memory."""
 
 
 @dataclass
@@ -69,15 +60,14 @@ class LaunchCounter(TorchDispatchMode):
         self._kernels.__exit__(*error)
 
     def _see(self, launch: Launch) -> None:
-        moved = sum(_sizes(launch.arguments))
         self.counts.kernels += 1
-        self.counts.add(f"kernel {launch.kernel.__name__}", moved)
+        self.counts.add(f"kernel {launch.kernel.__name__}", _size(launch.arguments))
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = function(*args, **kwargs)
         name = function.overloadpacket.__name__.rstrip("_")
-        if name in _NO_LAUNCH:
+        if name in VIEWS:
             return result
         tensors = [x for x in tree_leaves((args, kwargs, result)) if isinstance(x, Tensor)]
         devices = {x.device.type for x in tensors if not x.is_cpu or x.dim() > 0}  # single numbers of the host are free
@@ -88,15 +78,13 @@ class LaunchCounter(TorchDispatchMode):
         self.counts.torch += 1
         if function.overloadpacket in flop_registry:
             self.counts.flops += flop_registry[function.overloadpacket](*args, **kwargs, out_val=result)
-        self.counts.add(name, sum(_sizes((args, kwargs, result))))
+        self.counts.add(name, _size((args, kwargs, result)))
         return result
 
 
-def _sizes(tree: Any) -> Iterator[int]:
-    """Bytes of each tensor; for an expanded one, the bytes of its memory."""
-    for x in tree_leaves(tree):
-        if isinstance(x, Tensor):
-            yield min(x.numel() * x.element_size(), x.untyped_storage().nbytes())
+def _size(tree: Any) -> int:
+    """Bytes of all tensors; for an expanded one, the bytes of its memory."""
+    return sum(_bytes(x) for x in tree_leaves(tree) if isinstance(x, Tensor))
 
 
 def count(forward: Callable[[], Callable[[], None]]) -> dict[str, Counts]:
