@@ -117,7 +117,7 @@ def test_a_checkpoints_final_states_are_the_models(tmp_path):
     assert isinstance(body, MegasparseBody)
     read = read_of(250)
     whole: Any = model
-    rng = RngContext(0, EVALUATION_STEP, torch.arange(2), training=False)
+    rng = RngContext.evaluation(0, 2)
     with torch.no_grad():
         (stream,), _, _ = whole.streams(read.tokens, rng, Padding(read.mask), None)
         expected = torch.nn.functional.layer_norm(stream, (32,), eps=body.norm.eps)
@@ -251,7 +251,7 @@ def test_the_pooler_of_sentence_order_makes_the_head_of_our_own(tmp_path):
     form = finetuning.form_for(settings)
     task_model: Any = form.model(start.body)
     assert task_model.pooling == "pooler" and torch.equal(task_model.head.dense.weight, pooler["dense"])
-    read, rng = read_of(250), RngContext(0, EVALUATION_STEP, torch.arange(2), training=False)
+    read, rng = read_of(250), RngContext.evaluation(0, 2)
     whole: Any = model
     with torch.no_grad():
         (stream,), _, _ = whole.streams(read.tokens, rng, Padding(read.mask), None)

@@ -14,7 +14,7 @@ import torch
 from megasparse.config.finetuning import TaskConfig
 from megasparse.data.tokenizers import build_tokenizer
 from megasparse.errors import ConfigError
-from megasparse.ops.random import EVALUATION_STEP, RngContext
+from megasparse.ops.random import RngContext
 from megasparse.tasks.batches import EncodedExample, Padded, Segments
 from megasparse.tasks.catalog import build_task
 from megasparse.tasks.form import ChoiceForm, ChoiceModel
@@ -121,10 +121,6 @@ def examples(labels: Sequence[int | None] = (2, 0, 6, 1)) -> list[EncodedExample
     return [encoded(i, *row) for i, row in enumerate(zip(LENGTHS, CANDIDATES, labels, strict=True))]
 
 
-def evaluation(*samples: int) -> RngContext:
-    return RngContext(3, EVALUATION_STEP, torch.tensor(samples), training=False)
-
-
 def model_of(body: Backbone, rate: float = 0.1) -> ChoiceModel:
     model = ChoiceModel(body, rate, seed=1)
     with torch.no_grad():
@@ -147,11 +143,12 @@ def body_of(where: str, tmp_path: Path) -> Backbone:
 def test_scores_costs_and_answers_against_one_example_at_a_time(where, tmp_path):
     model, form = model_of(body_of(where, tmp_path)), form_with(tmp_path)
     given = examples()
-    objective, result = model(form.collate(given), evaluation(*range(4)))
+    objective, result = model(form.collate(given), RngContext.evaluation(3, 4))
     expected = []
     for row, each in enumerate(given):
         ids, types = (torch.from_numpy(values).unsqueeze(0) for values in each.sequences[0])
-        states = model.body(Padded(ids, types, torch.tensor([ids.shape[1]])), evaluation(row), None)[0][0]
+        read = Padded(ids, types, torch.tensor([ids.shape[1]]))
+        states = model.body(read, RngContext.evaluation(3, 1), None)[0][0]
         scores = np.array([float(states[mark] @ model.output.weight[0]) for mark in each.marks.tolist()])
         p = np.exp(scores) / np.exp(scores).sum()
         expected.append(-np.log(p[each.label]))

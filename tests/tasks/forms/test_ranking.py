@@ -17,7 +17,7 @@ from megasparse.config.attention import AttentionConfig
 from megasparse.config.finetuning import FinetuneConfig, HeadConfig, RecommendationConfig, TaskConfig
 from megasparse.data.tokenizers import build_tokenizer
 from megasparse.errors import ConfigError, DataError
-from megasparse.ops.random import EVALUATION_STEP, RngContext
+from megasparse.ops.random import RngContext
 from megasparse.tasks.batches import EncodedExample, Padded
 from megasparse.tasks.catalog import build_task
 from megasparse.tasks.form import column
@@ -213,7 +213,7 @@ def straight_scores(model: NewsRecommender, example: EncodedExample) -> Tensor:
     """One impression, every title and every head by itself, nothing padded."""
     assert isinstance(example, forms.Impression)
     weights = {name: value.detach() for name, value in model.named_parameters()}
-    rng = RngContext(0, EVALUATION_STEP, torch.zeros(1, dtype=torch.int64), training=False)
+    rng = RngContext.evaluation(0, 1)
 
     def vector(news: Any) -> Tensor:
         tokens = torch.from_numpy(news.tokens).unsqueeze(0)
@@ -235,9 +235,8 @@ def straight_scores(model: NewsRecommender, example: EncodedExample) -> Tensor:
 
 def evaluated(run: TaskRun, examples: Sequence[EncodedExample]) -> tuple[list[Tensor], dict[str, Any]]:
     run.model.eval()
-    rng = RngContext(0, EVALUATION_STEP, torch.arange(len(examples)), training=False)
     with torch.no_grad():
-        result = run.model(run.form.collate(examples), rng)[1]
+        result = run.model(run.form.collate(examples), RngContext.evaluation(0, len(examples)))[1]
     return result["predicted"], result
 
 
