@@ -156,9 +156,8 @@ CHECKS: dict[str, Callable[[Any, Tensor, Tensor], Pairs]] = {
 
 
 def load_model(folder: Path) -> Any:
-    """Load a model of transformers, or one that megasparse exported or replaced, without running code of the folder.
-
-    Raises HubError if it is not a causal language model.
+    """Load a model of transformers, or one that megasparse exported or replaced, without running code of the folder. In
+    fp32: rounding in bf16 can exceed the tolerance. Raises HubError if it is not a causal language model.
     """
     try:
         names = parse_json(read_file(folder / "config.json", 1 << 20).decode(), str(folder)).get("architectures")
@@ -167,7 +166,7 @@ def load_model(folder: Path) -> Any:
     if not names or not names[0].endswith(("ForCausalLM", "LMHeadModel", "ModelWithLMHead")):
         problem = f"config.json specifies the architecture {(names or [None])[0]}"
         raise HubError(folder, problem, "Give a causal language model")
-    return hf_class(names[0]).from_pretrained(folder, local_files_only=True, use_safetensors=True)
+    return hf_class(names[0]).from_pretrained(folder, dtype=torch.float32, local_files_only=True, use_safetensors=True)
 
 
 def load_tokenizer(folder: str | Path) -> Any:

@@ -8,7 +8,7 @@ import transformers
 
 from megasparse.cli.main import main
 from megasparse.errors import HubError
-from megasparse.hub.checker import CHECKS, check_model
+from megasparse.hub.checker import CHECKS, check_model, load_model
 from megasparse.hub.replace import replace_attention
 from tests.helpers.commands import refused
 
@@ -126,7 +126,8 @@ def test_a_model_that_crashes_fails_and_one_that_rejects_packed_documents_does_n
 
 
 def test_the_command_prints_a_table_and_ends_with_an_error_after_a_failure(tmp_path, capsys):
-    llama().save_pretrained(tmp_path / "right")
+    llama().bfloat16().save_pretrained(tmp_path / "right")
+    assert load_model(tmp_path / "right").dtype == torch.float32
     main(["check-model", "--model", str(tmp_path / "right")])
     assert capsys.readouterr().out.count("PASS") == len(CHECKS)
     words = ["replace-attention", "--attention", '{"kind": "lsh"}', "--output", tmp_path / "replaced", "--model"]
