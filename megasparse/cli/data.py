@@ -128,7 +128,7 @@ def train_tokenizer(args: argparse.Namespace) -> None:
     from megasparse.data.tokenizers import build_tokenizer
     from megasparse.data.tokenizers.sentence_piece import train_sentencepiece
     from megasparse.data.tokenizers.simple import vocabulary_file
-    from megasparse.files import write_file
+    from megasparse.evaluation.outputs import require_writable, whole_file
 
     suffix = SUFFIXES[args.kind]
     if args.output.suffix != suffix:
@@ -138,14 +138,15 @@ def train_tokenizer(args: argparse.Namespace) -> None:
         raise ConfigError("--vocabulary", f"{args.vocabulary} leaves no room for <unk> and <eos>", "Give 2 or more")
     if args.output.exists():
         raise ConfigError("--output", f"{args.output} already exists", "Remove it, or give another name")
-    args.output.parent.mkdir(parents=True, exist_ok=True)
+    require_writable(args.output)
     source = Source.open(args.source, args.member, args.output.with_name(f".{args.output.name}.download"), "files")
     sample = LineSample(source, args.sample_bytes if args.kind == "sentencepiece" else 0)
     if args.kind == "sentencepiece":
         data = train_sentencepiece(sample.lines(), args.vocabulary, args.model_type, args.character_coverage)
     else:
         data = vocabulary_file(sample.all(), args.vocabulary)
-    write_file(args.output, data)
+    with whole_file(args.output) as out:
+        out.write(data)
     tokenizer = build_tokenizer(str(args.output))
     tokens = tokenizer.encode(sample.held_out)
     size, split = len(sample.held_out), "held-out" if sample.is_held_out else "training"

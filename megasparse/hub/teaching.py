@@ -87,7 +87,7 @@ class Teacher:
         while self.passes < passes:
             epoch, position = divmod(self.passes, len(windows))
             order = random.Random(f"{self.seed}/{epoch}").sample(range(len(windows)), len(windows))
-            loss = self.learn(self._batch(windows[order[position]]), self.passes / passes)
+            loss = self.learn(torch.tensor([windows[order[position]]]), self.passes / passes)
             self._keep(folder, record, identity)
             progress.update()
             progress.set_postfix(loss=f"{loss:.4f}")
@@ -106,7 +106,7 @@ class Teacher:
         loss = self._run(tokens, self.passes * UPDATES, UPDATES)
         self.passes += 1
         if not math.isfinite(loss):
-            raise HubError(type(self.model).__name__, f"its loss is {loss}", "Load the model in bf16 or fp32")
+            raise HubError(type(self.model).__name__, f"its loss is {loss}", "Use finite weights in bf16 or fp32")
         return loss
 
     def measure(self, tokens: Tensor) -> float:
@@ -118,10 +118,7 @@ class Teacher:
             layer.to(dtype)
 
     def _loss_on(self, windows: list[list[int]]) -> float:
-        return sum(self.measure(self._batch(tokens)) for tokens in windows) / len(windows)
-
-    def _batch(self, tokens: list[int]) -> Tensor:
-        return torch.tensor([tokens], device=self.model.device)
+        return sum(self.measure(torch.tensor([tokens])) for tokens in windows) / len(windows)
 
     def _run(self, tokens: Tensor, step: int, updates: int) -> float:
         losses: list[Tensor] = []
@@ -132,7 +129,7 @@ class Teacher:
             losses.extend(self._learn_layer(call, step, updates))
 
         with torch.no_grad(), full_attention(self.model), each_call(self.model, listen):
-            base(input_ids=tokens, **options)
+            base(input_ids=tokens.to(self.model.device), **options)
         return float(torch.stack(losses).mean())
 
     @torch.enable_grad()
@@ -171,19 +168,16 @@ class Teacher:
             record = json.loads(read_file(path))
             course, passes, state = record["identity"], int(record["passes"]), folder / Path(str(record["state"])).name
             before = float(record["before"])
-        except (OSError, ValueError, LookupError, TypeError, OverflowError, RecursionError):
-            raise HubError(path, "is damaged", f"Remove {folder} to start again") from None
+            open_file(state).close()  # reject a pipe, which would block
+            stored = load_file(state)
+        except (SafetensorError, OSError, ValueError, LookupError, TypeError, OverflowError, RecursionError) as error:
+            raise HubError(path, f"is damaged, or its state ({error})", f"Remove {folder} to start again") from None
         if course != identity:
             hint = f"Use the same model, texts, length, passes and seed, or remove {folder}"
             raise HubError(path, "belongs to another training", hint)
-        try:
-            open_file(state).close()  # reject a pipe, which would block
-            stored = load_file(state)
-        except (SafetensorError, OSError) as error:
-            raise HubError(state, f"cannot be read ({error})", "Remove it to start again") from None
         tensors = dict(self._state())
         if {name: x.shape for name, x in stored.items()} != {name: x.shape for name, x in tensors.items()}:
-            raise HubError(state, "does not fit this model's mechanisms", "Remove it to start again")
+            raise HubError(state, "does not fit this model's mechanisms", f"Remove {folder} to start again")
         for name, tensor in tensors.items():
             tensor.copy_(stored[name])
         self.passes = passes
@@ -193,14 +187,16 @@ class Teacher:
         """Write the state, then the record that names it, so that the previous one is valid until then."""
         if folder is None:
             return
-        folder.mkdir(parents=True, exist_ok=True)
         state = folder / f"state-{self.passes}.safetensors"
-        write_file(state, save({name: tensor.contiguous() for name, tensor in self._state()}))
         written = {**record, "identity": identity, "passes": self.passes, "state": state.name}
-        write_file(folder / RECORD, json.dumps(written, indent=2))
-        for old in folder.glob("state-*.safetensors"):
-            if old != state:
-                old.unlink()
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            write_file(state, save({name: tensor.contiguous() for name, tensor in self._state()}))
+            write_file(folder / RECORD, json.dumps(written, indent=2))
+        except OSError as error:
+            raise HubError(folder, f"cannot be written ({error.strerror})", "Free some space, or remove it") from None
+        for old in {*folder.glob("state-*.safetensors")} - {state}:
+            old.unlink()
 
     def _state(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the learned weights and Adam's state, by name."""
@@ -249,5 +245,5 @@ def read_windows(tokenizer: Any, paths: list[Path], length: int) -> list[list[in
             windows += tokenizer(text, truncation=True, max_length=length, return_overflowing_tokens=True)["input_ids"]
         else:
             tokens = tokenizer(text)["input_ids"]
-            windows += [tokens[first : first + length] for first in range(0, len(tokens), length)]
+            windows += [tokens[first : first + length] for first in range(0, max(1, len(tokens)), length)]
     return windows

@@ -94,22 +94,20 @@ def test_invalid_requests_are_rejected_and_leave_no_file(tmp_path, books, capfd)
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
     (tmp_path / "empty.txt").write_bytes(b"")
     out, there = tmp_path / "out.model", tmp_path / "there.model"
-    for kind, options, problem in (
-        ("sentencepiece", ("--source", books, "--vocabulary", 400, "--output", there), "already exists"),
-        ("sentencepiece", ("--source", books, "--vocabulary", 400, "--output", tmp_path / "x.txt"), "end in .model"),
-        ("words", ("--source", books, "--output", out), "end in .txt"),
-        ("sentencepiece", ("--source", books, "--vocabulary", 261, "--output", out), "--vocabulary: 261 leaves no"),
-        ("sentencepiece", ("--source", books, "--vocabulary", 90_000, "--output", out), "Give at most"),
-        ("sentencepiece", ("--source", tmp_path / "latin.txt", "--vocabulary", 400, "--output", out), "not UTF-8"),
-        ("words", ("--source", tmp_path / "empty.txt", "--output", tmp_path / "x.txt"), "nothing in it"),
-        (
-            "sentencepiece",
-            ("--source", books, "--vocabulary", 400, "--character-coverage", 2, "--output", out),
-            "--character-coverage: 2.0",
-        ),
-    ):  # fmt: skip
+    pieces = ("sentencepiece", "--source", books, "--vocabulary")
+    for words, problem in (
+        ((*pieces, 400, "--output", there), "already exists"),
+        ((*pieces, 400, "--output", there / "x.model"), "cannot be written"),
+        ((*pieces, 400, "--output", tmp_path / "x.txt"), "end in .model"),
+        (("words", "--source", books, "--output", out), "end in .txt"),
+        ((*pieces, 261, "--output", out), "--vocabulary: 261 leaves no"),
+        ((*pieces, 90_000, "--output", out), "Give at most"),
+        (("sentencepiece", "--source", tmp_path / "latin.txt", "--vocabulary", 400, "--output", out), "not UTF-8"),
+        (("words", "--source", tmp_path / "empty.txt", "--output", tmp_path / "x.txt"), "nothing in it"),
+        ((*pieces, 400, "--character-coverage", 2, "--output", out), "--character-coverage: 2.0"),
+    ):
         with pytest.raises(SystemExit) as stop:
-            train(kind, *options)
+            train(*words)
         reported = [line for line in capfd.readouterr().err.splitlines() if line.startswith("error: ")]
         assert stop.value.code == 2 and len(reported) == 1 and problem in reported[0], (reported, problem)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["books", "empty.txt", "latin.txt", "there.model"]
