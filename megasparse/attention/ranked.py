@@ -8,9 +8,10 @@ per bucket, T queries per tile, C candidates per query.
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, cast
 
 import torch
+from pydantic import Field
 from torch import Tensor, nn
 
 from megasparse.attention.contract import AttentionContext, AttentionInputs, MechanismSpec, Passes
@@ -37,14 +38,14 @@ _GAIN = 4.0
 
 class RankedAttentionConfig(MechanismSection):
     keys: Positive = 128
-    """K, keys that a query reads in addition to the window and the sinks."""
+    """K, best keys of each query. Those in the window or the sinks are included once."""
     sketch_dim: Positive = 32
     """Width d of the sketch that ranks the candidates."""
     sketch_heads: Positive = 1
     """Neighbouring heads that share a sketch, buckets and keys; the heads of one KV group, for example."""
     sketch_signs: bool = False
     """Rank by the signs of the d numbers, by the Hamming distance of d bits, a multiple of 8."""
-    buckets: Positive = 64
+    buckets: Annotated[Positive, Field(le=_CODES**2)] = 64
     """N, buckets of keys."""
     probes: Positive = 8
     """P, buckets that a query searches. P/N of the pairs are scored if buckets are equally large; queries prefer large

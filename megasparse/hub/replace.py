@@ -285,6 +285,8 @@ def _sections(attention: dict[str, Any] | AttentionConfig) -> dict[str, Any]:
             problem = f"unknown mechanism {show(kind)}"
             raise ConfigError("attention.kind", problem, did_you_mean(str(kind), MECHANISMS))
         attention = {"pattern": [kind], kind: settings}
+    if "pattern" not in attention:
+        raise ConfigError("attention", "contains neither kind nor pattern", 'Add "kind": "ranked", for example')
     lsh = attention.get("lsh", {})
     return {**attention, "lsh": {"shared_qk": False, **lsh} if isinstance(lsh, dict) else lsh}
 

@@ -74,6 +74,7 @@ def test_a_text_is_cut_into_windows_that_hold_all_of_it(folder):
         (replace_attention, ["--attention", "[]"], "error: --attention: is not a JSON object"),
         (replace_attention, ["--attention", '{"kind": "lhaa"}'], 'Did you mean "lha"?'),
         (replace_attention, ["--attention", '{"kind": ["lsh"]}'], 'attention.kind: unknown mechanism ["lsh"]'),
+        (replace_attention, ["--attention", '{"lha": {}}'], "error: attention: contains neither kind nor pattern"),
         (replace_attention, ["--attention", '{"pattern": "lsh"}'], '"lsh" does not fit. It must be a list'),
         (replace_attention, ["--attention", '{"kind": "lha"}', "--max-length", 0], "model.max_length: 0 does not fit"),
     ],
@@ -86,10 +87,6 @@ def test_mistakes_are_told_in_a_line(folder, capsys, tool, arguments, message):
     assert not (folder / "never").exists()
 
 
-def test_a_model_without_lha_or_without_safetensors_is_rejected(folder, capsys, tmp_path):
+def test_a_model_that_was_not_replaced_cannot_be_taught(folder, capsys):
     given = ["--model", folder / "bert", "--output", folder / "never", "--texts", folder / "texts"]
     assert "contains no valid entry megasparse_attention" in commands.refused(capsys, teach, *given)
-    (tmp_path / "config.json").write_text((folder / "bert" / "config.json").read_text())
-    torch.save({}, tmp_path / "pytorch_model.bin")
-    given = ["--model", tmp_path, "--output", tmp_path / "never", "--attention", '{"kind": "lha"}']
-    assert "pytorch_model.bin: is a pickle" in commands.refused(capsys, replace_attention, *given)

@@ -407,6 +407,7 @@ def test_a_model_that_was_not_replaced_is_not_loaded_as_one(tmp_path):
         ("Llama", {}, {"kind": "ngram"}, None, "attention.ngram: it reads token ids"),
         ("Llama", {}, {**LHA, "normalize": True}, None, "attention.lha: it adds positions to keys or normalises"),
         ("Llama", {}, {"kind": "full", "sinusoidal_positions": True}, None, "attention.full: it adds positions"),
+        ("Llama", {}, {**RANKED, "buckets": 65537}, None, "ranked.buckets: 65537 does not fit"),
         ("Llama", {}, {**SIGNS, "sketch_dim": 12}, None, "ranked.sketch_dim: 12 is not a multiple of 8"),
         ("Llama", {"is_causal": False}, LHA, None, "attends in both directions .config.is_causal"),
         ("Llama", {}, {"kind": "lsh", "shared_qk": True, "shifted_keys": True}, None, "without rotary positions"),

@@ -155,7 +155,7 @@ def plain(tmp_path_factory):
     return folder
 
 
-def test_decoders_measure_nats_captured_attention_and_speed(plain, monkeypatch):
+def test_decoders_measure_nats_captured_attention_and_speed(plain, tmp_path, monkeypatch):
     tokens = torch.randint(41, (1, 60), generator=torch.Generator().manual_seed(0))
     model = AutoModelForCausalLM.from_pretrained(plain)
     with torch.no_grad():
@@ -165,17 +165,20 @@ def test_decoders_measure_nats_captured_attention_and_speed(plain, monkeypatch):
     arms = {name: decoders.arm_of(f"{name}={text}") for name, text in texts.items()}
     models = {name: arm.model(plain, 60, 0, tokens.device) for name, arm in arms.items()}
     rows = {name: decoders.measure(models[name], tokens, arm.oracle) for name, arm in arms.items()}
-    assert rows["full"]["nats"] == pytest.approx(expected, abs=1e-5)
+    assert rows["full"]["nats"] == pytest.approx(expected, abs=1e-5) == rows["all"]["nats"]
     assert rows["full"]["captured"] == pytest.approx(1.0) == rows["all"]["captured"]
-    assert rows["all"]["nats"] == pytest.approx(expected, abs=1e-5)
     assert rows["window"]["captured"] < rows["oracle"]["captured"] < 1.0
     monkeypatch.setattr(decoders, "STEPS", 2)
     monkeypatch.setattr(decoders, "TURN", 8)
-    sdpa, full = decoders.speed(plain, [arms["full"]], 40, 1, 1, torch.device("cpu"))
-    assert (sdpa["arm"], sdpa["turn_ratio"], full["arm"], full["layers"]) == ("SDPA", 1.0, "full", 1)
+    save_replaced(models["window"], tmp_path / "taught")
+    compared = [arms["full"], decoders.arm_of(f"window={tmp_path}/taught")]
+    sdpa, full, window = decoders.speed(plain, compared, 40, 1, 1, torch.device("cpu"))
+    assert (sdpa["arm"], sdpa["turn_ratio"], full["arm"], window["layers"]) == ("SDPA", 1.0, "full", 1)
     assert sdpa["cache_bytes"] == 2 * 4 * 50 * 32 <= full["cache_bytes"] and full["decode_ratio"] > 0.0
-    with pytest.raises(Exception, match=r"--arm: full is not an arm"):
-        decoders.arm_of("full")
+    for text in ("full", 'o={"best": 1}', 'o={"best": "a", "window": 1, "sinks": 0}'):
+        with pytest.raises(ConfigError, match=r"--arm: .* is not an "):
+            decoders.arm_of(text)
+    assert [len(arm.seeds(3)) for arm in (arms["oracle"], decoders.Arm("", {"pattern": ["lsh"]}))] == [1, 3]
     assert decoders.arm_of("taught=runs/taught@64") == decoders.Arm("taught", Path("runs/taught"), 64)
 
 
@@ -196,8 +199,9 @@ def test_folders_of_one_name_are_measured_each_with_its_own_keys(plain, tmp_path
     nats = [decoders.measure(model, tokens, None, arm.page)["nats"] for model, arm in zip(models, arms, strict=True)]
     assert [row["nats"] for row in rows] == nats and len({*nats}) == 3
     assert decoders.measured(plain, arms, *arguments) == rows
-    with pytest.raises(DataError, match=r"with length 60 with model .*a/taught of this command"):
-        decoders.measured(tmp_path / "a/taught", arms, *arguments)
+    for json_file in (arguments[4], tmp_path):
+        with pytest.raises(DataError, match=r"with length 60 with model .*a/taught of this command"):
+            decoders.measured(tmp_path / "a/taught", arms, *arguments[:4], json_file, arguments[5])
     with pytest.raises(ConfigError, match="pages of 4 keys need smart_bird"):
         decoders.measured(plain, [decoders.Arm("ranked", tmp_path / "c/taught", 4)], *arguments)
 

@@ -126,7 +126,7 @@ class Arm:
             entry = replacement_of(self.attention)
             require_pages(entry["attention"], self.page)
             return [entry["seed"]]
-        return list(range(1 if self.attention.get("kind") in ("full", "local", None) else count))
+        return list(range(1 if self.oracle or self.attention.get("kind") in ("full", "local") else count))
 
     def model(self, plain: Path, length: int, seed: int, device: torch.device) -> PreTrainedModel:
         if isinstance(self.attention, Path):
@@ -284,7 +284,7 @@ def kept_rows(path: Path, keys: Sequence[str], **same: Any) -> list[dict[str, An
         complete = all({*keys} <= row.keys() for row in rows)
         if not complete or any(content[name] != value for name, value in same.items()):
             raise ValueError
-    except (ValueError, LookupError, TypeError, AttributeError):
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
         with_what = "".join(f" with {name} {value}" for name, value in same.items())
         problem = f"does not contain rows{with_what} of this command"
         raise DataError(path, problem, "Choose another file, or remove it") from None
@@ -340,7 +340,9 @@ def speed(
     """Measure seconds of each arm and of transformers' SDPA, which come in turns; ratios are medians of pairs."""
     models = {"SDPA": first_layers(load_plain(plain), layers)}
     for arm in arms:
-        assert isinstance(arm.attention, dict)
+        if isinstance(arm.attention, Path):
+            models[arm.name] = first_layers(load_replaced(arm.attention), layers)
+            continue
         settings, longest = arm.attention, length + STEPS + TURN
         models[arm.name] = replace_attention(first_layers(load_plain(plain), layers), settings, max_length=longest)
     for model in models.values():
@@ -412,6 +414,8 @@ def main(words: Sequence[str] | None = None) -> None:
         return
     if not args.texts:
         raise ConfigError("--texts", "it is missing", "Give text files, or --speed")
+    if args.length < 2:
+        raise ConfigError("--length", f"{args.length} is too short", "Give 2 or more")
     trials = (args.seeds, args.haystacks, args.json, args.device)
     print(table(measured(args.model, arms, args.texts, args.length, *trials)))
 
@@ -426,7 +430,9 @@ def arm_of(text: str) -> Arm:
         folder, at, page = value.rpartition("@")
         return Arm(name, Path(folder), int(page)) if at and page.isdecimal() else Arm(name, Path(value))
     attention = parse_json(value, "--arm")
-    if not isinstance(attention, dict) or ("best" in attention and attention.keys() != {"best", "window", "sinks"}):
+    oracle = isinstance(attention, dict) and "best" in attention
+    counts = oracle and all(type(value) is int and value >= 0 for value in attention.values())
+    if not isinstance(attention, dict) or (oracle and not (counts and attention.keys() == {"best", "window", "sinks"})):
         raise ConfigError("--arm", f"{value} is not an attention", hint)
     return Arm(name, attention)
 
