@@ -85,8 +85,9 @@ def _chosen(mechanism: SmartBirdAttention, call: Call, queries: Tensor, causal: 
 
 
 def scored_pairs(call: Call, queries: Tensor) -> float:
-    """Return the pairs that a sketch scores to choose the keys of queries (S,), as a fraction of the visible pairs;
-    of `ranked` with the scores of buckets. Without a sketch 0; full attention scores all.
+    """Return the pairs that a sketch scores to choose the keys of queries (S,), as a fraction of the visible pairs; of
+    `ranked` with the N bucket scores of each query, without those that assign keys. Without a sketch 0; full attention
+    scores all.
     """
     mechanism = call.mechanism
     if not isinstance(mechanism, RankedAttention):
