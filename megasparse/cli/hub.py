@@ -215,8 +215,9 @@ def check_model(args: argparse.Namespace) -> None:
         megasparse check-model --length 512 --model export/quickstart
 
     Prints PASS or FAIL with the largest difference, relative to the standard deviation of the logits, and the first
-    token that differs by more than rounding. A failed check ends the command with exit code 2. Models of transformers,
-    exports and models with replaced attention are supported. Code in the folder is never executed.
+    token that differs by more than rounding. A failed check ends the command with exit code 2. Weights are loaded in
+    fp32. Models of transformers, exports and models with replaced attention are supported. Code in the folder is never
+    executed.
     """
     from megasparse.errors import ConfigError, UserError
 

@@ -182,7 +182,7 @@ def test_decoders_measure_nats_captured_attention_and_speed(plain, tmp_path, mon
     assert decoders.arm_of("taught=runs/taught@64") == decoders.Arm("taught", Path("runs/taught"), 64)
 
 
-def test_folders_of_one_name_are_measured_each_with_its_own_keys(plain, tmp_path, monkeypatch):
+def test_folders_of_one_name_are_measured_each_with_its_own_keys(plain, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(decoders, "load_tokenizer", MagicMock())
     monkeypatch.setattr(decoders, "_windows", lambda *_: [[*range(60)]])
     sketch = {"keys": 8, "sketch": "heads", "objective": "attention"}
@@ -204,6 +204,8 @@ def test_folders_of_one_name_are_measured_each_with_its_own_keys(plain, tmp_path
             decoders.measured(tmp_path / "a/taught", arms, *arguments[:4], json_file, arguments[5])
     with pytest.raises(ConfigError, match="pages of 4 keys need smart_bird"):
         decoders.measured(plain, [decoders.Arm("ranked", tmp_path / "c/taught", 4)], *arguments)
+    words = ["--model", plain, "--json", arguments[4], "--arm", 'full={"kind": "full"}', "--speed", 40]
+    assert "rows.json: does not contain rows with turn 512" in refused(capsys, decoders, *words)
 
 
 class Letters:

@@ -407,6 +407,7 @@ def main(words: Sequence[str] | None = None) -> None:
     disable_progress_bar()
     arms = [arm_of(text) for text in args.arm]
     if args.speed:
+        kept_rows(args.json, ("arm", "prefill"), turn=TURN)  # do not overwrite rows of texts
         settings = (args.layers, args.repeats, args.device)
         rows = [row for length in args.speed for row in speed(args.model, arms, length, *settings)]
         write_json(args.json, {"turn": TURN, "threads": torch.get_num_threads(), "rows": rows})
