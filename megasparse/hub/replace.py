@@ -430,7 +430,7 @@ def _read_replacement(model: PreTrainedModel, name: str | Path, settings: Mappin
     saved = {tensor.removeprefix(prefix): tensor for tensor in file.names() if f".{NAME}." in tensor}
     with torch.no_grad():
         for tensor_name, tensor in _base_state(model).items():
-            tensor.copy_(file.read(saved.pop(tensor_name, tensor_name), tensor.shape))
+            tensor.copy_(file.read(saved.pop(tensor_name, tensor_name), tensor.shape, tensor.dtype))
     if saved:
         problem = f"contains a tensor {next(iter(saved.values()))}, unknown to its {ENTRY}"
         raise HubError(file.path, problem, "Use a model with its original config.json")

@@ -66,15 +66,15 @@ class TensorFile:
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._file(name).get_slice(name).get_shape())
 
-    def read(self, name: str, shape: Iterable[int] | None = None) -> Tensor:
-        """Read a tensor, floating point as fp32. Raises HubError if it is missing or its shape is not `shape`."""
+    def read(self, name: str, shape: Iterable[int] | None = None, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Read a tensor, floating point as `dtype`. Raises HubError if it is missing or its shape is not `shape`."""
         if shape is not None:
             self._check_shape(name, shape)
         try:
             tensor: Tensor = self._file(name).get_tensor(name)
         except (SafetensorError, OSError) as error:
             raise HubError(self.path, f"{name} cannot be read ({error})", _AGAIN) from None
-        return tensor.to(torch.float32) if tensor.is_floating_point() else tensor
+        return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
     def check(self, expected: Mapping[str, Iterable[int]]) -> None:
         """Raise HubError unless the tensors and their shapes are exactly those in `expected`."""

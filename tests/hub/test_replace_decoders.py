@@ -389,6 +389,17 @@ def test_transformers_loads_a_saved_decoder_with_either_attention(tmp_path, kind
         AutoModelForCausalLM.from_pretrained(tmp_path / "model")
 
 
+def test_fp64_is_loaded_as_it_was_saved(tmp_path):
+    model = replace_attention(build(), RANKED)
+    with torch.no_grad():
+        for mechanism in mechanisms(model):
+            for parameter in mechanism.parameters():
+                parameter.normal_()
+    save_replaced(model, tmp_path / "model")
+    saved, loaded = model.state_dict(), load_replaced(tmp_path / "model").state_dict()
+    assert all(torch.equal(saved[name], loaded[name]) for name in saved)
+
+
 def test_a_model_that_was_not_replaced_is_not_loaded_as_one(tmp_path):
     build().save_pretrained(tmp_path)
     with pytest.raises(HubError, match="no valid entry megasparse_attention"):
