@@ -75,8 +75,14 @@ class Teacher:
         Returns:
             The mean loss on the held-out windows before and after.
         Raises:
-            HubError: `folder` belongs to another training, or is damaged.
+            HubError: The windows are not longer than the attention window; `folder` belongs to another training, or is
+                damaged.
         """
+        configs = [cast(Attention, self.layers[number][kind]).config for number, kind in self.optimizers]
+        near = max((2 * config.chunk for config in configs if config.local), default=0)
+        if len(windows[0]) <= near and self.layers[0].causal:
+            problem = f"{len(windows[0])} tokens contain no key beyond the window of {near}"
+            raise HubError("length", problem, f"Teach with more than {near} tokens, or replace with a smaller chunk")
         self._cast(torch.promote_types(self.dtype, torch.float32))
         identity = self._identity(windows, held_out, passes)
         record = None if folder is None else self._resume(folder, identity)

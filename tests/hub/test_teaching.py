@@ -66,6 +66,13 @@ def test_windows_of_a_slow_tokenizer_cover_the_text(tmp_path):
     assert read_windows(MagicMock(is_fast=False, return_value={"input_ids": []}), [tmp_path], 16) == [[]]
 
 
+@pytest.mark.parametrize("attention", [SKETCH, HASH, RANKED], ids=["sketch", "hash", "ranked"])
+def test_texts_inside_the_window_are_an_error(attention):
+    texts = [[7] * 2 * attention["chunk"]]
+    with pytest.raises(HubError, match=r"^length: \d+ tokens contain no key beyond the window of \d+"):
+        Teacher(taught(attention)).teach(texts, texts, 1)
+
+
 def test_a_stopped_teaching_resumes_bit_identically(tmp_path, monkeypatch):
     def course(passes, folder, seed=3):
         teacher = Teacher(taught(MIXED).half(), seed)
