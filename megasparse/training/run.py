@@ -89,6 +89,8 @@ class TrainingRun:
 
 @dataclass(frozen=True)
 class RunResult:
+    """Progress of a run."""
+
     directory: Path
     """The run's folder."""
     step: int

@@ -31,21 +31,21 @@ AS_HUGGINGFACE = {"window": "chunk", "same_bucket": False, "count_rounds": False
 
 
 def same_layers(causal, rounds):
-    """HuggingFace's layer and ours: the same weights, rotations and windows within a round (see `_hash_as_ours`).
+    """Return Hugging Face's layer and megasparse's with the same weights, rotations and windows within a round.
 
     In float64: a token that sees nothing in any round has a log-sum-exp of −1e5 in HuggingFace's, which fp32 rounds so
     coarsely that the rounds' shares sum to 1 only to 0.4 %."""
     torch.manual_seed(0)
-    own = {"lsh_attn_chunk_length": CHUNK, "num_hashes": rounds, "num_buckets": BUCKETS}
+    hashing = {"lsh_attn_chunk_length": CHUNK, "num_hashes": rounds, "num_buckets": BUCKETS}
     size = {"hidden_size": WIDTH, "num_attention_heads": HEADS, "attention_head_size": WIDTH // HEADS}
-    theirs = LSHSelfAttention(ReformerConfig(is_decoder=causal, **size, **own)).double().eval()
-    _hash_as_ours(theirs, [BUCKETS], 0, 5)
+    reference = LSHSelfAttention(ReformerConfig(is_decoder=causal, **size, **hashing)).double().eval()
+    _hash_as_ours(reference, [BUCKETS], 0, 5)
     layer = AttentionLayer(settings(causal, **AS_HUGGINGFACE, rounds=rounds), 0)
     with torch.no_grad():
-        layer.query.weight.copy_(theirs.query_key.weight)
-        layer.value.weight.copy_(theirs.value.weight)
+        layer.query.weight.copy_(reference.query_key.weight)
+        layer.value.weight.copy_(reference.value.weight)
         layer.output.weight.copy_(torch.eye(WIDTH))
-    return theirs, layer.double()
+    return reference, layer.double()
 
 
 def inputs():
@@ -57,12 +57,12 @@ def inputs():
 @pytest.mark.parametrize("rounds", [1, 2, 4])
 def test_huggingface_without_its_wrap_gives_the_same_for_every_token(causal, rounds):
     """And the same gradients of the input and of the weights."""
-    theirs, layer = same_layers(causal, rounds)
+    reference, layer = same_layers(causal, rounds)
     x = inputs()
     toward = x.roll(1)
     results = []
     for attend, weights in (
-        (lambda x: theirs(x).hidden_states, [theirs.query_key.weight, theirs.value.weight]),
+        (lambda x: reference(x).hidden_states, [reference.query_key.weight, reference.value.weight]),
         (lambda x: run(layer, x), [layer.query.weight, layer.value.weight]),
     ):
         leaf = x.clone().requires_grad_()

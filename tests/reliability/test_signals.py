@@ -14,7 +14,7 @@ GRACE = 3.0
 """Seconds for a step, a save and the end of the processes, from the moment at which the rank continues."""
 
 
-def alone(tmp_path: Path, data: Path) -> Run:
+def single_process(tmp_path: Path, data: Path) -> Run:
     """A run of one process without DeepSpeed, which starts sooner."""
     return Run(tmp_path / "alone", data, run={"engine": "torch"})
 
@@ -41,7 +41,7 @@ def stopped_well(run: Run, ended: Ended, step: int | None = None, code: int = 0)
 
 
 def test_an_interrupt_during_a_stalled_read_does_not_wait_for_it(data, tmp_path):
-    run = alone(tmp_path, data)
+    run = single_process(tmp_path, data)
     with running(run):
         run.start(ranks=None, faults=[fault(r"read 21 data", "sleep 10000")])
         run.wait_for_fault(0)
@@ -54,7 +54,7 @@ def test_an_interrupt_during_a_stalled_read_does_not_wait_for_it(data, tmp_path)
 
 @pytest.mark.slow
 def test_an_error_of_the_thread_that_reads_ahead_ends_the_run(data, tmp_path):
-    run = alone(tmp_path, data)
+    run = single_process(tmp_path, data)
     with running(run):
         run.start(ranks=None, faults=[fault(r"read 21 data", "raise the disk is gone")])
         run.wait_for_fault(0)
