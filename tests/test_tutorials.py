@@ -31,7 +31,7 @@ QUICKSTART = {
 }
 SMALLER = {
     "--vocabulary 8000": "--vocabulary 400",
-    "--length 2048 --passes 8": "--length 64 --passes 1",
+    "--length 2048 --passes 8": "--length 256 --passes 1",
     "steps=600": "steps=2",
     "=100": "=1",
 }
