@@ -274,6 +274,8 @@ def _chosen_keys(
                 log_p = _log_p(score.mul_(width**-0.5), spec.sampling, None if lse is None else lse[:, rows, None])
                 draws = _log_uniform(noise, rows, first_key // tile, len(keys))
                 ranks, nothing = _ranks(draws.add_(log_p.float()[:, None]), keys), _NOTHING
+            elif q.device.type != "cpu":
+                rounded_ranks(ranks, width, keys)
             start = first_query + rows.start
             if not sight.hides_nothing(start, first_key + len(keys) - 1):
                 first = max(0, start - first_key) if sight.hides_nothing(start, start) else 0  # that may be hidden
@@ -282,7 +284,7 @@ def _chosen_keys(
                 exact = None if error is None else (q[:, rows], k[:, columns], error[:, rows])
                 values, tokens = _top_products(ranks, width, first_key, count, exact)
             else:
-                values, slot = top_k(ranks if noise is not None else rounded_ranks(ranks, width, keys), count)
+                values, slot = top_k(ranks, count)
                 tokens = torch.where(values == nothing, -1, slot + first_key).to(torch.int32)
             if first_key:
                 values, tokens = torch.cat([best, values], dim=-1), torch.cat([chosen, tokens], dim=-1)
@@ -353,8 +355,8 @@ def _top_products(
 
 
 def rounded_ranks(products: Tensor, width: int, keys: Tensor) -> Tensor:
-    """Round float64 products q·k/√d to multiples of 1/256, in place, and order equal ones by the keys' positions."""
-    return products.mul_(_STEPS * width**-0.5).round_().sub_(keys, alpha=_BEHIND)
+    """Round float64 products q·k/√d to multiples of 1/256, at most 2^20, in place, and order equal ones by position."""
+    return products.mul_(_STEPS * width**-0.5).round_().clamp_(-_LARGEST, _LARGEST).sub_(keys, alpha=_BEHIND)
 
 
 def _gathered_products(q: Tensor, k: Tensor, index: Tensor) -> Tensor:

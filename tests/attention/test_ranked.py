@@ -19,6 +19,7 @@ def test_the_best_keys_of_the_probed_buckets_are_chosen(monkeypatch, causal, fir
     generator = torch.Generator().manual_seed(1)
     q, k = (torch.randn(BATCH, length, WIDTH, generator=generator) for length in (LENGTH - first, LENGTH))
     k[:, 20] = k[:, 10]  # equal scores
+    q[:, -1] *= 1e9  # scores beyond 2^20, which are equal
     codes = torch.randint(BUCKETS, (BATCH, LENGTH), generator=generator)
     codes[:, 20] = codes[:, 10]
     probes = torch.rand(BATCH, LENGTH - first, BUCKETS, generator=generator).argsort(-1)[..., :PROBES]
@@ -33,7 +34,7 @@ def test_the_best_keys_of_the_probed_buckets_are_chosen(monkeypatch, causal, fir
             for bucket in probes[b, row]:
                 visible = (j for j in range(i + 1 if causal else LENGTH) if documents[b, j] == documents[b, i])
                 candidates += [j for j in visible if real[b, j] and codes[b, j] == bucket][-(members or LENGTH) :]
-            score = (k[b].double() @ q[b, row].double() * WIDTH**-0.5 * 256).round()
+            score = (k[b].double() @ q[b, row].double() * WIDTH**-0.5 * 256).round().clamp(-(2**28), 2**28)
             best = (sorted(candidates, key=lambda j: (-float(score[j]), j))[:COUNT] or [i]) if real[b, i] else []
             assert chosen[b, row].tolist() == best + [-1] * (COUNT - len(best))
 
