@@ -210,14 +210,12 @@ class SmartBirdAttention(Attention):
         size = self.near.window.chunk
         near = (lambda q, k: (k // size <= q // size + 1) & (k // size + 1 >= q // size)) if self.config.local else None
         far = far_pairs(inputs, queries, self.config.sinks, near)
-        sampled = inputs._replace(q=inputs.q[:, :, queries])
-        q, k = self.sketches(x.detach(), sampled if self.config.sketch == "heads" else inputs, context, exactly=False)
-        q = q if self.config.sketch == "heads" else q[:, :, queries]
+        q, k = self.sketches(x.detach(), inputs, context, exactly=False)
         shares = far_attention(inputs, queries, far, self.near.scale).unflatten(1, (q.shape[1], -1)).mean(2)
         if self.groups == 1 and context.part.size > 1:
             shares = context.part.sum(shares) / context.part.size
         real = None if inputs.key_mask is None else inputs.key_mask[:, queries], inputs.key_mask
-        loss, statistics = self._sketch_loss(q, k, shares, far, real, context)
+        loss, statistics = self._sketch_loss(q[:, :, queries], k, shares, far, real, context)
         return loss * (1.0 / self.spec.layers), statistics
 
     def _sketch_loss(
