@@ -4,6 +4,7 @@
 # make kernels      run every GPU kernel in Triton's interpreter and compile it for A100 and H100, without a GPU
 # make cluster      run tests on two simulated hosts and Slurm; as root, with openssh-server, pdsh, slurm-wlm and munge
 # make docs         build the documentation in site/            make clean    delete the virtual environment and caches
+# make constraints  resolve constraints.txt, the versions of all packages in .venv, to the newest releases
 #
 # TORCH_INDEX=https://download.pytorch.org/whl/cpu selects PyTorch's CPU build (200 MB instead of several GB).
 # PYTHON=python3.12 selects the interpreter of the virtual environment. JOBS=8: 8 test processes (default: 2).
@@ -15,9 +16,11 @@ JOBS ?= 2
 BIN := .venv/bin
 # With long spin-waits, threads slow down tenfold as soon as another process needs a core.
 export GOMP_SPINCOUNT ?= 2000
-TORCH := $(shell sed -n 's/^ *"\(torch==[^"]*\)".*/\1/p' pyproject.toml)
+TORCH := $(shell grep -o '^torch==[^ ]*' constraints.txt)
+# Print the output of a command only if it fails.
+quiet = @output=$$($(1) 2>&1) || { echo "$$output"; exit 1; }
 
-.PHONY: quickstart test test-all checks docs kernels soak cluster clean install
+.PHONY: quickstart test test-all checks docs kernels soak cluster clean install constraints
 
 quickstart: .venv/installed
 	@$(BIN)/megasparse quickstart
@@ -33,8 +36,9 @@ checks: .venv/installed-dev
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
-	@$(BIN)/python tools/prose.py
-	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	$(call quiet,$(BIN)/python tools/prose.py)
+	$(call quiet,$(BIN)/python -m pytest -q tests/test_docs.py -k links)
+	$(call quiet,NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict)  # --quiet would hide warnings from --strict
 
 docs: .venv/installed-dev
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict && echo "open site/index.html, or look at it with $(BIN)/mkdocs serve"
@@ -50,7 +54,7 @@ cluster: .venv/installed-dev
 
 install: .venv/installed
 
-.venv/installed: pyproject.toml
+.venv/installed: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
 	  || { echo "error: $(PYTHON) is missing or older than 3.10. Install it (apt-get install python3), or select one: make PYTHON=python3.12"; exit 2; }
 	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null \
@@ -59,7 +63,7 @@ install: .venv/installed
 	@echo "installing $(TORCH) into .venv $(if $(TORCH_INDEX),from $(TORCH_INDEX),(TORCH_INDEX=https://download.pytorch.org/whl/cpu selects the smaller CPU build))"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) $(TORCH)
 	@echo "installing megasparse and its other requirements"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check \
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
 	  -e ".[compress$$($(BIN)/python -c 'import sys; print(",tasks" * (sys.version_info >= (3, 11)))')]"  # transformers
 	@touch $@
 
@@ -67,8 +71,16 @@ install: .venv/installed
 	@$(BIN)/python -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 	  || { echo "error: the tests need Python 3.11 or later. Select one: make clean, then make PYTHON=python3.12"; exit 2; }
 	@echo "installing development tools"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $@
+
+# torch's own requirements fix the packages of CUDA.
+constraints:
+	@$(PYTHON) -m venv .cache/uv && .cache/uv/bin/python -m pip install --quiet --disable-pip-version-check uv
+	@printf '%s\n' '.[compress]' '.[dev]; python_version >= "3.11"' | .cache/uv/bin/uv pip compile - --quiet --upgrade \
+	  --universal --python-version 3.10 --no-annotate --no-emit-package megasparse \
+	  --custom-compile-command "make constraints" --output-file constraints.txt >/dev/null
+	@sed -i -E '/^(nvidia|cuda)-/d' constraints.txt
 
 clean:
 	rm -rf .venv site .cache .pytest_cache .mypy_cache .ruff_cache *.egg-info

@@ -15,7 +15,7 @@ from megasparse.config.messages import _describe_field, _models_in
 from megasparse.config.schema import Config
 from megasparse.config.section import Section
 
-os.environ["COLUMNS"] = "90"  # the width of argparse's help
+os.environ["COLUMNS"] = "90"  # width of the help of a command
 
 PAPER_VALUES = {
     "model.layers": "Reformer 12 on enwik8 (3 in ablations), LHA 16 on WikiText-103, YOSO 12, Smart Bird 2",
@@ -88,7 +88,7 @@ def keys(section: Any, prefix: str = "", skip: tuple[str, ...] = ()) -> Iterator
 
 def _cells() -> Iterator[str]:
     for cell in json.loads((Path(__file__).parent / "notebook.ipynb").read_text(encoding="utf-8"))["cells"]:
-        source = re.sub(r"^# .*\n", "", "".join(cell["source"]))  # the page has the title
+        source = re.sub(r"^# .*\n", "", "".join(cell["source"]))  # the page shows the title
         yield f"\n{source}\n" if cell["cell_type"] == "markdown" else f"```python\n{source}\n```\n"
         for output in cell.get("outputs", ()):
             if image := output.get("data", {}).get("image/png"):

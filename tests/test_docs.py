@@ -6,6 +6,7 @@ import shlex
 from pathlib import Path
 
 import pytest
+from markdown.extensions.toc import slugify
 
 import megasparse
 from megasparse.cli.main import parser_of, split
@@ -34,6 +35,15 @@ def test_files_and_links_that_a_document_names_exist(path):
     links = re.findall(r"\]\((?!https?:)([^)#]+)", text)
     missing |= {link for link in links if not (path.parent / link).exists()}
     assert not missing, f"{path.name} names {sorted(missing)}"
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_links_to_headings_from_outside_the_site_exist(name):
+    text = (ROOT / name).read_text(encoding="utf-8")
+    for link, anchor in re.findall(r"\]\((?!https?:)([^)#]*)#([^)]+)\)", text):
+        target = (ROOT / name).parent / link if link else ROOT / name
+        headings = re.findall(r"^#+ (.*)$", target.read_text(encoding="utf-8"), re.MULTILINE)
+        assert anchor in {slugify(heading, "-") for heading in headings}, f"{name} names {link}#{anchor}"
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)

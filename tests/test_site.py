@@ -1,4 +1,4 @@
-"""The site: its reference contains every configuration key, and its pages fit a phone."""
+"""The site: its reference contains every configuration key, its pages fit a phone and need no other host."""
 
 import importlib.util
 import json
@@ -19,6 +19,7 @@ from megasparse.config.schema import Config
 
 ROOT = Path(__file__).parents[1]
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+NO_BROWSER = "no Chromium or Chrome on this machine to render the pages"
 FRAME = '<iframe src="{}" style="width: 390px; height: 800px; border: 0"></iframe>'
 WIDTHS = """<script>onload = () => {
   const frames = [...document.querySelectorAll("iframe")];
@@ -37,6 +38,12 @@ def hooks():
     module = importlib.util.module_from_spec(specification)
     specification.loader.exec_module(module)
     return module
+
+
+def dom_of(url):
+    """Return the document after its scripts have run."""
+    command = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=10000", "--dump-dom", url]
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=600).stdout
 
 
 @pytest.mark.parametrize("page", ["configuration", "attention", "finetuning"])
@@ -58,7 +65,7 @@ def test_the_reference_explains_every_key(page):
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
     folder = tmp_path_factory.mktemp("site")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return folder
@@ -73,7 +80,24 @@ def test_search_finds_a_key_by_its_bare_name(site):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(BROWSER is None, reason="no Chromium or Chrome on this machine to render the pages")
+def test_pages_load_nothing_from_other_hosts(site):
+    html = r"""<(?:script|img|iframe|source)[^>]*\bsrc=["']?(?:https?:)?//[^>]*|<link[^>]*\bhref=["']?(?:https?:)?//[^>]*"""
+    css = r"""(?:url\(|@import)\s*["']?(?:https?:)?//[^)]*"""
+    files = [(path, html) for path in site.rglob("*.html")] + [(path, css) for path in site.rglob("*.css")]
+    assert len(files) > 60
+    assert not {path.name: loads for path, pattern in files if (loads := re.findall(pattern, path.read_text()))}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(BROWSER is None, reason=NO_BROWSER)
+def test_search_works_in_pages_that_are_opened_as_files(site):
+    assert "reference/configuration.html?h=gradient_clipping#" in dom_of(
+        f"{(site / 'index.html').as_uri()}?q=gradient_clipping"
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(BROWSER is None, reason=NO_BROWSER)
 def test_no_page_overflows_a_phone(site):
     text = (site / "offload.html").read_text()
     (site / "wide.html").write_text(re.sub("<article.*?>", r'\g<0><div style="width: 600px">wide</div>', text))
@@ -82,8 +106,7 @@ def test_no_page_overflows_a_phone(site):
     with ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=site)) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         url = f"http://127.0.0.1:{server.server_port}/phone.html"
-        command = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom", url]
-        dom = subprocess.run(command, capture_output=True, text=True, check=True, timeout=600).stdout
+        dom = dom_of(url)
         server.shutdown()
     result = re.search("<pre>(.*)</pre>", dom)
     assert result is not None, dom[-500:]

@@ -13,9 +13,9 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-DOCUMENTS = ("README.md", "CONTRIBUTING.md", "docs/**/*.md", "tokenizers/*.md")
+DOCUMENTS = ("*.md", "docs/**/*.md", "docs/*.ipynb", "tokenizers/*.md")
 TEXT = {tokenize.STRING, tokenize.COMMENT, getattr(tokenize, "FSTRING_MIDDLE", -1)}
-CODE = ("megasparse/**/*.py", "tools/**/*.py", "launch/**/*.py")
+CODE = ("megasparse/**/*.py", "tools/**/*.py", "launch/**/*.py", "docs/**/*.py")
 
 HAVE = r"\b(?:has|have|had) (?:the|every|all|its|no|one|two|an?|those|their)\b"
 PER = (

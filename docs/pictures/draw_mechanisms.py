@@ -1,9 +1,9 @@
-"""Draw docs/how-it-works.md's pictures from the mechanisms themselves: what each one sees of a short text.
+"""Draw the pictures of docs/how-it-works.md: the keys that each mechanism reads in a short text.
 
-    python docs/pictures/draw_mechanisms.py    # writes mechanism_*.svg, causality.svg, reversible.svg beside itself
+    python docs/pictures/draw_mechanisms.py    # writes mechanism_*.svg, causality.svg, reversible.svg next to itself
 
-The model has one layer, one head and initial weights, and knows no positions: equal letters have equal queries and
-keys. Mid-tones on a transparent ground are legible on light and dark pages.
+The model consists of one layer and one head, with initial weights and without positions: equal letters have equal
+queries and keys. Mid-tones on a transparent ground are legible on light and dark pages.
 """
 
 from collections.abc import Iterator
@@ -35,12 +35,12 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 class Seen(NamedTuple):
-    """What a mechanism sees of a text of L tokens."""
+    """Attention of a mechanism to a text of L tokens."""
 
     weights: Tensor
-    """(L, L), a query a row."""
+    """(L, L), one row per query."""
     buckets: list[int] | None
-    """Of each token, where the mechanism has any."""
+    """Bucket of each token, if the mechanism uses buckets."""
 
 
 def look(kind: str, text: str = TEXT, seed: int = 3, **changes: Any) -> Seen:

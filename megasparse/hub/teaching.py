@@ -72,6 +72,7 @@ class Teacher:
             windows, held_out: Token ids for training and evaluation, all of one length, without padding.
             passes: Passes of the model in total, with the passes of an interrupted training.
             folder: Saves progress after every pass, and resumes from it.
+
         Returns:
             The mean loss on the held-out windows before and after.
         Raises:

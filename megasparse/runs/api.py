@@ -145,7 +145,11 @@ def generate(
         prompt: Text to continue.
         tokens: Maximum number of new tokens; by default 200.
         source: Source text of an encoder–decoder.
-        temperature, top_p, min_p, repetition_penalty, seed: Sampling options as in transformers, see `Sampling`.
+        temperature: Divisor of the logits; 0 selects the most likely token.
+        top_p: Sample from the fewest most likely tokens whose probabilities sum to at least this value.
+        min_p: Least probability of candidates, relative to the most likely token.
+        repetition_penalty: Divisor of positive and factor of negative logits of earlier tokens.
+        seed: Seed of the samples.
         beams: Width of beam search, instead of sampling.
         length_penalty: Exponent of the length in beam search.
 
