@@ -1,6 +1,6 @@
-"""Draw the time and the memory of one attention operation on a CPU against length,. It reads ../measured/attention_cpu.json.
+"""Draw the time and the memory of one attention operation on a CPU against length.
 
-python docs/pictures/draw_attention.py  # writes attention_time.svg and attention_memory.svg next to itself
+python docs/pictures/draw_attention.py  # reads ../measured/attention_cpu.json, writes attention_*.svg next to itself
 """
 
 import json
