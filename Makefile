@@ -74,7 +74,7 @@ install: .venv/installed
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $@
 
-# torch's own requirements fix the packages of CUDA.
+# Python 3.10 runs without transformers. torch's own requirements fix the packages of CUDA.
 constraints:
 	@$(PYTHON) -m venv .cache/uv && .cache/uv/bin/python -m pip install --quiet --disable-pip-version-check uv
 	@printf '%s\n' '.[compress]' '.[dev]; python_version >= "3.11"' | .cache/uv/bin/uv pip compile - --quiet --upgrade \
