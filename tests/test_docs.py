@@ -53,9 +53,10 @@ def test_commands_of_a_document_are_commands(path):
         if "--help" in rest:
             continue
         try:
-            parser_of(name).parse_args(rest)
+            args = parser_of(name).parse_args(rest)
         except SystemExit:
             pytest.fail(f"{path.name}: {shlex.join(words)}")
+        assert name != "compare" or not args.set or args.output, f"{shlex.join(words)} needs --output"
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
