@@ -1,8 +1,10 @@
 """Documents name existing files, modules, links and commands; their lines fit an editor."""
 
+import json
 import math
 import re
 import shlex
+import statistics
 from pathlib import Path
 
 import pytest
@@ -22,6 +24,8 @@ DOCUMENTS = [*(ROOT / name for name in NAMED), *sorted((ROOT / "docs").rglob("*.
 FOLDERS = ("megasparse", "launch", "tools", "configs", "tests", "docs", "tokenizers")
 MADE = ("tokenizers/books.model", "tokenizers/bert.json", "tokenizers/multi30k.model", "tokenizers/small.model")
 """Files that a reader makes or brings."""
+PATHS = ("run.directory=", "data.path=", "task.source=")
+"""Settings that may repeat the default, to show the reader's own path."""
 PLACEHOLDERS = {"NAME", "test_NAME", "my", "test_my", "mine"}
 """Stems of placeholders for a reader's files."""
 
@@ -59,9 +63,24 @@ def test_commands_of_a_document_are_commands(path):
         if "--help" in rest:
             continue
         try:
-            parser_of(name).parse_args(rest)
+            args = parser_of(name).parse_args(rest)
         except SystemExit:
             pytest.fail(f"{path.name}: {shlex.join(words)}")
+        assert name != "compare" or not args.set or args.output, f"{shlex.join(words)} needs --output"
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+def test_settings_of_a_command_are_not_the_defaults(path):
+    """Settings of a loop have the same keys: one of its commands must differ from the run without them."""
+    changed = {}
+    for words in commands(path.read_text(encoding="utf-8")):
+        pairs = [(i, value) for i, value in enumerate(words) if words[i - 1] == "--set" and not value.startswith(PATHS)]
+        if words[0] in ("pretrain", "finetune") and pairs:
+            dropped = {i - below for i, _ in pairs for below in (0, 1)}
+            plain = [word for i, word in enumerate(words) if i not in dropped]
+            keys = (words[0], words[1], *(value.partition("=")[0] for _, value in pairs))
+            changed[keys] = changed.get(keys, False) or runs(words) != runs(plain) or not runs(words)
+    assert not [keys for keys, differs in changed.items() if not differs]
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
@@ -110,3 +129,116 @@ def test_the_site_has_every_page_and_every_public_name():
     assert sorted(listed) == sorted(pages)
     names = re.findall(r"^::: megasparse\.([\w.]+)$", (ROOT / "docs/reference/python.md").read_text(), re.MULTILINE)
     assert names == [f"{module}.{name}" for name, module in megasparse._MODULES.items()]
+
+
+def _read(name):
+    lines = (ROOT / "docs" / name).read_text(encoding="utf-8")
+    return [json.loads(line) for line in lines.splitlines()] if name.endswith("l") else json.loads(lines)
+
+
+def _gpu(name, figure="both ms", card="h200"):
+    """A figure of a check's last run."""
+    return [row["figures"][figure] for row in _read(f"measured/{card}.jsonl") if row["name"] == name][-1]
+
+
+def _cpu(kind):
+    rows = _read("measured/attention_cpu.json")["rows"]
+    row = next(row for row in rows if (row["implementation"], row["length"]) == (kind, 65536))
+    return row["forward_backward"]["median"], row["extra_bytes"] / 1e9
+
+
+def _spread(runs):
+    tests = [run["test"] for run in runs if run.get("learning_rate", 6e-3) == 6e-3]
+    return statistics.mean(tests), statistics.stdev(tests)
+
+
+def _decoder(arm):
+    """Keys per query and nats, means over the seeds, and passkeys found."""
+    rows = [row for row in _read("measured/decoder_passkey.json")["rows"] if row["arm"] == arm]
+    scored = [row for row in rows if row["trial"] is None]
+    found = sum(row["found"] for row in rows if row["trial"] is not None)
+    return *(statistics.mean(row[key] for row in scored) for key in ("keys", "nats")), found
+
+
+def _far(corpus):
+    return 100 * sum(
+        row["share"] for row in _read(f"measured/repetitions_{corpus}.json")["12"] if row["nearest"] >= 128
+    )
+
+
+CORPORA = ("client", "wikipedia", "recall")
+SUMMARY, SHIFTED = _read("measured/quickstart.json")["summary"], _read("measured/pays_shifted.json")["runs"]["client"]
+BITS = [_read("measured/pays_compressors.json")["corpora"][corpus]["bits_per_byte"] for corpus in CORPORA]
+PAYS = [_read(f"pictures/pays_{corpus}.json") for corpus in CORPORA]
+WINDOWS, NGRAMS = ([_spread(arms[arm].values()) for arms in PAYS] for arm in ("window 64", "n-gram"))
+GAINS = [window - ngram for (window, _), (ngram, _) in zip(WINDOWS, NGRAMS, strict=True)]
+SIX = [*_spread(SHIFTED["shifted lsh with a window"]), *_spread(SHIFTED["n-gram"])]
+FULL, TAUGHT, WINDOW = map(_decoder, ("full", "192 Smart Bird, taught with facts", "192 window"))
+STEPS = [_gpu(f"step, {arm}", "s") for arm in ("as configured", "hashed layers full", "all layers full")]
+AT_64K = "{}, 65,536 tokens, batch × heads 8"
+GRAPHS = [_gpu(AT_64K.format(kind) + ", graph") for kind in ("lsh", "flash", "cudnn")]
+EAGER = [_gpu(AT_64K.format(kind)) for kind in ("yoso", "smart_bird", "flash", "cudnn")]
+FIGURES = {  # page -> printed text and its values; leading zeros and line breaks do not count
+    "README.md": [
+        ("xz -9 {:.3f}", [SUMMARY["xz_bits_per_dim"]]),
+        ("bzip2 -9 {:.3f}", [SUMMARY["bzip2_bits_per_dim"]]),
+        ("this model {:.3f}", [SUMMARY["bits_per_dim"]]),
+        ("its file {:.3f}", [SUMMARY["file_bits_per_dim"]]),
+        ("| {:.1f} ms | flash SDPA {:.1f} ms, cuDNN {:.1f} ms", GRAPHS),
+        ("no offload | {:.3f} s | {:.3f} s with full", STEPS[::2]),
+        ("{:.1f} GB on one H100, no offload", [_gpu("step, as configured", "GB", "h100")]),
+        ("{:.1f} s, {:.1f} GB | SDPA {:.0f} s, {:.2f} GB", [*_cpu("lsh"), *_cpu("sdpa")]),
+        ("Reformer {:.0f} s, {:.1f} GB", _cpu("hf")),
+        ("PPMd (7-Zip, order 16) is ahead with {:.3f}", [BITS[1]["PPMd7 -o 16"]]),
+        ("{:.2f} on client code, {:.2f} on Wikipedia, {:.1f} on synthetic", GAINS),
+        ("[{:.0f} keys, not {:,.0f}]", [TAUGHT[0], FULL[0]]),
+        ("SmolLM2: {:.3f} nats lost on one text", [TAUGHT[1] - FULL[1]]),
+    ],
+    "docs/should-i-use-it.md": [
+        ("350 steps | {:.3f} | {:.3f} | {:.3f} |", [mean for mean, _ in WINDOWS]),
+        ("250 steps | **{:.3f}** | **{:.3f}** | **{:.3f}** |", [mean for mean, _ in NGRAMS]),
+        ("{:.3f}; {:.3f} | {:.3f}; {:.3f} |", [bits[name] for bits in BITS[:2] for name in ("xz -9e", "PPMd7 -o 16")]),
+        ("reached {:.3f}, `ngram` {:.3f}", SIX[::2]),
+        ("{:.3f} s on an H200 (plain torch, no offload), {:.3f} s", STEPS[:2]),
+        ("hashed layers, and {:.3f} s", STEPS[2:]),
+        ("{:.1f} and {:.1f} ms per operation, flash attention {:.1f} and cuDNN {:.1f}", EAGER),
+        ("{:.0f} keys per query at 4,096 tokens, full attention {:,.0f}", [TAUGHT[0], FULL[0]]),
+        ("loses {:.3f} nats per token", [TAUGHT[1] - FULL[1]]),
+        ("sinks loses {:.3f}", [WINDOW[1] - FULL[1]]),
+        ("{} of 100 passkeys; full attention finds {}", [TAUGHT[2], FULL[2]]),
+        ("On Wikipedia {:.0f} % of", [_far("wikipedia")]),
+        ("`ngram` gains {:.2f} bits/dim; in library code {:.0f} % do", [GAINS[1], _far("code")]),
+    ],
+    "docs/when-hashing-pays.md": [
+        ("{:.3f} ± {:.3f} | {:.3f} ± {:.3f} | {:.3f} ± {:.3f} |", sum(WINDOWS, ())),
+        ("**{:.3f} ± {:.3f}** | **{:.3f} ± {:.3f}** | **{:.3f} ± {:.3f}**", sum(NGRAMS, ())),
+        ("**{:.3f} ± {:.3f}** and `ngram` {:.3f} ± {:.3f}", SIX),
+    ],
+    "docs/index.md": [("{:.0f} times as fast as flash", [GRAPHS[1] / GRAPHS[0]])],
+}
+
+
+@pytest.mark.parametrize("page", FIGURES)
+def test_figures_equal_the_measured_files(page):
+    written = re.sub(r"\b0\.", ".", " ".join((ROOT / page).read_text(encoding="utf-8").split()))
+    printed = [re.sub(r"\b0\.", ".", form.format(*values)) for form, values in FIGURES[page]]
+    assert not [text for text in printed if text not in written]
+
+
+def test_counts_equal_their_tables():
+    pages = ("docs/lab/claims.md", "docs/lab/index.md", "CHANGELOG.md")
+    claims, index, changes = (" ".join((ROOT / page).read_text(encoding="utf-8").split()) for page in pages)
+    verdicts = re.findall(r"\| (verified|partly|not shown|refuted) \|", claims)
+    assert len(verdicts) == len(_read("measured/claims.json")["claims"])
+    counts = ", ".join(f"{verdicts.count(name)} {name}" for name in ("verified", "partly", "not shown", "refuted"))
+    assert counts in claims and counts in index and counts in changes
+    corpora = json.loads((ROOT / "configs/comparisons/pays.json").read_text(encoding="utf-8"))["corpora"]
+    assert "three of four corpora" in index and len(corpora) == 4 and min(GAINS) >= 0.1
+
+
+def test_files_of_the_packages_exist():
+    packages = (ROOT / "docs/architecture.md").read_text(encoding="utf-8").split("## Packages")[1].split("## ")[0]
+    for item in re.split(r"\n(?=- |\n)", packages):
+        if package := re.match(r"- `(\w+)/`", item):
+            names = re.findall(r"`([\w*]+\.(?:py|json))`", item)
+            assert not [name for name in names if not [*(ROOT / "megasparse" / package[1]).rglob(name)]], item
