@@ -36,7 +36,7 @@ from megasparse.hub.formats import (
 )
 from megasparse.hub.gguf_file import unpack_gguf
 from megasparse.hub.megasparse_format import shapes, unfilled
-from megasparse.hub.tensor_file import TensorFile, appearing
+from megasparse.hub.tensor_file import TensorFile, appearing, load_whole
 from megasparse.hub.tokenizer_files import FILE, GENERATION, SPECIAL, Files, companion_files, found_tokenizer
 from megasparse.model.adapters import add_adapters
 from megasparse.model.build import Model, build_model, deferred_model, empty_model, initial_weight
@@ -133,12 +133,8 @@ class HFModel:
         """Compare both models on the same random tokens. Return their number. Raises HubError if the models differ."""
         ours = self.build(self.format.comparable(self.config))
         prefix = "Megasparse" if self.format.name == "megasparse" else "AutoModel"
-        settings = {"local_files_only": True, "use_safetensors": True, "dtype": torch.float32, **self.format.loading}
-        try:
-            theirs = hf_class(prefix + TASKS[self.config.model.kind]).from_pretrained(self.folder, **settings)
-        except (OSError, ValueError, RuntimeError) as error:
-            problem = f"transformers cannot load it ({' '.join(str(error).split())})"
-            raise HubError(self.folder, problem, "Use a model that transformers can load") from None
+        loader = hf_class(prefix + TASKS[self.config.model.kind])
+        theirs = load_whole(loader, self.folder, dtype=torch.float32, **self.format.loading)
         model, seed = self.config.model, self.config.run.seed
         length = compared_length(model)
 

@@ -186,6 +186,20 @@ def test_features_that_megasparse_lacks_are_one_line(tmp_path, name, change, pro
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize("name", ["llama as SmolLM", "qwen3", "gpt2"])
+def test_a_tied_weight_may_be_stored_under_the_name_of_the_head_only(tmp_path, name):
+    model, path = saved(name, tmp_path), tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    embedding = next(key for key in tensors if key.endswith(("embed_tokens.weight", "wte.weight")))
+    save_file(tensors | {"lm_head.weight": tensors.pop(embedding)}, path, {"format": "pt"})
+    imported = HFModel.open(tmp_path)
+    assert imported.compare() and torch.equal(imported.tensors["embedding.weight"](), model.lm_head.weight)
+    tensors.pop("lm_head.weight", None)
+    save_file(tensors, path, {"format": "pt"})
+    with pytest.raises(HubError, match=f"contains no tensor {embedding}"):
+        HFModel.open(tmp_path)
+
+
 def test_a_folder_without_its_tokenizer_and_gguf_without_its_package(tmp_path, monkeypatch):
     saved("llama", tmp_path)
     (tmp_path / "tokenizer.json").unlink()
