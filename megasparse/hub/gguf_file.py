@@ -102,10 +102,17 @@ WHOLE_WORDS = {
 """Ways to split texts whose vocabulary has whole words that no merges give."""
 
 
+NAMES, TYPES = "tokenizer.ggml.tokens", "tokenizer.ggml.token_type"
+"""Keys of the arrays that are read."""
+CONTROL, USER_DEFINED = 3, 4
+"""Types of tokens that are read whole."""
+
+
 class Array(NamedTuple):
-    """The length of an array; its values are skipped."""
+    """An array. values: empty unless its key is NAMES or TYPES."""
 
     count: int
+    values: list[Any]
 
 
 class Header(NamedTuple):
@@ -289,7 +296,8 @@ def _llama3(path: Path, header: Header, base: float, pairs: int) -> dict[str, An
 def _check_tokenizer(path: Path, values: dict[str, Any]) -> None:
     """Raise HubError unless transformers, corrected by `_correct_tokenizer`, splits texts as the model's tokenizer."""
     kind, split = (values.get(f"tokenizer.ggml.{key}") for key in ("model", "pre"))
-    if kind not in ("llama", "gpt2") or not isinstance(values.get("tokenizer.ggml.tokens"), Array):
+    arrays = (values.get(NAMES), values.get(TYPES, Array(0, [])))
+    if kind not in ("llama", "gpt2") or not all(isinstance(array, Array) for array in arrays):
         raise HubError(path, f"tokenizer.ggml.model is {one_line(str(kind), 60)}, which cannot be imported", FOLDER)
     from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 
@@ -300,17 +308,25 @@ def _check_tokenizer(path: Path, values: dict[str, Any]) -> None:
 
 
 def _correct_tokenizer(file: Path, header: Header) -> None:
-    """Make the tokenizer.json that transformers wrote the model's: it adds <|endoftext|> to any byte-level vocabulary,
-    splits unknown kinds of texts as GPT-2's, and always merges.
+    """Make the tokenizer.json that transformers wrote the model's: for a byte-level vocabulary it adds <|endoftext|>,
+    spells special tokens outside ASCII in bytes, splits unknown kinds of texts as GPT-2's, and always merges.
     """
     content, split = json.loads(file.read_text(encoding="utf-8")), header.values.get("tokenizer.ggml.pre")
-    size = header.values["tokenizer.ggml.tokens"].count
-    content["added_tokens"] = [token for token in content["added_tokens"] if token["id"] < size]
+    names, types = header.values[NAMES].values, header.values.get(TYPES, Array(0, [])).values
+    added = {token["id"]: token for token in content["added_tokens"] if token["id"] < len(names)}
     if header.values["tokenizer.ggml.model"] == "gpt2":
+        spelled = {number: name for name, number in content["model"]["vocab"].items()}
+        flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+        for number, (name, kind) in enumerate(zip(names, types, strict=False)):
+            if kind in (CONTROL, USER_DEFINED) and spelled.get(number) != name and name not in spelled.values():
+                content["model"]["vocab"].pop(spelled.get(number), None)
+                content["model"]["vocab"][name] = number
+                added[number] = {"id": number, "content": name, "special": kind == CONTROL, **flags}
         content["model"]["ignore_merges"] = split in WHOLE_WORDS
         if split in DIGIT_SPLIT:
             parts = [{"type": "Digits", "individual_digits": True}, content["pre_tokenizer"]]
             content["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": parts}
+    content["added_tokens"] = [added[number] for number in sorted(added)]
     file.write_text(json.dumps(content, ensure_ascii=False), encoding="utf-8")
 
 
@@ -340,7 +356,7 @@ def _header(stream: IO[bytes], size: int) -> Header:
     values: dict[str, Any] = {}
     for _ in range(entries):
         key = _text(stream, size).decode(errors="replace")
-        values[key] = _value(stream, _number(stream, "I"), size)
+        values[key] = _value(stream, _number(stream, "I"), size, key in (NAMES, TYPES))
     widest, places = 0, dict[str, tuple[list[int], int, int]]()
     for _ in range(tensors):
         name = _text(stream, size).decode(errors="replace")
@@ -379,8 +395,8 @@ def _text(stream: IO[bytes], size: int) -> bytes:
     return stream.read(length)
 
 
-def _value(stream: IO[bytes], kind: int, size: int) -> Any:
-    """Return a value. Skip those of an array."""
+def _value(stream: IO[bytes], kind: int, size: int, reads_array: bool) -> Any:
+    """Return a value. Skip those of an array unless `reads_array`."""
     if kind in SCALARS:
         return _number(stream, SCALARS[kind])
     if kind == TEXT:
@@ -391,9 +407,14 @@ def _value(stream: IO[bytes], kind: int, size: int) -> Any:
     width = struct.calcsize(f"<{SCALARS[inner]}") if inner in SCALARS else 8 if inner == TEXT else 0
     if not width or count * width > size - stream.tell():
         raise _Bad(f"an array of {count:,} values of type {inner}")
+    values: list[Any] = []
     if inner == TEXT:
         for _ in range(count):
-            _text(stream, size)
+            raw = _text(stream, size)
+            if reads_array:
+                values.append(raw.decode(errors="replace"))
+    elif reads_array:
+        values = list(struct.unpack(f"<{count}{SCALARS[inner]}", stream.read(count * width)))
     else:
         stream.seek(count * width, 1)
-    return Array(count)
+    return Array(count, values)

@@ -132,13 +132,18 @@ def load_whole(loader: Any, folder: str | Path, new_head: bool = False, **settin
     Raises:
         HubError: The folder cannot be loaded, a weight is missing or wrong-shaped, or the base model lacks a tensor.
     """
-    file = TensorFile.open(folder)
+    from transformers.utils import logging
+
+    file, verbosity = TensorFile.open(folder), logging.get_verbosity()
     options = {"local_files_only": True, "use_safetensors": True, "trust_remote_code": False, **settings}
     try:
+        logging.set_verbosity_error()  # its report of missing weights would come before the one line
         model, info = loader.from_pretrained(folder, output_loading_info=True, ignore_mismatched_sizes=True, **options)
     except (OSError, ValueError, LookupError, RuntimeError, ImportError, TypeError, AttributeError) as error:
         problem = f"transformers cannot load it ({one_line(' '.join(str(error).split()))})"
         raise HubError(folder, problem, "Use a model that transformers can load") from None
+    finally:
+        logging.set_verbosity(verbosity)
     stored, base, whole = file.names(), f"{model.base_model_prefix}.", model.base_model is model
     prefixed = any(name.startswith(base) for name in stored)
 

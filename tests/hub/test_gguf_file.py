@@ -1,5 +1,6 @@
 import os
 import struct
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -248,6 +249,13 @@ def test_a_file_has_the_logits_of_the_model_that_it_was_made_of(tmp_path, name, 
     torch.testing.assert_close(our_logits(imported.build(), tokens, 0), expected, rtol=0, atol=1e-4)
 
 
+def test_a_missing_package_is_named(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    _, *content = model_and_content()
+    with pytest.raises(HubError, match=r"gguf: is not installed.*pip install gguf"):
+        HFModel.open(write(tmp_path / "a.gguf", *content))
+
+
 def test_an_error_in_the_unpacked_folder_names_the_file(tmp_path):
     pytest.importorskip("gguf")
     _, values, tensors = model_and_content(scaling="yarn")
@@ -264,12 +272,14 @@ def test_an_error_in_the_unpacked_folder_names_the_file(tmp_path):
 def test_texts_are_split_as_by_the_models_tokenizer(tmp_path, split, parts):
     pytest.importorskip("gguf")
     _, values, tensors = model_and_content()
-    whole_word = "\u0120the"  # no merges give it
-    values["tokenizer.ggml.tokens"] = [*TOKENS[:-3], whole_word, *TOKENS[-2:]]
+    whole_word, start, user = "\u0120the", "<\uff5cstart\uff5c>", "<\uff5cuser\uff5c>"  # no merges give the first
+    values["tokenizer.ggml.tokens"] = [start, user, *TOKENS[2:-3], whole_word, *TOKENS[-2:]]
+    values["tokenizer.ggml.token_type"] = [3, 4, *[1] * (len(TOKENS) - 2)]
     values["tokenizer.ggml.pre"] = split
     imported = HFModel.open(write(tmp_path / "a.gguf", values, tensors))
     ours = Tokenizer.from_file(str(imported.folder / "tokenizer.json"))
     assert ours.get_vocab_size() == len(TOKENS)
+    assert ours.encode(f"{start}{user}1").ids[:2] == [0, 1]
     if parts is None:
         assert ours.encode(" the").tokens == [whole_word]
     else:
