@@ -96,12 +96,8 @@ TENSORS = {
 GPT2_SPLIT = {"default", "gpt-2", "mpt", "olmo", "jais", "trillion", "exaone4"}
 DIGIT_SPLIT = {"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"}
 """Names of ways to split texts for a byte-level vocabulary: GPT-2's, and GPT-2's with single digits."""
-WHOLE_WORDS = {
-    *("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "tekken"),
-}
-"""Ways to split texts whose vocabulary has whole words that no merges give."""
-
-
+WHOLE_WORDS = {"llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "tekken"}
+"""Ways to split texts whose vocabulary contains whole words that no merges give."""
 NAMES, TYPES = "tokenizer.ggml.tokens", "tokenizer.ggml.token_type"
 """Keys of the arrays that are read."""
 CONTROL, USER_DEFINED = 3, 4
@@ -111,7 +107,7 @@ CONTROL, USER_DEFINED = 3, 4
 class Array(NamedTuple):
     """An array. values: empty unless its key is NAMES or TYPES."""
 
-    count: int
+    length: int
     values: list[Any]
 
 
@@ -140,9 +136,9 @@ def unpack_gguf(path: Path) -> TemporaryDirectory[str]:
     source = {"gguf_file": path.name, "local_files_only": True}
     try:
         config = transformers.AutoConfig.for_model(**values)
-        model, info = transformers.AutoModelForCausalLM.from_pretrained(
-            path.parent, config=config, dtype=torch.float32, output_loading_info=True, **source
-        )
+        options = {"config": config, "dtype": torch.float32, "output_loading_info": True, **source}
+        loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(path.parent, **options)
+        model, info = loaded
         tokenizer = transformers.AutoTokenizer.from_pretrained(path.parent, **source)
     except Exception as error:  # gguf raises errors of any type
         problem = f"transformers cannot load it ({' '.join(str(error).split())})"
@@ -216,7 +212,7 @@ def config_of(path: Path, header: Header) -> dict[str, Any]:
 
 
 def _lost(path: Path, key: str, value: Any) -> HubError:
-    shown = f"{value.count} values" if isinstance(value, Array) else one_line(str(value), 80)
+    shown = f"{value.length} values" if isinstance(value, Array) else one_line(str(value), 80)
     return HubError(path, f"{one_line(key, 80)} is {shown}, which an import would lose", FOLDER)
 
 
@@ -396,7 +392,7 @@ def _text(stream: IO[bytes], size: int) -> bytes:
 
 
 def _value(stream: IO[bytes], kind: int, size: int, reads_array: bool) -> Any:
-    """Return a value. Skip those of an array unless `reads_array`."""
+    """Return a value. An array's values are skipped unless `reads_array`."""
     if kind in SCALARS:
         return _number(stream, SCALARS[kind])
     if kind == TEXT:

@@ -130,15 +130,16 @@ def load_whole(loader: Any, folder: str | Path, new_head: bool = False, **settin
         settings: Arguments of from_pretrained.
 
     Raises:
-        HubError: The folder cannot be loaded, a weight is missing or wrong-shaped, or the base model lacks a tensor.
+        HubError: The folder cannot be loaded, or a tensor is missing, wrong-shaped or unknown to the base model.
     """
     from transformers.utils import logging
 
     file, verbosity = TensorFile.open(folder), logging.get_verbosity()
     options = {"local_files_only": True, "use_safetensors": True, "trust_remote_code": False, **settings}
+    options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
     try:
         logging.set_verbosity_error()  # its report of missing weights would come before the one line
-        model, info = loader.from_pretrained(folder, output_loading_info=True, ignore_mismatched_sizes=True, **options)
+        model, info = loader.from_pretrained(folder, **options)
     except (OSError, ValueError, LookupError, RuntimeError, ImportError, TypeError, AttributeError) as error:
         problem = f"transformers cannot load it ({one_line(' '.join(str(error).split()))})"
         raise HubError(folder, problem, "Use a model that transformers can load") from None
@@ -156,6 +157,8 @@ def load_whole(loader: Any, folder: str | Path, new_head: bool = False, **settin
         return constant or not in_base or (".megasparse." in name and hasattr(model.config, "megasparse_attention"))
 
     for name, shape, expected in sorted(info["mismatched_keys"]):
+        if new_head and replaceable(name) and settings.get("ignore_mismatched_sizes"):
+            continue
         problem = f"{name} has shape {list(shape)}, but {list(expected)} by its config.json"
         raise HubError(folder, problem, "Use a model with its original config.json")
     if missing := sorted(name for name in info["missing_keys"] if not (new_head and replaceable(name))):
