@@ -19,7 +19,7 @@ from typing import IO, Any, NamedTuple
 import torch
 
 from megasparse.attention.heads import LLAMA3_TURNS
-from megasparse.errors import HubError, one_line
+from megasparse.errors import HubError, one_line, report_line
 from megasparse.files import open_file
 
 MAGIC, VERSIONS = b"GGUF", (2, 3)
@@ -181,9 +181,8 @@ def config_of(path: Path, header: Header) -> dict[str, Any]:
             raise HubError(path, problem, FOLDER)
         return value
 
-    heads = left.get("attention.head_count")
-    given = {"attention.head_count_kv": heads}
-    config = {theirs: number(key, given.get(key)) for key, theirs in KEYS[name].items()}
+    defaults = {"attention.head_count_kv": left.get("attention.head_count")}
+    config = {theirs: number(key, defaults.get(key)) for key, theirs in KEYS[name].items()}
     if name != "gpt2":
         width = left.get("rope.dimension_count", config["hidden_size"] // config["num_attention_heads"])
         config["head_dim"] = head = number("attention.key_length", width)
@@ -249,8 +248,8 @@ def _scaling(
             result["attention_factor"] = temperature * (1 + 0.1 * math.log(factor))
     elif temperature != 1:
         left["attn_factor"] = temperature
-    if left:
-        raise _lost(path, *next((f"rope.scaling.{key}", value) for key, value in left.items()))
+    for key, value in left.items():
+        raise _lost(path, f"rope.scaling.{key}", value)
     if FREQUENCIES in header.tensors:
         if kind != "none":
             raise HubError(path, f"contains {FREQUENCIES} and rope.scaling.type {kind!r}, two scalings", FOLDER)
@@ -290,7 +289,9 @@ def _llama3(path: Path, header: Header, base: float, pairs: int) -> dict[str, An
 
 
 def _check_tokenizer(path: Path, values: dict[str, Any]) -> None:
-    """Raise HubError unless transformers, corrected by `_correct_tokenizer`, splits texts as the model's tokenizer."""
+    """Raise HubError if transformers, corrected by `_correct_tokenizer`, cannot split texts as the model's tokenizer.
+    Report a file that does not specify it.
+    """
     kind, split = (values.get(f"tokenizer.ggml.{key}") for key in ("model", "pre"))
     arrays = (values.get(NAMES), values.get(TYPES, Array(0, [])))
     if kind not in ("llama", "gpt2") or not all(isinstance(array, Array) for array in arrays):
@@ -301,6 +302,8 @@ def _check_tokenizer(path: Path, values: dict[str, Any]) -> None:
     if kind == "gpt2" and split not in known:
         problem = f"tokenizer.ggml.pre is {one_line(str(split), 60)}, a way to split texts that transformers lacks"
         raise HubError(path, problem, f"{FOLDER}, with its tokenizer.json")
+    if kind == "gpt2" and split in (None, "default") and values["general.architecture"] != "gpt2":
+        report_line(path, f"tokenizer.ggml.pre is {split or 'missing'}: texts are split as GPT-2's")
 
 
 def _correct_tokenizer(file: Path, header: Header) -> None:

@@ -249,11 +249,12 @@ def test_a_file_has_the_logits_of_the_model_that_it_was_made_of(tmp_path, name, 
     torch.testing.assert_close(our_logits(imported.build(), tokens, 0), expected, rtol=0, atol=1e-4)
 
 
-def test_a_missing_package_is_named(tmp_path, monkeypatch):
+def test_a_missing_package_is_named(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "gguf", None)
     _, *content = model_and_content()
     with pytest.raises(HubError, match=r"gguf: is not installed.*pip install gguf"):
         HFModel.open(write(tmp_path / "a.gguf", *content))
+    assert "a.gguf: tokenizer.ggml.pre is default: texts are split as GPT-2's" in capsys.readouterr().err
 
 
 def test_an_error_in_the_unpacked_folder_names_the_file(tmp_path):
