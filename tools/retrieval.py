@@ -37,7 +37,7 @@ import megasparse.hub  # loads replaced attention  # noqa: F401
 from megasparse.errors import DataError, report_user_errors
 from megasparse.evaluation.outputs import write_json
 from megasparse.hub.checker import load_tokenizer
-from megasparse.hub.tensor_file import TensorFile
+from megasparse.hub.tensor_file import load_whole
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. "
 SINGLE = (
@@ -193,9 +193,8 @@ def main(words: Sequence[str] | None = None) -> None:
     if not text.strip():
         raise DataError(args.text, "contains no text", "Choose another file")
     for folder in args.model:
-        TensorFile.open(folder)  # a wrong folder is one line
+        model = load_whole(AutoModelForCausalLM, folder).eval().to(args.device)
         tokenizer = load_tokenizer(folder)
-        model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True).eval().to(args.device)
         same = {"model": folder, "length": args.length, "text": hashlib.sha256(text.encode()).hexdigest()[:16]}
         for task, number in ((task, number) for number in range(args.haystacks) for task in tasks):
             row = {**same, "task": task, "haystack": number}

@@ -23,6 +23,7 @@ from megasparse.hub.formats import (
     read_configuration,
     readers,
     sizes_of,
+    use_tied,
     weights_of,
 )
 from megasparse.hub.tensor_file import TensorFile
@@ -101,12 +102,15 @@ class BERTFormat(Format):
         stored = {entry.theirs: self._stored_name(entry.theirs, names) for entry in weights}
         head, bias, second = (self.their_name(name) for name in (HEAD, HEAD_BIAS, SECOND_BIAS))
         copies = [head, second] if model.tied_embeddings else [bias]
+        if model.tied_embeddings and not headless:
+            use_tied(stored, weights[0].theirs, head, names)
+            use_tied(stored, HEAD_BIAS, second, names)
         starts = tuple(self._stored_name(start, names) for start in self.ignored)
         ignored = {name: tensors.shape(name) for name in names if name in copies or name.startswith(starts)}
         read = readers(tensors, weights, stored, ignored)
         if model.tied_embeddings:
-            check_tied(tensors, head, next(iter(stored.values())))
-            check_tied(tensors, second, bias)
+            check_tied(tensors, head, stored[weights[0].theirs])
+            check_tied(tensors, second, stored.get(HEAD_BIAS, bias))
         section = model.model_dump(mode="json", exclude_unset=True)
         return Imported({"model": section, "data": {"sequence_length": model.max_length}}, read)
 

@@ -20,6 +20,7 @@ from megasparse.config.files import parse_json
 from megasparse.errors import HubError, one_line
 from megasparse.files import read_file
 from megasparse.hub.formats import hf_class
+from megasparse.hub.tensor_file import load_whole
 
 TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 """Largest relative difference of a passed check, by the dtype of the weights. Logits are compared in fp32."""
@@ -157,7 +158,7 @@ CHECKS: dict[str, Callable[[Any, Tensor, Tensor], Pairs]] = {
 
 def load_model(folder: Path) -> Any:
     """Load a model of transformers, or one that megasparse exported or replaced, without running code of the folder. In
-    fp32: rounding in bf16 can exceed the tolerance. Raises HubError if it is not a causal language model.
+    fp32: rounding in bf16 can exceed the tolerance. Raises HubError if it is not a causal language model, or not whole.
     """
     try:
         names = parse_json(read_file(folder / "config.json", 1 << 20).decode(), str(folder)).get("architectures")
@@ -166,7 +167,12 @@ def load_model(folder: Path) -> Any:
     if not names or not names[0].endswith(("ForCausalLM", "LMHeadModel", "ModelWithLMHead")):
         problem = f"config.json specifies the architecture {(names or [None])[0]}"
         raise HubError(folder, problem, "Give a causal language model")
-    return hf_class(names[0]).from_pretrained(folder, dtype=torch.float32, local_files_only=True, use_safetensors=True)
+    try:
+        loader = hf_class(names[0])
+    except AttributeError:
+        problem = f"config.json specifies the architecture {names[0]}, which transformers lacks"
+        raise HubError(folder, problem, "Give a model of transformers") from None
+    return load_whole(loader, folder, dtype=torch.float32)
 
 
 def load_tokenizer(folder: str | Path) -> Any:

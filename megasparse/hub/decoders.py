@@ -27,19 +27,18 @@ from megasparse.hub.formats import (
     read_configuration,
     readers,
     sizes_of,
+    use_tied,
     weights_of,
 )
 from megasparse.hub.megasparse_format import unfilled
 from megasparse.hub.replace import ENTRY, entry_of, mechanisms, replacement
-from megasparse.hub.tensor_file import TensorFile
+from megasparse.hub.tensor_file import BUFFERS, TensorFile
 from megasparse.hub.tokenizer_files import GENERATION, SPECIAL, chat_files
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 HEAD = "lm_head.weight"
-BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
-"""Suffixes of constants that old files contain next to the weights."""
 ACTIVATIONS = {"silu": "swiglu", "gelu": "geglu", "gelu_pytorch_tanh": "geglu_tanh"}
 GPT2_ACTIVATIONS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu", "relu": "relu"}
 
@@ -150,11 +149,13 @@ class DecoderFormat(Format):
         names, weights = tensors.names(), weights_of(self.table, model)
         bare = {entry.theirs: entry.theirs.removeprefix(f"{self.base}.") for entry in weights}
         stored = {theirs: short if short in names else theirs for theirs, short in bare.items()}
+        if model.tied_embeddings:
+            use_tied(stored, weights[0].theirs, HEAD, names)
         unread = [name for name in names if name.endswith(BUFFERS) or (name == HEAD and model.tied_embeddings)]
         ignored = {name: tensors.shape(name) for name in unread}
         read = readers(tensors, weights, stored, ignored)
         if model.tied_embeddings:
-            check_tied(tensors, HEAD, next(iter(stored.values())))
+            check_tied(tensors, HEAD, stored[weights[0].theirs])
         run, data = {"seed": entry.get("seed", 0)}, {"sequence_length": model.max_length}
         return Imported({"model": section, "run": run, "data": data}, read)
 

@@ -300,9 +300,15 @@ def readers(
     }
 
 
+def use_tied(stored: dict[str, str], weight: str, copy: str, names: list[str]) -> None:
+    """Read a tied weight from its copy in a file with `names` that contains only the copy. stored: see `readers`."""
+    if stored[weight] not in names and copy in names:
+        stored[weight] = copy
+
+
 def check_tied(tensors: TensorFile, copy: str, of: str) -> None:
     """Raise HubError if the file contains two different values of a tied parameter."""
-    if copy in tensors.names() and not torch.equal(tensors.read(copy), tensors.read(of)):
+    if copy in tensors.names() and copy != of and not torch.equal(tensors.read(copy), tensors.read(of)):
         problem = f"{copy} and {of} differ, but are tied by its config.json"
         raise HubError(tensors.path, problem, 'Set "tie_word_embeddings" to false there, or remove the first one')
 

@@ -36,7 +36,7 @@ from megasparse.hub.formats import (
 )
 from megasparse.hub.gguf_file import unpack_gguf
 from megasparse.hub.megasparse_format import shapes, unfilled
-from megasparse.hub.tensor_file import TensorFile, appearing
+from megasparse.hub.tensor_file import TensorFile, appearing, load_whole
 from megasparse.hub.tokenizer_files import FILE, GENERATION, SPECIAL, Files, companion_files, found_tokenizer
 from megasparse.model.adapters import add_adapters
 from megasparse.model.build import Model, build_model, deferred_model, empty_model, initial_weight
@@ -69,6 +69,8 @@ DRAWS_COMPARED = 3
 class HFModel:
     """A Hugging Face model that megasparse can express."""
 
+    source: Path
+    """The folder or GGUF file, for messages."""
     folder: Path
     format: Format
     config: Config
@@ -86,8 +88,16 @@ class HFModel:
         Raises HubError if a file is missing or damaged or megasparse cannot express the architecture; ConfigError if
         the settings are incompatible with each other.
         """
-        unpacked = unpack_gguf(Path(name)) if Path(name).suffix == ".gguf" else None
-        folder = find_folder(name if unpacked is None else unpacked.name)
+        if Path(name).suffix != ".gguf":
+            return HFModel._in_folder(folder := find_folder(name), folder)
+        unpacked = unpack_gguf(Path(name))
+        try:
+            return HFModel._in_folder(Path(name), Path(unpacked.name), unpacked)
+        except HubError as error:  # name the file, not the folder
+            raise HubError(name, error.problem, error.hint) from None
+
+    @staticmethod
+    def _in_folder(source: Path, folder: Path, unpacked: TemporaryDirectory[str] | None = None) -> "HFModel":
         values = read_config(folder)
         architecture, path = values.get("model_type"), folder / "config.json"
         if not isinstance(architecture, str) or architecture not in FORMATS:
@@ -108,7 +118,7 @@ class HFModel:
         data = {"sequence_length": length, **imported.config.get("data", {})}
         data["tokenizer"] = found_tokenizer(folder, data.get("tokenizer"))
         sections = _with_special(folder, {**imported.config, "data": data})
-        return HFModel(folder, kind, build_config(sections), imported.tensors, unpacked)
+        return HFModel(source, folder, kind, build_config(sections), imported.tensors, unpacked)
 
     @property
     def companion_files(self) -> Files:
@@ -126,19 +136,15 @@ class HFModel:
         weights = {**dict(model.named_parameters()), **persistent_buffers(model)}
         if lost := [name for name in weights if name not in self.tensors]:
             problem = f"contains no {lost[0]}, as a model without the language-modelling head"
-            raise HubError(self.folder, problem, "Start a run from it: megasparse pretrain CONFIG --start FOLDER")
+            raise HubError(self.source, problem, "Start a run from it: megasparse pretrain CONFIG --start FOLDER")
         return fill(model, lambda name: self.tensors[name]())
 
     def compare(self) -> int:
         """Compare both models on the same random tokens. Return their number. Raises HubError if the models differ."""
         ours = self.build(self.format.comparable(self.config))
         prefix = "Megasparse" if self.format.name == "megasparse" else "AutoModel"
-        settings = {"local_files_only": True, "use_safetensors": True, "dtype": torch.float32, **self.format.loading}
-        try:
-            theirs = hf_class(prefix + TASKS[self.config.model.kind]).from_pretrained(self.folder, **settings)
-        except (OSError, ValueError, RuntimeError) as error:
-            problem = f"transformers cannot load it ({' '.join(str(error).split())})"
-            raise HubError(self.folder, problem, "Use a model that transformers can load") from None
+        loader = hf_class(prefix + TASKS[self.config.model.kind])
+        theirs = load_whole(loader, self.folder, dtype=torch.float32, **self.format.loading)
         model, seed = self.config.model, self.config.run.seed
         length = compared_length(model)
 
@@ -149,7 +155,7 @@ class HFModel:
 
         if difference := disagreement(map(logits, range(DRAWS_COMPARED))):
             problem = f"megasparse's logits differ from its logits by {difference:.2g}"
-            raise HubError(self.folder, problem, "Report it, with the model's config.json")
+            raise HubError(self.source, problem, "Report it, with the model's config.json")
         return length
 
 

@@ -33,7 +33,7 @@ from megasparse.hub.formats import (
     readers,
     weights_of,
 )
-from megasparse.hub.tensor_file import TensorFile
+from megasparse.hub.tensor_file import BUFFERS, TensorFile
 from megasparse.hub.tokenizer_files import Files, files_with_start, tokenizer_files
 from megasparse.ops.positions import sinusoids
 from megasparse.ops.random import RngContext, rotations
@@ -238,9 +238,7 @@ def _read_bias(tensors: TensorFile, rows: int) -> Tensor:
 
 def _is_ignored(name: str) -> bool:
     """True for constants that transformers before 5 wrote next to the weights, and for the second bias."""
-    return name == OLD_HEAD_BIAS or name.endswith(
-        tuple(f".{mask}_value_float{bits}" for mask in ("mask", "self_mask") for bits in (16, 32))
-    )
+    return name == OLD_HEAD_BIAS or name.endswith(BUFFERS)
 
 
 # Configurations and other files

@@ -28,7 +28,7 @@ from megasparse.config.messages import as_config_error, show
 from megasparse.config.schema import ModelConfig
 from megasparse.errors import ConfigError, HubError, did_you_mean
 from megasparse.hub.replaced_layer import NAME, IndexedLayer, InterfaceCall, Mechanisms, ReplacedPass, share_of_batch
-from megasparse.hub.tensor_file import ADAPTER, TensorFile, appearing
+from megasparse.hub.tensor_file import ADAPTER, TensorFile, appearing, load_whole
 from megasparse.model.build import initialise
 
 ENTRY = "megasparse_attention"
@@ -408,9 +408,9 @@ def load_replaced(
     """
     TensorFile.open(directory)
     replacement_of(directory)
-    loader: Any = model_class or _saved_class(Path(directory))
-    settings = {"attn_implementation": NAME, "local_files_only": True, "use_safetensors": True, **settings}
-    model: PreTrainedModel = loader.from_pretrained(directory, **settings)
+    loader, new_head = model_class or _saved_class(Path(directory)), model_class is not None
+    settings = {"attn_implementation": NAME, **settings}
+    model: PreTrainedModel = load_whole(loader, directory, new_head, **settings)
     return model
 
 
@@ -470,10 +470,12 @@ def entry_of(config: Any, directory: str | Path) -> dict[str, Any]:
 
 
 def load_plain(directory: str | Path) -> PreTrainedModel:
-    """Load the original model of a folder, with the saved class. Nothing is downloaded or unpickled."""
+    """Load the original model of a folder, with the saved class. Nothing is downloaded or unpickled.
+
+    Raises HubError if a weight is missing or a tensor is unknown.
+    """
     TensorFile.open(directory)
-    loader = _saved_class(Path(directory))
-    model: PreTrainedModel = loader.from_pretrained(directory, local_files_only=True, use_safetensors=True)
+    model: PreTrainedModel = load_whole(_saved_class(Path(directory)), directory)
     return model
 
 

@@ -1,5 +1,5 @@
-"""Folders of Hugging Face models: tensors are read one at a time from safetensors files, nothing is unpickled, and
-folders are written atomically.
+"""Folders of Hugging Face models: tensors are read one at a time from safetensors files or loaded by transformers,
+which must find every weight; nothing is unpickled, and folders are written atomically.
 """
 
 import json
@@ -15,7 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from megasparse.errors import HubError
+from megasparse.errors import HubError, one_line
 from megasparse.files import open_file, read_file, sync_folder
 
 LAYERS = {"layers", "num_hidden_layers", "num_layers", "n_layer", "n_layers", "encoder_layers", "decoder_layers"}
@@ -23,7 +23,17 @@ LAYERS = {"layers", "num_hidden_layers", "num_layers", "n_layer", "n_layers", "e
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 ADAPTER = "megasparse.safetensors"
 """File next to a model's weights with the tensors of replaced attention, named as in the base model."""
+QUANTISED = ("quantization_config", "compression_config", "quantization")
+"""Keys of config.json that describe quantised weights (transformers, early compressed-tensors, MLX)."""
+QUANTISED_FILES = ("quantize_config.json", "hf_quant_config.json")
+"""Files that describe quantised weights (GPTQ, ModelOpt) next to a config.json that may not."""
+BUFFERS = (
+    ".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias", ".rotary_emb.inv_freq",
+    "position_ids", "token_type_ids", "mask_value_float16", "mask_value_float32",
+)  # fmt: skip
+"""Suffixes of constants that old files contain next to the weights."""
 _AGAIN = "Copy or download it again"
+_COMPLETE = "Use a complete model with its original config.json"
 
 
 class TensorFile:
@@ -37,17 +47,19 @@ class TensorFile:
     def open(folder: str | Path) -> "TensorFile":
         """Open a folder's tensors.
 
-        Raises HubError if there are none, if a file is missing, damaged or differs from the index, and if config.json
-        has more layers than there are tensors, because building them could exhaust memory.
+        Raises HubError if there are none, if a file is missing, damaged or differs from the index, if the weights are
+        quantised, and if config.json has more layers than there are tensors, because building them could exhaust
+        memory.
         """
         folder = Path(folder)
         if not folder.is_dir():
             raise HubError(folder, "no such folder", "Use the folder of a Hugging Face model")
+        _refuse_quantised(folder)
         replaced = TensorFile.one(folder / ADAPTER)._files if (folder / ADAPTER).exists() else {}
         if (folder / WEIGHTS).exists():
-            return TensorFile(folder, TensorFile.one(folder / WEIGHTS)._files | replaced)._of_its_depth()
+            return TensorFile(folder, TensorFile.one(folder / WEIGHTS)._files | replaced)._checked()
         if (folder / INDEX).exists():
-            return TensorFile(folder, _sharded(folder) | replaced)._of_its_depth()
+            return TensorFile(folder, _sharded(folder) | replaced)._checked()
         pickled = sorted(path.name for ending in ("*.bin", "*.pt", "*.pth") for path in folder.glob(ending))
         if pickled:
             hint = "Convert it to safetensors with transformers' save_pretrained, if you trust the file"
@@ -85,7 +97,10 @@ class TensorFile:
                 hint = "Use a model of the architecture in its config.json"
                 raise HubError(self.path, f"contains a tensor {name}, unknown to its architecture", hint)
 
-    def _of_its_depth(self) -> "TensorFile":
+    def _checked(self) -> "TensorFile":
+        for name, file in self._files.items():
+            if name.endswith(".weight") and (kind := file.get_slice(name).get_dtype())[0] in "IU":
+                raise _quantised(self.path, f"{name} is of type {kind}")
         with suppress(OSError, ValueError, RecursionError):  # errors of config.json are reported when it is parsed
             if (layers := depth(json.loads(read_file(self.path / "config.json")))) > (count := len(self._files)):
                 problem = f"contains {count} tensors, but its config.json specifies {layers} layers"
@@ -94,15 +109,82 @@ class TensorFile:
 
     def _file(self, name: str) -> Any:
         if name not in self._files:
-            raise HubError(
-                self.path, f"contains no tensor {name}", "Use a complete model with its original config.json"
-            )
+            raise HubError(self.path, f"contains no tensor {name}", _COMPLETE)
         return self._files[name]
 
     def _check_shape(self, name: str, expected: Iterable[int]) -> None:
         if (shape := self.shape(name)) != tuple(expected):
             problem = f"{name} has shape {list(shape)}, but {list(expected)} by its config.json"
             raise HubError(self.path, problem, "Use a model with its original config.json")
+
+
+def load_whole(loader: Any, folder: str | Path, new_head: bool = False, **settings: Any) -> Any:
+    """Load the model of a folder by a class of transformers, or of megasparse with the same interface.
+
+    transformers completes a folder that lacks weights with random ones, and ignores tensors that it does not know.
+
+    Args:
+        loader: The class.
+        folder: The folder.
+        new_head: Accept that the folder lacks weights outside the base model, and its pooler.
+        settings: Arguments of from_pretrained.
+
+    Raises:
+        HubError: The folder cannot be loaded, or a tensor is missing, wrong-shaped or unknown to the base model.
+    """
+    from transformers.utils import logging
+
+    file, verbosity = TensorFile.open(folder), logging.get_verbosity()
+    options = {"local_files_only": True, "use_safetensors": True, "trust_remote_code": False, **settings}
+    options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
+    try:
+        logging.set_verbosity_error()  # its report of missing weights would come before the one line
+        model, info = loader.from_pretrained(folder, **options)
+    except (OSError, ValueError, LookupError, RuntimeError, ImportError, TypeError, AttributeError) as error:
+        problem = f"transformers cannot load it ({one_line(' '.join(str(error).split()))})"
+        raise HubError(folder, problem, "Use a model that transformers can load") from None
+    finally:
+        logging.set_verbosity(verbosity)
+    stored, base, whole = file.names(), f"{model.base_model_prefix}.", model.base_model is model
+    prefixed = any(name.startswith(base) for name in stored)
+
+    def replaceable(name: str) -> bool:
+        return name.removeprefix(base).startswith("pooler.") or not (whole or name.startswith(base))
+
+    def known(name: str) -> bool:
+        in_base = not prefixed or name.startswith(base) or base + name in stored
+        constant = name.endswith(BUFFERS) or name.removeprefix(base).startswith("pooler.")
+        return constant or not in_base or (".megasparse." in name and hasattr(model.config, "megasparse_attention"))
+
+    for name, shape, expected in sorted(info["mismatched_keys"]):
+        if new_head and replaceable(name) and settings.get("ignore_mismatched_sizes"):
+            continue
+        problem = f"{name} has shape {list(shape)}, but {list(expected)} by its config.json"
+        raise HubError(folder, problem, "Use a model with its original config.json")
+    if missing := sorted(name for name in info["missing_keys"] if not (new_head and replaceable(name))):
+        raise HubError(folder, f"contains no tensor {missing[0]}", _COMPLETE)
+    if unknown := sorted(name for name in info["unexpected_keys"] if not known(name)):
+        hint = "Use a model of the architecture in its config.json"
+        raise HubError(folder, f"contains a tensor {unknown[0]}, unknown to its architecture", hint)
+    return model
+
+
+def _refuse_quantised(folder: Path) -> None:
+    """Raise HubError if a folder states that its weights are quantised."""
+    for name in QUANTISED_FILES:
+        if (folder / name).exists():
+            raise _quantised(folder, name)
+    with suppress(OSError, ValueError, RecursionError):  # errors of config.json are reported when it is parsed
+        values = json.loads(read_file(folder / "config.json"))
+        for key in QUANTISED if isinstance(values, dict) else ():
+            if value := values.get(key):
+                method = value.get("quant_method") if isinstance(value, dict) else None
+                raise _quantised(folder, f"{key} of config.json" if method is None else one_line(str(method), 60))
+
+
+def _quantised(folder: Path, method: str) -> HubError:
+    hint = "Use the model that was not quantised, or dequantise it first and save it as fp32, bf16 or fp16"
+    return HubError(folder, f"its weights are quantised ({method}), which megasparse does not read", hint)
 
 
 def depth(values: Any) -> int:

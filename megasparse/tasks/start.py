@@ -344,25 +344,13 @@ def _transformer(config: FinetuneConfig, folder: Path, labels: int) -> tuple[Bac
     from transformers.utils.logging import disable_progress_bar
 
     from megasparse.hub.replace import ENCODERS, ENTRY, extend_positions, positions, replace_attention
-    from megasparse.hub.tensor_file import TensorFile
+    from megasparse.hub.tensor_file import TensorFile, load_whole
 
-    TensorFile.open(folder)
     disable_progress_bar()
     attention, longest = config.start.attention, config.task.max_length
-    try:
-        model, report = AutoModel.from_pretrained(
-            folder, local_files_only=True, use_safetensors=True, trust_remote_code=False, dtype=torch.float32,
-            output_loading_info=True,
-        )  # fmt: skip
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
-        problem = f"transformers cannot load it ({' '.join(str(error).split())[:200]})"
-        raise HubError(folder, problem, "Use the folder of a model that transformers can load") from None
+    model = load_whole(AutoModel, folder, new_head=True, dtype=torch.float32)
     if model.config.is_encoder_decoder:
         raise HubError(folder, "is an encoder-decoder, without one state per sequence", "Use a decoder or an encoder")
-    missing = sorted(report["missing_keys"])
-    if lost := [name for name in missing if not name.startswith("pooler.")]:
-        problem = f"contains no weight {lost[0]}, nor {len(lost) - 1} others of the model"
-        raise HubError(folder, problem, "Copy the whole folder again, with its original config.json")
     if attention is not None:
         settings = _with_sketch_labels(attention, labels).model_dump(mode="json", exclude_unset=True)
         replace_attention(model, settings, max_length=longest, seed=config.run.seed)
@@ -374,7 +362,8 @@ def _transformer(config: FinetuneConfig, folder: Path, labels: int) -> tuple[Bac
     dense = getattr(getattr(model, "pooler", None), "dense", None)  # BERT's, on the first token's state
     body = HuggingFaceBody(model, longest=positions(model), **record)
     if isinstance(dense, torch.nn.Linear) and dense.bias is not None and dense.weight.shape[0] == dense.in_features:
-        body.pooler = None if missing else (dense.weight.detach().clone(), dense.bias.detach().clone())
+        stored = sum("pooler.dense." in name for name in TensorFile.open(folder).names()) == 2
+        body.pooler = None if not stored else (dense.weight.detach().clone(), dense.bias.detach().clone())
     return body, {"kind": "transformers", "config": model.config.to_dict(), **record}
 
 

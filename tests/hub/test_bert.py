@@ -22,7 +22,7 @@ from megasparse.config.load import build_config
 from megasparse.config.schema import Config
 from megasparse.errors import ConfigError, HubError
 from megasparse.hub.formats import difference, format_named, our_logits
-from megasparse.hub.tensor_file import TensorFile
+from megasparse.hub.tensor_file import TensorFile, load_whole
 from megasparse.model.build import build_model
 from megasparse.ops.random import RngContext
 from megasparse.training.checkpoints.checkpoint import Checkpoint, find_checkpoint
@@ -263,3 +263,19 @@ def test_the_first_berts_come_in_without_their_pooler(tmp_path):
     with torch.no_grad():
         expected = model(tokens).prediction_logits
     torch.testing.assert_close(our_logits(mine, tokens, 0), expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["bert", "roberta", "yoso"])
+def test_tied_weights_may_be_stored_under_the_names_of_the_head_only(tmp_path, name):
+    model, form = theirs(name)
+    tensors = {key: x.contiguous() for key, x in model.state_dict().items()}
+    kept = set(sorted(key for key in tensors if "decoder" in key))
+    tied = {tensors[key].data_ptr() for key in kept}
+    only = {key: x for key, x in tensors.items() if key in kept or x.data_ptr() not in tied}
+    assert len(kept) == 2 and len(only) == len(tensors) - 2
+    folder = saved(model, tmp_path / "model")
+    save_file(only, folder / "model.safetensors", {"format": "pt"})
+    assert torch.equal(load(form, folder).tensors["embedding.weight"](), model.get_input_embeddings().weight)
+    assert torch.equal(load(form, folder).tensors["head.bias"](), tensors[min(kept)])
+    whole = load_whole(type(model), folder).state_dict()
+    assert all(torch.equal(whole[key], x) for key, x in tensors.items())

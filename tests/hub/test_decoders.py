@@ -1,7 +1,6 @@
 """Import and export of HuggingFace decoders: identical weights, logits, tokenizers, rejected models."""
 
 import json
-import sys
 
 import pytest
 import torch
@@ -16,8 +15,11 @@ from megasparse.errors import ConfigError, HubError
 from megasparse.evaluation.generate import BeamSettings, Sampling, end_tokens, generate, search
 from megasparse.evaluation.texts import Request, texts
 from megasparse.hub import from_pretrained
+from megasparse.hub.checker import load_model
 from megasparse.hub.formats import format_named
 from megasparse.hub.importing import HFModel
+from megasparse.hub.replace import load_plain, load_replaced, replace_attention, save_replaced
+from megasparse.hub.tensor_file import QUANTISED
 from megasparse.hub.tokenizer_files import chat_files
 from megasparse.ops.random import RngContext
 from megasparse.runs.api import load_checkpoint
@@ -186,14 +188,61 @@ def test_features_that_megasparse_lacks_are_one_line(tmp_path, name, change, pro
     assert "\n" not in str(error.value)
 
 
-def test_a_folder_without_its_tokenizer_and_gguf_without_its_package(tmp_path, monkeypatch):
+@pytest.mark.parametrize("name", ["llama as SmolLM", "qwen3", "gpt2"])
+def test_a_tied_weight_may_be_stored_under_the_name_of_the_head_only(tmp_path, name):
+    model, path = saved(name, tmp_path), tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    embedding = next(key for key in tensors if key.endswith(("embed_tokens.weight", "wte.weight")))
+    save_file(tensors | {"lm_head.weight": tensors.pop(embedding)}, path, {"format": "pt"})
+    imported = HFModel.open(tmp_path)
+    assert imported.compare() and torch.equal(imported.tensors["embedding.weight"](), model.lm_head.weight)
+    tensors.pop("lm_head.weight", None)
+    save_file(tensors, path, {"format": "pt"})
+    with pytest.raises(HubError, match=f"contains no tensor {embedding}"):
+        HFModel.open(tmp_path)
+
+
+UP = "model.layers.{}.mlp.up_proj.weight"
+DAMAGES = {
+    f"contains no tensor {UP.format(1)}": lambda x: x.pop(UP.format(1)),
+    "contains no tensor lm_head.weight": lambda x: x.pop("lm_head.weight"),
+    f"{UP.format(1)} has shape": lambda x: x.update({UP.format(1): torch.ones(44, 31)}),
+    f"contains a tensor {UP.format(3)}, unknown": lambda x: x.update({UP.format(3): x[UP.format(1)].clone()}),
+    "contains a tensor model.layers.0.self_attn.sinks, unknown": lambda x: x.update(
+        {"model.layers.0.self_attn.sinks": torch.ones(4)}
+    ),
+    f"quantised .{UP.format(2)} is of type I8": lambda x: x.update({UP.format(2): torch.ones(44, 32).char()}),
+}
+
+
+@pytest.mark.parametrize("damage", [*DAMAGES, *QUANTISED])
+def test_all_ways_in_reject_incomplete_unread_and_quantised_weights(tmp_path, damage):
+    model, plain, replaced = saved("llama", tmp_path / "plain"), tmp_path / "plain", tmp_path / "replaced"
+    save_replaced(
+        replace_attention(model, {"kind": "local", "chunk": 8}), replaced, AutoTokenizer.from_pretrained(plain)
+    )
+    written(replaced, byte_level())
+    for folder, ways in ((plain, (HFModel.open, load_plain, load_model)), (replaced, (HFModel.open, load_replaced))):
+        for load in ways:
+            load(folder)
+        if damage in DAMAGES:
+            tensors = load_file(folder / "model.safetensors")
+            DAMAGES[damage](tensors)
+            save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+        else:
+            values = json.loads((folder / "config.json").read_text())
+            (folder / "config.json").write_text(json.dumps(values | {damage: {"quant_method": "gptq", "bits": 4}}))
+        for load in ways:
+            with pytest.raises(HubError, match=damage if damage in DAMAGES else r"quantised \(gptq\)") as caught:
+                load(folder)
+            assert str(folder) in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_folder_without_its_tokenizer_is_rejected(tmp_path):
     saved("llama", tmp_path)
     (tmp_path / "tokenizer.json").unlink()
     with pytest.raises(HubError, match=r"tokenizer\.json: is missing"):
         HFModel.open(tmp_path)
-    monkeypatch.setitem(sys.modules, "gguf", None)
-    with pytest.raises(HubError, match=r"gguf: is not installed.*pip install gguf"):
-        HFModel.open(tmp_path / "model.gguf")
 
 
 @pytest.mark.parametrize(
