@@ -6,7 +6,15 @@ import math
 import sys
 from pathlib import Path
 
-from megasparse.cli.arguments import add_config, add_overrides, add_start, add_training, config_from
+from megasparse.cli.arguments import (
+    add_config,
+    add_overrides,
+    add_start,
+    add_training,
+    config_from,
+    require_config,
+    require_paths,
+)
 from megasparse.config.files import shipped_configs
 from megasparse.config.messages import show
 from megasparse.errors import ConfigError, UserError, positive, whole
@@ -33,6 +41,8 @@ def pretrain(args: argparse.Namespace) -> None:
     Run the same command again to resume from the newest checkpoint in `run.directory`. After SIGTERM, SIGINT or SIGUSR1
     the run saves a checkpoint and stops at the end of the current step.
     """
+    require_config(args)
+    require_paths(args.data, None if args.resume in ("auto", "never") else args.resume)
     from megasparse.config.schema import Config
     from megasparse.training.stopping.signals import StopSignals
 
@@ -82,15 +92,17 @@ def finetune(args: argparse.Namespace) -> None:
     Run the same command again to resume from the newest checkpoint. `megasparse evaluate --task` and `megasparse
     predict` use the best checkpoint.
     """
-    from megasparse.config.finetuning import FinetuneConfig
-    from megasparse.tasks.catalog import build_task
-    from megasparse.training.stopping.signals import StopSignals
-
     name = f"finetune/{str(args.name).replace('/', '_')}"
     if "/" in str(args.name) and name in shipped_configs():  # a dataset of the Hub, such as glue/sst2
         args.name, args.source = name, args.source or "hub"
     if args.source is not None:
         args.set.append(f"task.source={json.dumps(args.source)}")
+    require_config(args)
+    require_paths(args.source, None if args.resume in ("auto", "never") else args.resume)
+    from megasparse.config.finetuning import FinetuneConfig
+    from megasparse.tasks.catalog import build_task
+    from megasparse.training.stopping.signals import StopSignals
+
     config = config_from(args, FinetuneConfig)
     signals = None if args.dry_run else StopSignals()
     if signals is not None:
@@ -132,6 +144,7 @@ def plan(args: argparse.Namespace) -> None:
         value = getattr(args, option)
         if value is not None and not (math.isfinite(value) and value > 0):
             raise ConfigError(f"--{option.replace('_', '-')}", f"{show(value)} is not above 0", "Give a number above 0")
+    require_config(args)
     from megasparse.config.schema import Config
 
     config = config_from(args, Config)

@@ -18,8 +18,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from megasparse.config.finetuning import FinetuneConfig
-from megasparse.config.schema import Config, ModelConfig
 from megasparse.errors import DataError
 from megasparse.files import json_object, open_file, read_file
 from megasparse.training.checkpoints.manifest import flatten, list_checkpoints
@@ -56,6 +54,9 @@ def read_run(path: Path) -> Run:
     if not any((path / name).is_file() for name in ("config.json", "metrics.jsonl")):
         reason = "contains neither config.json nor metrics.jsonl" if path.is_dir() else "is not a folder"
         raise DataError(path, f"not a run: it {reason}", "Give the run.directory of a pretraining or fine-tuning run")
+    from megasparse.config.finetuning import FinetuneConfig
+    from megasparse.config.schema import Config, ModelConfig
+
     config = read_object(path / "config.json")
     defaults = (FinetuneConfig if "task" in config else Config)().model_dump(mode="json")
     if config.get("model"):

@@ -8,7 +8,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from launch import evaluate, pretrain
+from megasparse.cli.hub import ARCHITECTURES
 from megasparse.cli.main import door
+from megasparse.hub.formats import FORMATS
 from megasparse.training.checkpoints.checkpoint import Checkpoint
 from tests.helpers.commands import refused, run
 from tests.helpers.hub import checkpoint, decoder
@@ -182,3 +184,7 @@ def test_missing_transformers_is_one_line(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "transformers", None)
     said = refused(capsys, convert_to_hf, "--checkpoint", "run", "--output", tmp_path / "out")
     assert said.startswith('error: transformers: is not installed. Install it: pip install "transformers==')
+
+
+def test_the_help_lists_all_architectures_without_importing_them():
+    assert list(ARCHITECTURES) == sorted(FORMATS)
