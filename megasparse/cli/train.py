@@ -26,13 +26,14 @@ def add_pretrain(parser: argparse.ArgumentParser) -> None:
     add_start(parser)
     texts = "file or folder of text or of JSON lines with a field `text`, prepared once in run.directory; or shards"
     parser.add_argument("--data", metavar="TEXTS", help=texts)
+    parser.add_argument("--gpus", type=positive, metavar="N", help="with --dry-run: also plan the run for N A100 GPUs")
 
 
 def pretrain(args: argparse.Namespace) -> None:
     """Pretrain a decoder, an encoder or an encoder-decoder.
 
         megasparse pretrain quickstart                                     # one process
-        megasparse pretrain quickstart --dry-run                           # one step on dummy data
+        megasparse pretrain quickstart --dry-run                           # a few steps on dummy data
         torchrun --nproc-per-node 2 --max-restarts 3 -m megasparse pretrain quickstart    # two, restarted if one dies
         deepspeed launch/pretrain.py --config configs/quickstart.json      # every GPU of this machine, or its CPU
         megasparse pretrain yoso_table3 --start models/bert-base-uncased   # a BERT's weights, another attention
@@ -49,6 +50,8 @@ def pretrain(args: argparse.Namespace) -> None:
     config = config_from(args, Config)
     if args.start is not None and args.resume != "auto":
         raise ConfigError("--start", f"cannot be combined with --resume {args.resume}", "Remove one of them")
+    if args.gpus is not None and not args.dry_run:
+        raise ConfigError("--gpus", f"{args.gpus} is only for --dry-run", "Start the ranks with torchrun or deepspeed")
     signals = None if args.dry_run else StopSignals()
     if signals is not None:
         signals.follow_launcher()
@@ -64,7 +67,7 @@ def pretrain(args: argparse.Namespace) -> None:
                 open_data(config)
         except UserError as error:
             print(f"warning: training would end with this error: {error}", file=sys.stderr)
-        for part in dry_run_report(config):
+        for part in dry_run_report(config, args.gpus):
             print(part, flush=True)
         return
     options = {"resume": args.resume, "allow_changed_config": args.allow_changed_config, "stop_at": args.stop_at}

@@ -32,12 +32,13 @@ STYLE = (
     ":root{color-scheme:light dark}body{font:15px/1.5 system-ui,sans-serif;max-width:70rem;margin:1rem auto;"
     "padding:0 1rem;overflow-wrap:anywhere}h1{font-size:1.5rem}h2{font-size:1.05rem}summary{cursor:pointer;"
     "padding:.4rem 0;font-weight:600}table{border-collapse:collapse;display:block;overflow-x:auto}td,th{padding:.15rem "
-    ".7rem .15rem 0;text-align:left;border-bottom:1px solid #8885}.bars i{display:block;height:.8rem;max-width:45vw;"
-    "background:#3b82c4}.bars tr:first-child i{background:#2f9e6e}.charts{display:grid;gap:1rem;"
+    ".7rem .15rem 0;text-align:left;border-bottom:1px solid #8885}.bars i{display:block;height:.8rem;max-width:40vw;"
+    "background:#3b82c4}.bars .run{background:#2f9e6e}.charts{display:grid;gap:1rem;"
     "grid-template-columns:repeat(auto-fill,minmax(min(100%,21rem),1fr))}figure{margin:.5rem 0;max-width:40rem}"
-    "svg{width:100%;display:block}svg text{fill:currentColor;font-size:11px;text-anchor:end}svg .step{text-anchor:middle}"
-    "polyline{fill:none;stroke-width:1.3;stroke-linecap:round}.grid{stroke:#8886}.mark{stroke:#c04;stroke-width:.5}img{max-width:100%}"
-    "pre{white-space:pre-wrap}"
+    "svg{width:100%;display:block}svg text{fill:currentColor;font-size:11px;text-anchor:end}"
+    "svg .step{text-anchor:middle}b{white-space:nowrap}"
+    "polyline{fill:none;stroke-width:1.3;stroke-linecap:round}.grid{stroke:#8886}"
+    ".mark{stroke:#c04;stroke-width:.5}img{max-width:100%}pre{white-space:pre-wrap}"
 )
 
 
@@ -216,7 +217,11 @@ def held_out(runs: Sequence[Run], labels: Sequence[str]) -> str:
     for measure, values in bars.items():
         most = max(values.values(), default=0) or 1
         rows = [
-            [escape(name), f"<b>{value:.3f}</b>", f'<i style="width:{max(0, 14 * value / most):.2f}rem"></i>']
+            [
+                escape(name),
+                f"<b>{value:.3f}</b>",
+                f'<i class="{"run" if name in labels else ""}" style="width:{max(0, 14 * value / most):.2f}rem"></i>',
+            ]
             for name, value in sorted(values.items(), key=lambda item: item[1])
         ]
         parts.append(f"<h2>Held-out {MEASURES[measure]}, less is better</h2>{table([], rows)}")
@@ -241,11 +246,15 @@ def best_result(run: Run) -> dict[str, Any] | None:
     return max(valid, key=order, default=None)
 
 
+LOSSES = {"train/loss": "train", "evaluation/loss": "validation"}
+"""Scalars of the first chart, and their labels."""
+
+
 def losses(runs: Sequence[Run], labels: Sequence[str]) -> str:
     lines = [
         (", ".join(filter(None, (label * (len(runs) > 1), kind))), run.series[name])
         for run, label in zip(runs, labels, strict=True)
-        for name, kind in (("train/loss", "train"), ("evaluation/loss", "validation"))
+        for name, kind in LOSSES.items()
         if name in run.series and np.isfinite(run.series[name][1]).any()
     ]
     return (
@@ -261,7 +270,7 @@ def speed(run: Run) -> Iterator[tuple[str, str]]:
     for name, label, pick in (
         ("speed/tokens_per_second", "tokens per second, median", np.median),
         ("speed/step_seconds", "seconds per step, median", np.median),
-        ("speed/step_seconds", "hours of training", lambda values: values.sum() / 3600),
+        ("speed/step_seconds", "minutes of training", lambda values: values.sum() / 60),
         ("speed/model_flops_utilisation", "model FLOPs utilisation, median", np.median),
         ("memory/peak_bytes", "peak memory per rank", np.max),
         ("train/skipped_steps", "skipped steps", lambda values: values[-1]),
@@ -277,17 +286,16 @@ def incident_steps(runs: Sequence[Run]) -> list[int]:
 
 
 def curves(runs: Sequence[Run], labels: Sequence[str]) -> str:
-    """Return a chart per scalar with one line per run. The layers of a scalar share a chart. A scalar that is constant,
-    or a multiple of an earlier one, gets a line of text.
+    """Return a chart per further scalar with one line per run. The layers of a scalar share a chart. A scalar that is
+    constant, or a multiple of an earlier one, gets a line of text.
     """
     charts: defaultdict[str, set[str]] = defaultdict(set)
     for run in runs:
         for name, (_, values) in run.series.items():
             if np.isfinite(values).any():
                 charts[name.rpartition("/layer_")[0] or name].add(name)
-    ranked = sorted(
-        charts, key=lambda name: (name.split("/")[0] not in ("train", "evaluation"), name != "train/loss", name)
-    )
+    group = lambda name: name.partition("/")[0]  # noqa: E731
+    ranked = sorted(charts, key=lambda name: (name not in LOSSES, group(name) not in ("train", "evaluation"), name))
     parts, flat, shapes = [], [], dict[bytes, str]()
     for title in ranked[:MOST_CHARTS]:
         lines, shape = [], b""
@@ -304,15 +312,15 @@ def curves(runs: Sequence[Run], labels: Sequence[str]) -> str:
             flat.append(f"{title}: {quantity(title, values[0])} in all steps")
         elif (other := shapes.setdefault(shape, title)) != title:
             flat.append(f"{title}: the curve of {other} in another unit")
-        else:
+        elif title not in LOSSES:
             parts.append(chart(title, lines, incident_steps(runs)))
     if len(ranked) > MOST_CHARTS:
         flat.append(f"{len(ranked) - MOST_CHARTS} more charts omitted; metrics.jsonl contains all numbers.")
-    notes = "".join(f"<p>{escape(line)}</p>" for line in flat)
-    return f'<div class="charts">{"".join(parts)}</div>{notes}'
+    return f'<div class="charts">{"".join(parts)}</div><p>{"<br>".join(map(escape, flat))}</p>'
 
 
-WIDTH, HEIGHT, LEFT, BOTTOM, TOP = 480, 240, 56, 216, 8
+LEFT, RIGHT, TOP, BOTTOM = 56, 460, 8, 216
+"""Edges of a chart's axes, in an SVG of 480 × 240 units."""
 BUCKETS = 200
 """A longer line is drawn from the least and the largest value of each of this number of parts."""
 
@@ -327,14 +335,14 @@ def chart(title: str, lines: Sequence[tuple[str, tuple[np.ndarray, np.ndarray]]]
     (left, right), (low, high) = (
         (least, most if most > least else least + (abs(least) or 1)) for least, most in bounds
     )
-    across = lambda step: round(LEFT + (step - left) / (right - left) * (WIDTH - 8 - LEFT), 1)  # noqa: E731
+    across = lambda step: round(LEFT + (step - left) / (right - left) * (RIGHT - LEFT), 1)  # noqa: E731
     down = lambda value: round(BOTTOM - (value - low) / (high - low) * (BOTTOM - TOP), 1)  # noqa: E731
     parts, legend = [], []
     for value in ticks(low, high):
         y, text = down(value), escape(quantity(title, value))
-        parts.append(f'<path class="grid" d="M{LEFT} {y}H{WIDTH - 8}"/><text x="{LEFT - 4}" y="{y + 4}">{text}</text>')
+        parts.append(f'<path class="grid" d="M{LEFT} {y}H{RIGHT}"/><text x="{LEFT - 4}" y="{y + 4}">{text}</text>')
     for step in ticks(left, right):
-        parts.append(f'<text class="step" x="{across(step)}" y="{HEIGHT - 8}">{step:,.0f}</text>')
+        parts.append(f'<text class="step" x="{across(step)}" y="232">{step:,.0f}</text>')
     for mark in [mark for mark in marks[-MOST_ROWS:] if left <= mark <= right]:
         parts.append(f'<path class="mark" d="M{across(mark)} {TOP}V{BOTTOM}"/>')
     for (label, (steps, values)), colour in zip(lines, cycle(COLOURS), strict=False):
@@ -345,7 +353,7 @@ def chart(title: str, lines: Sequence[tuple[str, tuple[np.ndarray, np.ndarray]]]
             legend.append(f'<span><b style="color:{colour}">—</b> {escape(label)}</span>')
     return (
         f"<figure><figcaption>{escape(title[:100])} {' '.join(legend)}</figcaption>"
-        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(title)}">{"".join(parts)}</svg></figure>'
+        f'<svg viewBox="0 0 480 240" role="img" aria-label="{escape(title)}">{"".join(parts)}</svg></figure>'
     )
 
 
