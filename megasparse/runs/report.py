@@ -308,7 +308,7 @@ def curves(runs: Sequence[Run], labels: Sequence[str]) -> str:
                     largest = np.nanmax(np.abs(values)) or 1.0
                     shape += steps.tobytes() + np.round(values / largest, 5).tobytes()
         values = np.concatenate([values for _, (_, values) in lines])
-        if len(lines) == 1 and len(values) > 1 and np.ptp(values) == 0:
+        if len(lines) == 1 and np.ptp(values) == 0:
             flat.append(f"{title}: {quantity(title, values[0])} in all steps")
         elif (other := shapes.setdefault(shape, title)) != title:
             flat.append(f"{title}: the curve of {other} in another unit")
@@ -316,7 +316,7 @@ def curves(runs: Sequence[Run], labels: Sequence[str]) -> str:
             parts.append(chart(title, lines, incident_steps(runs)))
     if len(ranked) > MOST_CHARTS:
         flat.append(f"{len(ranked) - MOST_CHARTS} more charts omitted; metrics.jsonl contains all numbers.")
-    return f'<div class="charts">{"".join(parts)}</div><p>{"<br>".join(map(escape, flat))}</p>'
+    return f'<div class="charts">{"".join(parts)}</div><p>{"</p><p>".join(map(escape, flat))}</p>'
 
 
 LEFT, RIGHT, TOP, BOTTOM = 56, 460, 8, 216
