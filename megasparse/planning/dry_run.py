@@ -40,7 +40,7 @@ class DryRun:
     ranks: int
     """Processes that this machine runs under torchrun: one per GPU or core, as many as share the batch evenly."""
     rank_seconds: float
-    """Duration of the step in such a process, which has one core."""
+    """Seconds of the step in such a process on one core."""
     loss: float
     """Loss of the untrained model in nats per token."""
     device: str

@@ -14,7 +14,7 @@ from contextlib import suppress
 from html import escape
 from itertools import cycle, pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import numpy as np
 
@@ -170,7 +170,7 @@ def folded(heading: str, content: str) -> str:
     return f"<details><summary>{escape(heading)}</summary>{content}</details>"
 
 
-def is_number(value: Any) -> bool:
+def is_number(value: Any) -> TypeGuard[float]:
     return type(value) in (int, float) and abs(value) < HUGE
 
 
@@ -272,7 +272,7 @@ def speed(run: Run) -> Iterator[tuple[str, str]]:
         ("speed/step_seconds", "seconds per step, median", np.median),
         ("speed/step_seconds", "minutes of training", lambda values: values.sum() / 60),
         ("speed/model_flops_utilisation", "model FLOPs utilisation, median", np.median),
-        ("memory/peak_bytes", "peak memory per rank", np.max),
+        ("memory/peak_bytes", "peak memory of a rank", np.max),
         ("train/skipped_steps", "skipped steps", lambda values: values[-1]),
     ):
         _, values = run.series.get(name, ((), np.empty(0)))
@@ -286,7 +286,7 @@ def incident_steps(runs: Sequence[Run]) -> list[int]:
 
 
 def curves(runs: Sequence[Run], labels: Sequence[str]) -> str:
-    """Return a chart per further scalar with one line per run. The layers of a scalar share a chart. A scalar that is
+    """Return a chart of each further scalar with a line for each run. The layers of a scalar share a chart. A scalar that is
     constant, or a multiple of an earlier one, gets a line of text.
     """
     charts: defaultdict[str, set[str]] = defaultdict(set)
