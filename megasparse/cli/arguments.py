@@ -42,7 +42,7 @@ def add_training(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--resume", default="auto", metavar="auto|never|PATH", help="checkpoint to resume from")
     parser.add_argument("--allow-changed-config", action="store_true", help="resume although the configuration differs")
     parser.add_argument("--stop-at", type=whole, metavar="STEP", help="save and stop after this step")
-    parser.add_argument("--dry-run", action="store_true", help="measure the memory and time of a step; write nothing")
+    parser.add_argument("--dry-run", action="store_true", help="measure memory and time; write nothing")
 
 
 def add_start(parser: argparse.ArgumentParser) -> None:

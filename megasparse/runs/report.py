@@ -182,7 +182,7 @@ def quantity(name: str, value: float) -> str:
     return f"{value / 1000**power:.3g} {('bytes', 'kB', 'MB', 'GB', 'TB')[power]}"
 
 
-MEASURES = {"bits_per_dim": "bits/dim", "bits_per_token": "bits/token", "loss": "nats per token"}
+MEASURES = {"bits_per_dim": "bits/dim", "bits_per_token": "bits/token", "loss": "nats/token"}
 """Measures of `megasparse evaluate`, the first of which a result is shown in, and their units."""
 
 
@@ -257,9 +257,7 @@ def losses(runs: Sequence[Run], labels: Sequence[str]) -> str:
         for name, kind in LOSSES.items()
         if name in run.series and np.isfinite(run.series[name][1]).any()
     ]
-    return (
-        chart("loss, nats per token", lines, incident_steps(runs)) if lines else "<p>No step has been logged yet.</p>"
-    )
+    return chart("loss, nats/token", lines, incident_steps(runs)) if lines else "<p>No step has been logged yet.</p>"
 
 
 def speed(run: Run) -> Iterator[tuple[str, str]]:
@@ -272,7 +270,7 @@ def speed(run: Run) -> Iterator[tuple[str, str]]:
         ("speed/step_seconds", "seconds per step, median", np.median),
         ("speed/step_seconds", "minutes of training", lambda values: values.sum() / 60),
         ("speed/model_flops_utilisation", "model FLOPs utilisation, median", np.median),
-        ("memory/peak_bytes", "peak memory of a rank", np.max),
+        ("memory/peak_bytes", "peak memory per rank", np.max),
         ("train/skipped_steps", "skipped steps", lambda values: values[-1]),
     ):
         _, values = run.series.get(name, ((), np.empty(0)))
@@ -286,8 +284,8 @@ def incident_steps(runs: Sequence[Run]) -> list[int]:
 
 
 def curves(runs: Sequence[Run], labels: Sequence[str]) -> str:
-    """Return a chart of each further scalar with a line for each run. The layers of a scalar share a chart. A scalar that is
-    constant, or a multiple of an earlier one, gets a line of text.
+    """Return a chart of each further scalar with a line for each run. Layers share a chart. A
+    scalar that is constant, or a multiple of an earlier one, gets a line of text.
     """
     charts: defaultdict[str, set[str]] = defaultdict(set)
     for run in runs:

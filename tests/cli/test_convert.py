@@ -164,7 +164,7 @@ def test_code_next_to_a_known_architecture_is_not_run(tmp_path):
 
 def test_an_existing_output_is_rejected_first(tmp_path, capsys):
     (tmp_path / "run").mkdir()
-    refuses(tmp_path / "nowhere", tmp_path / "run", "exists already", capsys)
+    refuses(tmp_path, tmp_path / "run", "exists already", capsys)
 
 
 def test_a_run_is_converted(tmp_path, capsys):
@@ -182,7 +182,8 @@ def test_a_mistake_is_one_line_and_exit_code_2(tmp_path, capsys):
 
 def test_missing_transformers_is_one_line(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "transformers", None)
-    said = refused(capsys, convert_to_hf, "--checkpoint", "run", "--output", tmp_path / "out")
+    (tmp_path / "run/checkpoints/00000001").mkdir(parents=True)
+    said = refused(capsys, convert_to_hf, "--checkpoint", tmp_path / "run", "--output", tmp_path / "out")
     assert said.startswith('error: transformers: is not installed. Install it: pip install "transformers==')
 
 

@@ -84,7 +84,7 @@ def test_a_run_in_full(tmp_path):
     result, text = page_of(run)
     for shown in ("40 of 40", "STEP 12 SKIPPED", "best validation f1 0.3, step 20", "2 kB", "1,000 in all steps"):
         assert shown in result.text, shown
-    assert result.charts() == ["loss, nats per token", "evaluation/bits_per_dim", "model/attention/lha/kl_keys"]
+    assert result.charts() == ["loss, nats/token", "evaluation/bits_per_dim", "model/attention/lha/kl_keys"]
     assert "2 of " in result.text and re.search(r"00000020.*best</td>", text)
     assert re.search(r"learning_rate</td><td>0.125</td><td>0.0", text)
 
@@ -127,7 +127,7 @@ def test_a_multiple_of_a_curve_is_not_drawn_again(tmp_path):
         {"step": step, "train/loss": 5.0 / step, "train/bits_per_dim": 5.0 / step / math.log(2)} for step in (1, 2, 3)
     ]
     result, _ = page_of(folder(tmp_path / "run", lines))
-    assert result.charts() == ["loss, nats per token"]
+    assert result.charts() == ["loss, nats/token"]
     assert "train/bits_per_dim: the curve of train/loss in another unit" in result.text
 
 
@@ -195,6 +195,6 @@ def test_the_command_writes_the_page_or_one_line(tmp_path, capsys):
     run = folder(tmp_path / "run", [line(1)])
     main([str(run)])
     main([str(run), "--output", str(tmp_path / "other.html")])
-    assert all("nats per token" in path.read_text() for path in (run / "report.html", tmp_path / "other.html"))
+    assert all("nats/token" in path.read_text() for path in (run / "report.html", tmp_path / "other.html"))
     for path, reason in ((tmp_path, "neither config.json nor metrics.jsonl"), (tmp_path / "none", "is not a folder")):
         assert reason in refused(capsys, main, path)
