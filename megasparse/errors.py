@@ -17,6 +17,7 @@ import contextlib
 import copyreg
 import difflib
 import functools
+import io
 import os
 import re
 import select
@@ -156,6 +157,8 @@ def report_user_errors(main: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(main)
     def run(*args: object, **kwargs: object) -> None:
         code = 0
+        if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal in ASCII shows ? for characters such as ×
+            sys.stdout.reconfigure(errors="replace")
         try:
             main(*args, **kwargs)
             if sys.stdout is not None:  # None if the program was started without stdout

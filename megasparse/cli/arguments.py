@@ -1,11 +1,13 @@
 """Options that several subcommands share."""
 
 import argparse
+import os
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megasparse.errors import ConfigError, whole
+from megasparse.errors import ConfigError, DataError, HubError, whole
 
 if TYPE_CHECKING:
     from megasparse.config.load import Settings
@@ -40,7 +42,7 @@ def add_training(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--resume", default="auto", metavar="auto|never|PATH", help="checkpoint to resume from")
     parser.add_argument("--allow-changed-config", action="store_true", help="resume although the configuration differs")
     parser.add_argument("--stop-at", type=whole, metavar="STEP", help="save and stop after this step")
-    parser.add_argument("--dry-run", action="store_true", help="measure the memory of one step; write nothing")
+    parser.add_argument("--dry-run", action="store_true", help="measure memory and time; write nothing")
 
 
 def add_start(parser: argparse.ArgumentParser) -> None:
@@ -53,14 +55,54 @@ def add_start(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def config_from(args: argparse.Namespace, kind: "type[Settings]") -> "Settings":
-    """Return the configuration selected by the options of `add_config` and `add_start`. With --print-config, print it
-    and exit. Raises ConfigError if not exactly one is given, and the errors of `load_settings`.
-    """
+# Checks of names and paths. Commands call them first, because the imports for their work take seconds.
+
+
+def require_config(args: argparse.Namespace) -> None:
+    """Raise ConfigError unless the options of `add_config` name one readable file, and HubError as `require_model`."""
     if (args.name is None) == (args.config is None):
         problem = "no configuration is given" if args.name is None else f"{args.name} is also given"
         raise ConfigError("--config", problem, "Give one, such as quickstart or FILE.json")
-    from megasparse.config.load import load_settings  # imports torch
+    from megasparse.config.files import read_values
+
+    read_values(args.config or args.name)
+    if getattr(args, "start", None) is not None:
+        require_model(args.start)
+
+
+def require_paths(*paths: str | Path | None) -> None:
+    """Raise DataError for a path that does not exist. Not checked: URLs, "hub", and paths on other ranks than 0, whose
+    machines may lack the files. FILE#test is a part of FILE.
+    """
+    from megasparse.config.files import find_file
+
+    for name in map(str, filter(None, paths)):
+        if "://" in name or name == "hub" or os.environ.get("RANK", "0") != "0":
+            continue
+        if not any(os.path.exists(find_file(path)) for path in (name, name.rpartition("#")[0] or name)):
+            raise DataError(name, "no such file or folder", "Check the path")
+
+
+def require_model(name: str) -> None:
+    """Raise HubError unless `name` is a path that exists, or a model in transformers' local cache."""
+    if os.path.exists(name):
+        return
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    with suppress(HFValidationError):
+        if isinstance(try_to_load_from_cache(name, "config.json"), str):
+            return
+    hint = "Use the folder of a model, or download the model first with the `hf download` command"
+    raise HubError(name, "no such file or folder, and no model of this name is in transformers' local cache", hint)
+
+
+def config_from(args: argparse.Namespace, kind: "type[Settings]") -> "Settings":
+    """Return the configuration that `require_config` has checked. With --print-config, print it and exit.
+
+    Raises the errors of `load_settings`.
+    """
+    from megasparse.config.load import load_settings
 
     base = None
     if getattr(args, "start", None) is not None:

@@ -48,13 +48,14 @@ def prepare_data(args: argparse.Namespace) -> None:
     from megasparse.data.corpora import CORPORA
     from megasparse.data.corpora.records import RecordSource, write_report
     from megasparse.data.index import Index
-    from megasparse.data.prepare import prepare
-    from megasparse.evaluation.outputs import draw_lengths
 
     options = {key: value for key, value in vars(args).items() if key not in COMMON}
     cores = len(os.sched_getaffinity(0))
     corpus, downloads = CORPORA[args.corpus], args.output / ".download"
     source = corpus.open(args.source, getattr(args, "member", None), downloads, options, args.workers or cores)
+    from megasparse.data.prepare import prepare  # imports torch
+    from megasparse.evaluation.outputs import draw_lengths
+
     written = prepare(
         args.corpus, source, args.output, options=options, sample_bytes=args.sample_bytes, shard_bytes=args.shard_bytes,
         command=args.command, workers=args.workers or min(cores, 1 + source.total_bytes // WORKER_BYTES),

@@ -8,8 +8,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megasparse.cli.arguments import add_checkpoint, add_coding, add_overrides
-from megasparse.errors import ConfigError, positive, rank_variable, whole
+from megasparse.cli.arguments import add_checkpoint, add_coding, add_overrides, require_paths
+from megasparse.errors import ConfigError, did_you_mean, positive, rank_variable, whole
+from megasparse.training.checkpoints.manifest import find_checkpoint
 
 OF_PRETRAINED = ("data", "stride", "rounds", "hash_seeds", "limit", "allow_leaking_attention")
 OF_TASKS = ("source", "predictions")
@@ -28,6 +29,10 @@ def _check(args: argparse.Namespace) -> None:
             problem = f"{len(args.checkpoint)} pretrained models"
             raise ConfigError("--checkpoint", problem, "Evaluate them one by one, or add --task for fine-tuned models")
         return
+    from megasparse.tasks.catalog import TASKS
+
+    if args.task not in TASKS:
+        raise ConfigError("--task", f'unknown task "{args.task}"', did_you_mean(args.task, TASKS))
     if (ranks := rank_variable("WORLD_SIZE", 1)) > 1:
         raise ConfigError("--task", f"needs one process, but {ranks} ranks were started", "Start it without torchrun")
     if not args.source:
@@ -80,6 +85,9 @@ def evaluate(args: argparse.Namespace) -> None:
     Several ranks divide the windows of a pretrained model, and with parallel.sequence the tokens of each window.
     """
     _check(args)
+    require_paths(args.data, *args.source or ())
+    for folder in args.checkpoint:
+        find_checkpoint(Path(folder))
     from megasparse.evaluation.outputs import require_writable, write_json
 
     require_writable(args.json, args.predictions, sources=args.source or ())
@@ -145,6 +153,8 @@ def generate(args: argparse.Namespace) -> None:
             if getattr(args, option) is not None:
                 problem = "several ranks can only continue a decoder's text"
                 raise ConfigError(f"--{option.replace('_', '-')}", problem, "Start it without torchrun")
+    find_checkpoint(Path(args.checkpoint))
+    require_paths(args.source_file, *args.complete or ())
     from megasparse.evaluation.bits_per_dim import refuse_leaks
     from megasparse.evaluation.generate import Sampling, shared_decoder
     from megasparse.evaluation.images import complete_images, draw_images, shape_of
@@ -167,7 +177,6 @@ def generate(args: argparse.Namespace) -> None:
         # the bytes that the shell passed, UTF-8 or not
         request = Request(os.fsencode(args.prompt), args.tokens, sampling, args.beams, args.length_penalty or 0.0)
         sources = read_sources(args.source, args.source_file)
-        sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
         show: Any = partial(print, flush=True) if ranks.rank == 0 else lambda *_, **__: None
         decoder = shared_decoder(model, ranks) if config.model.source is None else model
         for pieces in texts(decoder, config, tokenizer, request, sources, ranks.device):
@@ -201,6 +210,8 @@ def predict(args: argparse.Namespace) -> None:
     .jsonl, an object per example; .json; .csv; .tsv, GLUE's format of submissions. Without --output, the predictions
     are printed as JSON lines.
     """
+    find_checkpoint(Path(args.checkpoint))
+    require_paths(*args.source or ())
     from megasparse.evaluation.outputs import require_writable
     from megasparse.tasks.run import predict, predict_texts, require_form, restore_task, write_predictions
 
@@ -240,6 +251,8 @@ def compress(args: argparse.Namespace) -> None:
     they tolerate rounding differences, but not a different hash code: decompression then reports an error and writes
     nothing.
     """
+    require_paths(args.file)
+    find_checkpoint(Path(args.checkpoint))
     from megasparse.evaluation.compression import compress
 
     output = args.output or args.file.with_name(args.file.name + SUFFIX)
@@ -259,10 +272,12 @@ def decompress(args: argparse.Namespace) -> None:
 
     If the file is damaged or belongs to another model, a one-line error is printed and nothing is written.
     """
-    from megasparse.evaluation.compression import decompress
-
     if args.output is None and args.file.suffix != SUFFIX:
         raise ConfigError("--output", f"is missing, and {args.file} does not end in {SUFFIX}", "Name a file to write")
+    require_paths(args.file)
+    find_checkpoint(Path(args.checkpoint))
+    from megasparse.evaluation.compression import decompress
+
     output = args.output or args.file.with_suffix("")
     written, seconds = decompress(args.checkpoint, args.file, output)
     print(f"{output}: {written:,} bytes ({written / seconds:,.0f} bytes/s)")

@@ -4,8 +4,13 @@ import argparse
 import sys
 from pathlib import Path
 
-from megasparse.cli.arguments import add_checkpoint
-from megasparse.errors import whole
+from megasparse.cli.arguments import add_checkpoint, require_model, require_paths
+from megasparse.config.files import parse_json
+from megasparse.errors import ConfigError, whole
+from megasparse.training.checkpoints.manifest import find_checkpoint
+
+ARCHITECTURES = ("bert", "gpt2", "llama", "megasparse", "mistral", "qwen2", "qwen3", "reformer", "roberta", "yoso")
+"""Keys of `hub.formats.FORMATS`, whose import takes seconds."""
 
 
 def quiet_transformers() -> None:
@@ -41,6 +46,7 @@ def convert_from_hf(args: argparse.Namespace) -> None:
     written unless their outputs agree. This needs memory for both models, and for a Reformer three times as much,
     because it is compared in float64.
     """
+    require_model(args.model)
     from megasparse.config.load import build_config
     from megasparse.data.tokenizers import build_tokenizer
 
@@ -64,11 +70,9 @@ def convert_from_hf(args: argparse.Namespace) -> None:
 
 
 def add_convert_to_hf(parser: argparse.ArgumentParser) -> None:
-    from megasparse.hub.formats import FORMATS
-
     add_checkpoint(parser)
     parser.add_argument("--output", type=Path, required=True, metavar="OUT", help="new folder for the model")
-    parser.add_argument("--to", choices=sorted(FORMATS), default="megasparse", help="architecture (%(default)s)")
+    parser.add_argument("--to", choices=ARCHITECTURES, default="megasparse", help="architecture (%(default)s)")
     card = "result of `megasparse evaluate --json` for the model card; by default all results in the run's folder"
     parser.add_argument("--evaluation", type=Path, metavar="FILE", help=card)
 
@@ -90,6 +94,8 @@ def convert_to_hf(args: argparse.Namespace) -> None:
 
     Both models run on the same text, and OUT is written only if their outputs agree to 1e-4.
     """
+    find_checkpoint(Path(args.checkpoint))
+    require_paths(args.evaluation)
     quiet_transformers()
     from megasparse.hub.export import to_hf
 
@@ -119,16 +125,14 @@ def replace_attention(args: argparse.Namespace) -> None:
     new hash functions are untrained: train them with `megasparse teach`. After `import megasparse.hub` transformers'
     from_pretrained loads the folder; with attn_implementation="sdpa" it has full attention.
     """
-    from megasparse.config.files import parse_json
-    from megasparse.errors import ConfigError
-
+    require_paths(args.model)
+    attention = parse_json(args.attention, "--attention")
+    if not isinstance(attention, dict):
+        raise ConfigError("--attention", "is not a JSON object", 'Write it as {"kind": "lha"}')
     quiet_transformers()
     from megasparse.hub.checker import load_tokenizer
     from megasparse.hub.replace import load_plain, positions, replace_attention, save_replaced
 
-    attention = parse_json(args.attention, "--attention")
-    if not isinstance(attention, dict):
-        raise ConfigError("--attention", "is not a JSON object", 'Write it as {"kind": "lha"}')
     model = load_plain(args.model)
     replace_attention(model, attention, max_length=args.max_length, seed=args.seed)
     tokenizer = load_tokenizer(args.model)
@@ -164,15 +168,16 @@ def teach(args: argparse.Namespace) -> None:
     hashes use {"kind": "lha", "chunk": 64} in an encoder, {"kind": "lha", "joint": false, "utility": "collisions"} in
     a decoder. It runs on a GPU if there is one.
     """
+    for key, value in (("--passes", args.passes), ("--held-out", args.held_out)):
+        if value < 1:
+            raise ConfigError(key, f"{value} is too few", "Give 1 or more")
+    require_paths(args.model, *args.texts)
     import shutil
 
     import torch
 
-    from megasparse.errors import ConfigError, DataError
+    from megasparse.errors import DataError
 
-    for key, value in (("--passes", args.passes), ("--held-out", args.held_out)):
-        if value < 1:
-            raise ConfigError(key, f"{value} is too few", "Give 1 or more")
     quiet_transformers()
     from megasparse.hub.checker import load_tokenizer
     from megasparse.hub.replace import load_replaced, replacement_of, save_replaced
@@ -219,10 +224,11 @@ def check_model(args: argparse.Namespace) -> None:
     fp32. Models of transformers, exports and models with replaced attention are supported. Code in the folder is never
     executed.
     """
-    from megasparse.errors import ConfigError, UserError
+    from megasparse.errors import UserError
 
     if args.length < 8:
         raise ConfigError("--length", f"{args.length} is too short", "Give 8 or more")
+    require_paths(args.model)
     quiet_transformers()
     from transformers.utils.logging import set_verbosity_error
 

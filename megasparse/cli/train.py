@@ -6,7 +6,15 @@ import math
 import sys
 from pathlib import Path
 
-from megasparse.cli.arguments import add_config, add_overrides, add_start, add_training, config_from
+from megasparse.cli.arguments import (
+    add_config,
+    add_overrides,
+    add_start,
+    add_training,
+    config_from,
+    require_config,
+    require_paths,
+)
 from megasparse.config.files import shipped_configs
 from megasparse.config.messages import show
 from megasparse.errors import ConfigError, UserError, positive, whole
@@ -18,13 +26,14 @@ def add_pretrain(parser: argparse.ArgumentParser) -> None:
     add_start(parser)
     texts = "file or folder of text or of JSON lines with a field `text`, prepared once in run.directory; or shards"
     parser.add_argument("--data", metavar="TEXTS", help=texts)
+    parser.add_argument("--gpus", type=positive, metavar="N", help="with --dry-run: also plan the run for N A100 GPUs")
 
 
 def pretrain(args: argparse.Namespace) -> None:
     """Pretrain a decoder, an encoder or an encoder-decoder.
 
         megasparse pretrain quickstart                                     # one process
-        megasparse pretrain quickstart --dry-run                           # one step on dummy data
+        megasparse pretrain quickstart --dry-run                           # a few steps on dummy data
         torchrun --nproc-per-node 2 --max-restarts 3 -m megasparse pretrain quickstart    # two, restarted if one dies
         deepspeed launch/pretrain.py --config configs/quickstart.json      # every GPU of this machine, or its CPU
         megasparse pretrain yoso_table3 --start models/bert-base-uncased   # a BERT's weights, another attention
@@ -33,12 +42,16 @@ def pretrain(args: argparse.Namespace) -> None:
     Run the same command again to resume from the newest checkpoint in `run.directory`. After SIGTERM, SIGINT or SIGUSR1
     the run saves a checkpoint and stops at the end of the current step.
     """
+    require_config(args)
+    require_paths(args.data, None if args.resume in ("auto", "never") else args.resume)
     from megasparse.config.schema import Config
     from megasparse.training.stopping.signals import StopSignals
 
     config = config_from(args, Config)
     if args.start is not None and args.resume != "auto":
         raise ConfigError("--start", f"cannot be combined with --resume {args.resume}", "Remove one of them")
+    if args.gpus is not None and not args.dry_run:
+        raise ConfigError("--gpus", f"{args.gpus} is only for --dry-run", "Start the ranks with torchrun or deepspeed")
     signals = None if args.dry_run else StopSignals()
     if signals is not None:
         signals.follow_launcher()
@@ -54,7 +67,7 @@ def pretrain(args: argparse.Namespace) -> None:
                 open_data(config)
         except UserError as error:
             print(f"warning: training would end with this error: {error}", file=sys.stderr)
-        for part in dry_run_report(config):
+        for part in dry_run_report(config, args.gpus):
             print(part, flush=True)
         return
     options = {"resume": args.resume, "allow_changed_config": args.allow_changed_config, "stop_at": args.stop_at}
@@ -82,15 +95,17 @@ def finetune(args: argparse.Namespace) -> None:
     Run the same command again to resume from the newest checkpoint. `megasparse evaluate --task` and `megasparse
     predict` use the best checkpoint.
     """
-    from megasparse.config.finetuning import FinetuneConfig
-    from megasparse.tasks.catalog import build_task
-    from megasparse.training.stopping.signals import StopSignals
-
     name = f"finetune/{str(args.name).replace('/', '_')}"
     if "/" in str(args.name) and name in shipped_configs():  # a dataset of the Hub, such as glue/sst2
         args.name, args.source = name, args.source or "hub"
     if args.source is not None:
         args.set.append(f"task.source={json.dumps(args.source)}")
+    require_config(args)
+    require_paths(args.source, None if args.resume in ("auto", "never") else args.resume)
+    from megasparse.config.finetuning import FinetuneConfig
+    from megasparse.tasks.catalog import build_task
+    from megasparse.training.stopping.signals import StopSignals
+
     config = config_from(args, FinetuneConfig)
     signals = None if args.dry_run else StopSignals()
     if signals is not None:
@@ -132,6 +147,7 @@ def plan(args: argparse.Namespace) -> None:
         value = getattr(args, option)
         if value is not None and not (math.isfinite(value) and value > 0):
             raise ConfigError(f"--{option.replace('_', '-')}", f"{show(value)} is not above 0", "Give a number above 0")
+    require_config(args)
     from megasparse.config.schema import Config
 
     config = config_from(args, Config)

@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from megasparse.data.index_file import AGAIN, INDEX_FILE, TAR_HEADER, Shard, tar_stride
 from megasparse.errors import DataError
 from megasparse.files import Progress, file_sha256, open_regular, silent
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from megasparse.data.index import Index
 
 Signature = tuple[int, ...]
@@ -105,12 +105,14 @@ class ShardFile:
             verify_shard(self.path, self.shard, self.descriptor, self._sample_bytes)
             _verified[key] = signature
 
-    def read(self, start: int, stop: int) -> Tensor:
+    def read(self, start: int, stop: int) -> "Tensor":
         """Return tokens start..stop of the shard: int64 (stop - start,). 0 <= start < stop <= its tokens.
 
         Raises:
             DataError: the file was damaged since it was opened, or cannot be read.
         """
+        import torch
+
         assert 0 <= start < stop <= self.shard.tokens, (start, stop, self.shard.tokens)
         self._verify_if_changed()
         width = self.shard.width
@@ -145,7 +147,7 @@ class ShardReader:
         self._progress = progress
         self._open: OrderedDict[int, ShardFile] = OrderedDict()
 
-    def read(self, shard: int, start: int, stop: int) -> Tensor:
+    def read(self, shard: int, start: int, stop: int) -> "Tensor":
         """Return tokens start..stop of a shard by its number: int64 (stop - start,).
 
         Raises:
@@ -176,12 +178,14 @@ class EvaluationStream:
         self._stops = np.cumsum(counts)
         self._starts = self._stops - counts
 
-    def read(self, start: int, stop: int) -> Tensor:
+    def read(self, start: int, stop: int) -> "Tensor":
         """Return tokens start..stop of the split: int64 (stop - start,). 0 <= start <= stop <= tokens.
 
         Raises:
             DataError: a shard is missing or damaged.
         """
+        import torch
+
         assert 0 <= start <= stop <= self.tokens, (start, stop, self.tokens)
         if start == stop:
             return torch.empty(0, dtype=torch.long)

@@ -44,7 +44,6 @@ from megasparse.training.checkpoints.bucket import Bucket
 from megasparse.training.checkpoints.checkpoint import (
     Checkpoint,
     Fragment,
-    find_checkpoint,
     load_weights,
     open_newest,
     persistent_buffers,
@@ -53,6 +52,7 @@ from megasparse.training.checkpoints.manifest import (
     FORMAT,
     MANIFEST,
     NO_DATA,
+    find_checkpoint,
     find_newest,
     read_manifest,
     seal,

@@ -1,8 +1,10 @@
-"""One trial step of a configuration on synthetic tokens, in one process."""
+"""A few trial steps of a configuration on synthetic tokens, in one process."""
 
 import contextlib
 import ctypes
+import os
 import resource
+import statistics
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -26,7 +28,7 @@ from megasparse.training.ranks import Ranks, start_ranks
 
 @dataclass(frozen=True)
 class DryRun:
-    """Measurements of the trial step."""
+    """Measurements of the trial steps."""
 
     parameters: int
     flops_per_step: float
@@ -34,7 +36,11 @@ class DryRun:
     peak_bytes: int
     """Peak of the step, gradients and optimizer state included: GPU memory, or growth of resident memory."""
     seconds: float
-    """Duration of the step of one micro-batch."""
+    """Duration of the step of one micro-batch: the median of warm steps."""
+    ranks: int
+    """Processes that this machine runs under torchrun: one per GPU or core, as many as share the batch evenly."""
+    rank_seconds: float
+    """Seconds of the step in such a process on one core."""
     loss: float
     """Loss of the untrained model in nats per token."""
     device: str
@@ -42,7 +48,11 @@ class DryRun:
     def lines(self, config: Config) -> str:
         """Return the report that --dry-run prints."""
         data, training = config.data, config.training
-        hours = self.seconds * training.steps * training.global_batch / training.micro_batch / 3600
+        micro_batches = training.steps * training.global_batch // training.micro_batch
+        time_of = f"about {_duration(self.seconds * micro_batches)} in one process"
+        if self.ranks > 1:
+            together = _duration(self.rank_seconds * micro_batches / self.ranks)
+            time_of += f", {together} with torchrun --nproc-per-node {self.ranks}"
         step = f"{training.global_batch} sequences of {data.sequence_length:,} tokens"
         kind = "GPU memory" if self.device.startswith("cuda") else "resident memory, beyond the process before the step"
         return "\n".join(
@@ -50,39 +60,68 @@ class DryRun:
                 f"parameters       {self.parameters:,}",
                 f"FLOPs per step   {self.flops_per_step:.3g} ({step})",
                 f"peak memory      {self.peak_bytes / 1e9:.2f} GB of {kind}, in one process without ZeRO",
-                f"time             {self.seconds:.1f} s for a micro-batch of {training.micro_batch} on {self.device}",
-                f"training         about {hours:,.1f} h on this machine for {training.steps:,} steps, in one process",
+                f"time             {self.seconds:.2g} s for a micro-batch of {training.micro_batch} on {self.device}",
+                f"training         {training.steps:,} steps on this machine: {time_of}, at its present load",
                 f"loss             {self.loss:.3f} nats per token, untrained",
             ]
         )
 
 
-def dry_run_report(config: Config) -> Iterator[str]:
-    """Yield the report of a trial step on this machine, which may take minutes, then the plan for A100s."""
-    ranks = config.parallel.sequence
-    yield "one step of synthetic data, on this machine:"
+def _duration(seconds: float) -> str:
+    return f"{seconds / 3600:,.1f} hours" if seconds >= 5400 else f"{seconds / 60:.2g} minutes"
+
+
+def dry_run_report(config: Config, gpus: int | None = None) -> Iterator[str]:
+    """Yield the report of trial steps on this machine, which may take minutes, then the plan for `gpus` A100s."""
+    yield "trial steps on synthetic data, on this machine:"
     yield dry_run(config).lines(config)
-    plan = Plan(config, GPUS["A100"], ranks, max(8, ranks)).lines()
-    yield "\n".join(["", "planned for A100 GPUs, see megasparse plan:", *plan])
+    if gpus is not None:
+        plan = Plan(config, GPUS["A100"], gpus, 8).lines()
+        yield "\n".join(["", "planned for A100 GPUs, see megasparse plan:", *plan])
+
+
+WARM_STEPS, MOST_SECONDS = 5, 20.0
+"""Warm steps to time, and seconds after which no further one starts; a step that takes so long needs no warming up."""
 
 
 def dry_run(config: Config) -> DryRun:
-    """Run one optimizer step on a micro-batch of synthetic records, in this process on plain torch.
+    """Run a few optimizer steps on a micro-batch of synthetic records, in this process on plain torch.
 
-    Does not need data and does not write files.
+    The first step, in which memory is allocated, is not timed, unless it takes more than MOST_SECONDS. Does not
+    need data and does not write files.
     """
     ranks = start_ranks(config.run.model_copy(update={"engine": "torch"}))
     before = reset_peak(ranks.device)
     engine, batch = trial_engine(config, ranks)
     parameters = sum(p.numel() for p in engine.module.parameters())
-    started = time.perf_counter()
-    result = engine.train_step([batch], 0, config.optimizer.learning_rate)
-    seconds = time.perf_counter() - started
+    rate, losses = config.optimizer.learning_rate, list[float]()
+
+    def timed(count: int) -> list[float]:
+        seconds: list[float] = []
+        while len(seconds) < count and sum(seconds) < MOST_SECONDS:
+            started = time.perf_counter()
+            losses.append(engine.train_step([batch], len(losses), rate).loss)
+            seconds.append(time.perf_counter() - started)
+        return seconds
+
+    first, *warm = timed(1 + WARM_STEPS)
+    seconds = statistics.median(warm or [first])
+    is_gpu, threads = ranks.device.type == "cuda", torch.get_num_threads()
+    processes = torch.cuda.device_count() if is_gpu else len(os.sched_getaffinity(0))
+    micro_batches = config.training.global_batch // config.training.micro_batch
+    together = max(
+        number for number in range(1, micro_batches + 1) if micro_batches % number == 0 and number <= processes
+    )
+    rank_seconds = seconds
+    if together > 1 and threads > 1 and not is_gpu:
+        torch.set_num_threads(1)
+        rank_seconds = statistics.median(timed(WARM_STEPS))
+        torch.set_num_threads(threads)
     tokens_per_step = config.training.global_batch * config.data.sequence_length
     flops = model_flops_per_token(config.model, config.data.sequence_length) * tokens_per_step
     peak_bytes = peak(ranks.device) - before
     engine.close()
-    return DryRun(parameters, flops, peak_bytes, seconds, result.loss, str(ranks.device))
+    return DryRun(parameters, flops, peak_bytes, seconds, together, rank_seconds, losses[0], str(ranks.device))
 
 
 def trial_engine(config: Config, ranks: Ranks) -> tuple[Engine, Batch]:

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 from tqdm import tqdm
 
 from megasparse.config.files import read_values
-from megasparse.config.load import load_config
 from megasparse.data.corpora.download import fetch_wheel
 from megasparse.errors import ConfigError, UserError
 from megasparse.files import open_file, read_file
@@ -76,9 +75,11 @@ def runs_of(
     arms: names of the arms to run; None runs all. overrides: `section.key=value` for all runs. Raises ConfigError for
     an unknown arm or an invalid configuration.
     """
-    runs = []
+    names, runs = chosen(arms, comparison["arms"], "--arms"), []
+    from megasparse.config.load import load_config  # imports torch, for which a wrong name should not wait
+
     for seed in seeds:
-        for arm in chosen(arms, comparison["arms"], "--arms"):
+        for arm in names:
             folder = output / f"{arm.replace(' ', '_')}-{seed}"
             changes = [f"run.directory={folder}", f"run.seed={seed}", "run.engine=torch", *comparison["arms"][arm]]
             load_config(comparison["config"], [*changes, *overrides])

@@ -76,24 +76,25 @@ def quickstart(small: bool = False) -> None:
         megasparse("compress", text, "--checkpoint", run)
     say("5/5  a sample, and a page about the run")
     megasparse("generate", "--checkpoint", run, "--prompt", "The history of ", "--tokens", 300, "--temperature", 0.8)
+    summary = summarise(run, text)
     megasparse("report", run)
-    report(run, text)
-
-
-def report(run: Path, text: Path) -> None:
-    """Print bits/dim of gzip, xz, bzip2, the model and the compressed file, and write RUN/summary.json."""
-    raw, packed = text.read_bytes(), text.with_name(f"{text.name}.msz")
-    files = {"gzip": gzip.compress(raw, 9), "xz": lzma.compress(raw, preset=9), "bzip2": bz2.compress(raw, 9)}
-    files |= {"file": packed.read_bytes()} if packed.exists() else {}
-    summary = {f"{name}_bits_per_dim": 8 * len(file) / len(raw) for name, file in files.items()}
-    summary["bits_per_dim"] = json.loads((run / "evaluation.json").read_text())["bits_per_dim"]
-    write_file(run / "summary.json", json.dumps(summary, indent=2) + "\n")
     say(f"done; the same held-out bytes, in bits/dim (also in {run / 'summary.json'})")
     rows = {"gzip -9": "gzip_", "xz -9": "xz_", "bzip2 -9": "bzip2_", "this model": "", "its file": "file_"}
     for name, key in rows.items():
         if (value := summary.get(f"{key}bits_per_dim")) is not None:
             print(f"  {name:<11}{value:.3f}  {'#' * round(value * 16)}")
     print(NEXT.format(run=run))
+
+
+def summarise(run: Path, text: Path) -> dict[str, float]:
+    """Write bits/dim of gzip, xz, bzip2, the model and the compressed file to RUN/summary.json, and return them."""
+    raw, packed = text.read_bytes(), text.with_name(f"{text.name}.msz")
+    files = {"gzip": gzip.compress(raw, 9), "xz": lzma.compress(raw, preset=9), "bzip2": bz2.compress(raw, 9)}
+    files |= {"file": packed.read_bytes()} if packed.exists() else {}
+    summary = {f"{name}_bits_per_dim": 8 * len(file) / len(raw) for name, file in files.items()}
+    summary["bits_per_dim"] = json.loads((run / "evaluation.json").read_text())["bits_per_dim"]
+    write_file(run / "summary.json", json.dumps(summary, indent=2) + "\n")
+    return summary
 
 
 def megasparse(*words: object, ranks: int = 1) -> None:

@@ -1,11 +1,10 @@
-"""An HTML report about one or several runs: curves, incidents, samples, checkpoints and the configuration.
+"""An HTML report about one or several runs: the held-out result, losses and speed; folded, everything else.
 
 Runs that are still training or have crashed are reported up to their last step; missing or damaged parts of their files
 are skipped. All text from files is escaped, and the page contains no scripts and loads nothing.
 """
 
 import base64
-import io
 import json
 import math
 import time
@@ -13,14 +12,14 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from html import escape
+from itertools import cycle, pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import numpy as np
 
-from megasparse.config.finetuning import FinetuneConfig
-from megasparse.config.schema import Config, ModelConfig
 from megasparse.errors import DataError
+from megasparse.evaluation.outputs import COLOURS
 from megasparse.files import json_object, open_file, read_file
 from megasparse.training.checkpoints.manifest import flatten, list_checkpoints
 
@@ -30,10 +29,16 @@ MOST_CHARTS, MOST_ROWS, MOST_SHOWN, MOST_TEXT = 150, 200, 4, 3000
 """Most charts per page, rows per table, samples or pictures per tag, and characters per text."""
 PNG = b"\x89PNG\r\n\x1a\n"
 STYLE = (
-    "body{font:15px/1.5 system-ui,sans-serif;max-width:76rem;margin:2rem auto;padding:0 1rem}"
-    "table{border-collapse:collapse;display:block;overflow-x:auto}td,th{padding:.15rem .7rem;text-align:left;"
-    "border-bottom:1px solid #8885}img{max-width:100%}figure{display:inline-block;margin:.4rem;vertical-align:top}"
-    "figcaption{color:#777}pre{max-width:36rem;white-space:pre-wrap}"
+    ":root{color-scheme:light dark}body{font:15px/1.5 system-ui,sans-serif;max-width:70rem;margin:1rem auto;"
+    "padding:0 1rem;overflow-wrap:anywhere}h1{font-size:1.5rem}h2{font-size:1.05rem}summary{cursor:pointer;"
+    "padding:.4rem 0;font-weight:600}table{border-collapse:collapse;display:block;overflow-x:auto}td,th{padding:.15rem "
+    ".7rem .15rem 0;text-align:left;border-bottom:1px solid #8885}.bars i{display:block;height:.8rem;max-width:40vw;"
+    "background:#3b82c4}.bars .run{background:#2f9e6e}.charts{display:grid;gap:1rem;"
+    "grid-template-columns:repeat(auto-fill,minmax(min(100%,21rem),1fr))}figure{margin:.5rem 0;max-width:40rem}"
+    "svg{width:100%;display:block}svg text{fill:currentColor;font-size:11px;text-anchor:end}"
+    "svg .step{text-anchor:middle}b{white-space:nowrap}"
+    "polyline{fill:none;stroke-width:1.3;stroke-linecap:round}.grid{stroke:#8886}"
+    ".mark{stroke:#c04;stroke-width:.5}img{max-width:100%}pre{white-space:pre-wrap}"
 )
 
 
@@ -56,6 +61,9 @@ def read_run(path: Path) -> Run:
     if not any((path / name).is_file() for name in ("config.json", "metrics.jsonl")):
         reason = "contains neither config.json nor metrics.jsonl" if path.is_dir() else "is not a folder"
         raise DataError(path, f"not a run: it {reason}", "Give the run.directory of a pretraining or fine-tuning run")
+    from megasparse.config.finetuning import FinetuneConfig
+    from megasparse.config.schema import Config, ModelConfig
+
     config = read_object(path / "config.json")
     defaults = (FinetuneConfig if "task" in config else Config)().model_dump(mode="json")
     if config.get("model"):
@@ -126,104 +134,242 @@ def read_board(folder: Path) -> dict[str, dict[int, str | bytes]]:
 
 
 def page(runs: Sequence[Run]) -> str:
-    """Return the page's HTML. Runs share the charts of curves; the other sections are written per run."""
+    """Return the page's HTML: the held-out result, the losses and the speed of all runs, and the rest folded."""
     names = [run.path.resolve().name for run in runs]
     labels = names if len(set(names)) == len(names) else [str(run.path) for run in runs]
     title = escape(", ".join(labels))
-    parts = [f"<h1>{title}</h1><p>Written {time.strftime('%Y-%m-%d %H:%M UTC', time.gmtime())}</p>"]
+    parts = [f"<h1>{title}</h1>", held_out(runs, labels), losses(runs, labels)]
+    rows: dict[str, dict[str, str]] = {}
     for label, run in zip(labels, runs, strict=True):
-        parts.append(table(["", escape(label)], [[escape(key), escape(value)] for key, value in headline(run)]))
-    parts.append(curves(runs, labels))
+        for name, value in speed(run):
+            rows.setdefault(name, {})[label] = value
+    parts.append(
+        table(
+            ["", *map(escape, labels)],
+            [[name, *(cells.get(label, "") for label in labels)] for name, cells in rows.items()],
+        )
+    )
+    parts.append(folded("All curves", curves(runs, labels)))
     for label, run in zip(labels, runs, strict=True):
-        suffix = f" of {escape(label)}" if len(runs) > 1 else ""
-        for heading, content in (
-            ("Attention maps and samples", samples(run)),
-            ("Incidents", incidents(run)),
-            ("Checkpoints", checkpoints(run)),
-            ("Configuration", configuration(run)),
-        ):
-            parts.append(f"<h2>{heading}{suffix}</h2>{content}")
+        suffix = f" of {label}" if len(runs) > 1 else ""
+        parts.append(folded(f"Attention maps and samples{suffix}", samples(run)))
+        parts.append(folded(f"{len(run.events):,} incidents{suffix}", incidents(run)))
+        parts.append(folded(f"Checkpoints{suffix}", checkpoints(run)))
+        parts.append(folded(f"Configuration{suffix}", configuration(run)))
+    parts.append(f"<p>Written {time.strftime('%Y-%m-%d %H:%M UTC', time.gmtime())}</p>")
     policy = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
         f"<title>{title}</title><style>{STYLE}</style></head>\n<body>{''.join(parts)}</body></html>\n"
     )
 
 
-def headline(run: Run) -> Iterator[tuple[str, str]]:
-    """Yield the label and value of a run's most important numbers, if logged."""
+def folded(heading: str, content: str) -> str:
+    return f"<details><summary>{escape(heading)}</summary>{content}</details>"
+
+
+def is_number(value: Any) -> TypeGuard[float]:
+    return type(value) in (int, float) and abs(value) < HUGE
+
+
+def quantity(name: str, value: float) -> str:
+    """Return a number with separators of thousands, and a number of bytes with its unit. name: a scalar."""
+    if not name.endswith("bytes"):
+        return f"{value:,.0f}" if 1000 <= abs(value) < 1e15 else f"{value:.4g}"
+    power = min(int(math.log10(max(1, abs(value))) // 3), 4)
+    return f"{value / 1000**power:.3g} {('bytes', 'kB', 'MB', 'GB', 'TB')[power]}"
+
+
+MEASURES = {"bits_per_dim": "bits/dim", "bits_per_token": "bits/token", "loss": "nats/token"}
+"""Measures of `megasparse evaluate`, the first of which a result is shown in, and their units."""
+
+
+def held_out(runs: Sequence[Run], labels: Sequence[str]) -> str:
+    """Return the held-out results next to the compressors of the quickstart's summary.json, as bars."""
+    bars: dict[str, dict[str, float]] = {}
+    notes = []
+    for label, run in zip(labels, runs, strict=True):
+        if is_number(value := run.best.get("value")):
+            name = str(run.best.get("metric")).removeprefix("evaluation/")
+            notes.append(f"{label}: best validation {name} {quantity(name, value)}, step {run.best.get('step')}")
+        if (result := best_result(run)) is None:
+            task = " --task NAME --source FILES" if "task.name" in run.config else ""
+            command = f"megasparse evaluate{task} --checkpoint {run.path} --json {run.path / 'evaluation.json'}"
+            notes.append(f"No held-out result of {label} yet: {command}")
+            continue
+        measure = next(name for name in MEASURES if is_number(result.get(name)))
+        bars.setdefault(measure, {})[label] = result[measure]
+        summary = read_object(run.path / "summary.json")
+        if summary.get("bits_per_dim") == result[measure]:  # of the same bytes
+            others = {name.removesuffix("_bits_per_dim"): value for name, value in summary.items() if is_number(value)}
+            bars[measure] |= {OTHERS[name]: value for name, value in others.items() if name in OTHERS}
+        protocol = result["protocol"]
+        whole = protocol.get("split_dims", protocol.get("split_tokens"))
+        part = f"{result['dims']:,}" if is_number(result.get("dims")) else "?"
+        of_whole = f" of {whole:,}" if is_number(whole) and whole != result.get("dims") else ""
+        step = protocol.get("checkpoint_step")
+        notes.append(
+            f"{label}: {part}{of_whole} tokens of the split {protocol.get('split')}, checkpoint of step {step}"
+        )
+    parts = []
+    for measure, values in bars.items():
+        most = max(values.values(), default=0) or 1
+        rows = [
+            [
+                escape(name),
+                f"<b>{value:.3f}</b>",
+                f'<i class="{"run" if name in labels else ""}" style="width:{max(0, 14 * value / most):.2f}rem"></i>',
+            ]
+            for name, value in sorted(values.items(), key=lambda item: item[1])
+        ]
+        parts.append(f"<h2>Held-out {MEASURES[measure]}, less is better</h2>{table([], rows)}")
+    return f'<div class="bars">{"".join(parts)}</div>{"".join(f"<p>{escape(note)}</p>" for note in notes)}'
+
+
+OTHERS = {"gzip": "gzip -9", "xz": "xz -9", "bzip2": "bzip2 -9", "file": "the model's compressed file"}
+"""Name in summary.json -> label."""
+
+
+def best_result(run: Run) -> dict[str, Any] | None:
+    """Return the result of `megasparse evaluate` in the run's folder of the last checkpoint and the most tokens."""
+    results = [read_object(file) for file in sorted(run.path.glob("*.json"))]
+    valid = [
+        result
+        for result in results
+        if isinstance(result.get("protocol"), dict) and any(is_number(result.get(name)) for name in MEASURES)
+    ]
+    order = lambda result: [  # noqa: E731
+        value if is_number(value) else 0 for value in (result["protocol"].get("checkpoint_step"), result.get("dims"))
+    ]
+    return max(valid, key=order, default=None)
+
+
+LOSSES = {"train/loss": "train", "evaluation/loss": "validation"}
+"""Scalars of the first chart, and their labels."""
+
+
+def losses(runs: Sequence[Run], labels: Sequence[str]) -> str:
+    lines = [
+        (", ".join(filter(None, (label * (len(runs) > 1), kind))), run.series[name])
+        for run, label in zip(runs, labels, strict=True)
+        for name, kind in LOSSES.items()
+        if name in run.series and np.isfinite(run.series[name][1]).any()
+    ]
+    return chart("loss, nats/token", lines, incident_steps(runs)) if lines else "<p>No step has been logged yet.</p>"
+
+
+def speed(run: Run) -> Iterator[tuple[str, str]]:
+    """Yield the label and value of the steps done, and of the speed and memory if logged."""
     planned = run.config.get("training.steps")
     steps = max((int(steps[-1]) for steps, _ in run.series.values()), default=0)
     yield "steps", f"{steps:,} of {planned:,}" if isinstance(planned, int) and planned else f"{steps:,}"
-    finite = {name: part for name, (_, values) in run.series.items() if len(part := values[np.isfinite(values)])}
-    for name in ("train/loss", "train/bits_per_dim"):
-        if name in finite:
-            recent = finite[name][-max(1, min(100, len(finite[name]) // 20)) :]
-            yield f"{name}, mean of the last {len(recent)}", f"{recent.mean():.4g}"
-    for name in ("evaluation/bits_per_dim", "evaluation/loss"):
-        if name in finite:
-            yield f"{name}, last and least", f"{finite[name][-1]:.4g}, {finite[name].min():.4g}"
-    best, value = run.best, run.best.get("value")
-    if isinstance(value, int | float) and abs(value) < HUGE:
-        yield f"best {str(best.get('metric', '')).removeprefix('evaluation/')}", f"{value:.4g}, step {best.get('step')}"
-    for name in ("speed/tokens_per_second", "speed/model_flops_utilisation", "speed/step_seconds"):
-        if name in finite:
-            yield f"{name}, median", f"{np.median(finite[name]):.4g}"
-    for name in ("memory/peak_bytes", "train/skipped_steps"):
-        if name in finite:
-            yield name, f"{finite[name][-1]:,.0f}"
+    for name, label, pick in (
+        ("speed/tokens_per_second", "tokens per second, median", np.median),
+        ("speed/step_seconds", "seconds per step, median", np.median),
+        ("speed/step_seconds", "minutes of training", lambda values: values.sum() / 60),
+        ("speed/model_flops_utilisation", "model FLOPs utilisation, median", np.median),
+        ("memory/peak_bytes", "peak memory per rank", np.max),
+        ("train/skipped_steps", "skipped steps", lambda values: values[-1]),
+    ):
+        _, values = run.series.get(name, ((), np.empty(0)))
+        if len(values := values[np.isfinite(values)]):
+            yield label, quantity(name, float(pick(values)))
+
+
+def incident_steps(runs: Sequence[Run]) -> list[int]:
+    """Return the steps of a single run's incidents, which are marked in charts."""
+    return [event["step"] for event in runs[0].events if type(event.get("step")) is int] if len(runs) == 1 else []
 
 
 def curves(runs: Sequence[Run], labels: Sequence[str]) -> str:
-    """Return a chart per scalar with one line per run. The layers of a scalar share a chart, and the incidents of a
-    single run are marked.
+    """Return a chart of each further scalar with a line for each run. Layers share a chart. A
+    scalar that is constant, or a multiple of an earlier one, gets a line of text.
     """
     charts: defaultdict[str, set[str]] = defaultdict(set)
     for run in runs:
         for name, (_, values) in run.series.items():
             if np.isfinite(values).any():
                 charts[name.rpartition("/layer_")[0] or name].add(name)
-    if not charts:
-        return "<h2>Curves</h2><p>No step has been logged yet.</p>"
-    ranked = sorted(charts, key=lambda name: (name.split("/")[0] not in ("train", "evaluation"), name))
-    marks = [event["step"] for event in runs[0].events if type(event.get("step")) is int] if len(runs) == 1 else []
-    parts, section = [], None
+    group = lambda name: name.partition("/")[0]  # noqa: E731
+    ranked = sorted(charts, key=lambda name: (name not in LOSSES, group(name) not in ("train", "evaluation"), name))
+    parts, flat, shapes = [], [], dict[bytes, str]()
     for title in ranked[:MOST_CHARTS]:
-        if (group := title.split("/")[0]) != section:
-            section = group
-            parts.append(f"<h2>{escape(group)}</h2>")
-        lines = []
+        lines, shape = [], b""
         for name in sorted(charts[title], key=lambda name: (len(name), name)):
             for run, label in zip(runs, labels, strict=True):
                 if name in run.series:
                     layer = name.removeprefix(title).strip("/").replace("_", " ")
                     lines.append((", ".join(filter(None, (label * (len(runs) > 1), layer))), run.series[name]))
-        parts.append(f'<figure><img alt="{escape(title)}" src="{chart(title, lines, marks)}"></figure>')
+                    steps, values = run.series[name]
+                    largest = np.nanmax(np.abs(values)) or 1.0
+                    shape += steps.tobytes() + np.round(values / largest, 5).tobytes()
+        values = np.concatenate([values for _, (_, values) in lines])
+        if len(lines) == 1 and np.ptp(values) == 0:
+            flat.append(f"{title}: {quantity(title, values[0])} in all steps")
+        elif (other := shapes.setdefault(shape, title)) != title:
+            flat.append(f"{title}: the curve of {other} in another unit")
+        elif title not in LOSSES:
+            parts.append(chart(title, lines, incident_steps(runs)))
     if len(ranked) > MOST_CHARTS:
-        parts.append(f"<p>{len(ranked) - MOST_CHARTS} more charts omitted; metrics.jsonl contains all numbers.</p>")
-    return "".join(parts)
+        flat.append(f"{len(ranked) - MOST_CHARTS} more charts omitted; metrics.jsonl contains all numbers.")
+    return f'<div class="charts">{"".join(parts)}</div><p>{"</p><p>".join(map(escape, flat))}</p>'
+
+
+LEFT, RIGHT, TOP, BOTTOM = 56, 460, 8, 216
+"""Edges of a chart's axes, in an SVG of 480 × 240 units."""
+BUCKETS = 200
+"""A longer line is drawn from the least and the largest value of each of this number of parts."""
 
 
 def chart(title: str, lines: Sequence[tuple[str, tuple[np.ndarray, np.ndarray]]], marks: Sequence[int]) -> str:
-    """Return a chart as a data URL of a PNG file."""
-    from matplotlib import rc_context
-    from matplotlib.figure import Figure
+    """Return a figure with an SVG, in the page's text colour. lines: label and (steps, values) of each line."""
+    lines = [(label, (steps[np.isfinite(values)], values[np.isfinite(values)])) for label, (steps, values) in lines]
+    bounds = [
+        (float(min(part.min() for part in parts if len(part))), float(max(part.max() for part in parts if len(part))))
+        for parts in zip(*(line for _, line in lines), strict=True)
+    ]
+    (left, right), (low, high) = (
+        (least, most if most > least else least + (abs(least) or 1)) for least, most in bounds
+    )
+    across = lambda step: round(LEFT + (step - left) / (right - left) * (RIGHT - LEFT), 1)  # noqa: E731
+    down = lambda value: round(BOTTOM - (value - low) / (high - low) * (BOTTOM - TOP), 1)  # noqa: E731
+    parts, legend = [], []
+    for value in ticks(low, high):
+        y, text = down(value), escape(quantity(title, value))
+        parts.append(f'<path class="grid" d="M{LEFT} {y}H{RIGHT}"/><text x="{LEFT - 4}" y="{y + 4}">{text}</text>')
+    for step in ticks(left, right):
+        parts.append(f'<text class="step" x="{across(step)}" y="232">{step:,.0f}</text>')
+    for mark in [mark for mark in marks[-MOST_ROWS:] if left <= mark <= right]:
+        parts.append(f'<path class="mark" d="M{across(mark)} {TOP}V{BOTTOM}"/>')
+    for (label, (steps, values)), colour in zip(lines, cycle(COLOURS), strict=False):
+        chosen = thinned(values)
+        points = " ".join(f"{across(steps[i])},{down(values[i])}" for i in chosen)
+        parts.append(f'<polyline stroke="{colour}" points="{points} {points.rpartition(" ")[2]}"/>')  # shows one point
+        if label:
+            legend.append(f'<span><b style="color:{colour}">—</b> {escape(label)}</span>')
+    return (
+        f"<figure><figcaption>{escape(title[:100])} {' '.join(legend)}</figcaption>"
+        f'<svg viewBox="0 0 480 240" role="img" aria-label="{escape(title)}">{"".join(parts)}</svg></figure>'
+    )
 
-    with rc_context({"text.parse_math": False, "font.size": 8, "agg.path.chunksize": 10_000}):
-        figure = Figure(figsize=(4.6, 2.5), layout="constrained")
-        axes = figure.subplots()
-        for label, (steps, values) in lines:
-            axes.plot(steps, values, linewidth=0.9, marker="." if len(steps) < 30 else None, label=f" {label}")
-        low, high = axes.get_xlim()
-        visible = [mark for mark in marks[-MOST_ROWS:] if low <= mark <= high]
-        axes.vlines(visible, *axes.get_ylim(), color="#c04", lw=0.4)
-        axes.set(title=title[:70], xlabel="step")
-        if any(label for label, _ in lines):
-            axes.legend(fontsize=6, ncols=1 + len(lines) // 8)
-        file = io.BytesIO()
-        figure.savefig(file, format="png", dpi=100)
-    return url(file.getvalue())
+
+def thinned(values: np.ndarray) -> list[int]:
+    """Return the indices of the points to draw."""
+    if len(values) <= 2 * BUCKETS:
+        return list(range(len(values)))
+    edges = np.linspace(0, len(values), BUCKETS + 1).astype(int)
+    pairs = ((start + values[start:end].argmin(), start + values[start:end].argmax()) for start, end in pairwise(edges))
+    return sorted({int(index) for pair in pairs for index in pair})
+
+
+def ticks(low: float, high: float) -> list[float]:
+    """Return three to seven round numbers between two bounds."""
+    power = 10.0 ** math.floor(math.log10((high - low) / 3))
+    step = next(power * factor for factor in (5, 2, 1) if power * factor <= (high - low) / 3)
+    first = math.ceil(low / step)
+    return [number * step for number in range(first, min(math.floor(high / step), first + 9) + 1)]
 
 
 def url(png: bytes) -> str:
@@ -259,8 +405,8 @@ def checkpoints(run: Run) -> str:
             size = sum(file.stat().st_size for file in folder.iterdir())
             written = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(folder.stat().st_mtime))
             best = "best" if int(folder.name) == run.best.get("step") else ""
-            rows.append([escape(folder.name), f"{size:,}", written, best])
-    return table(["checkpoint", "bytes", "written", ""], rows) if rows else "<p>None yet.</p>"
+            rows.append([escape(folder.name), quantity("bytes", size), written, best])
+    return table(["checkpoint", "size", "written", ""], rows) if rows else "<p>None yet.</p>"
 
 
 def configuration(run: Run) -> str:
@@ -281,4 +427,5 @@ def configuration(run: Run) -> str:
 def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Return an HTML table; cells must be escaped HTML."""
     lines = [f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in rows]
-    return f"<table><tr>{''.join(f'<th>{head}</th>' for head in heads)}</tr>{''.join(lines)}</table>"
+    head = f"<tr>{''.join(f'<th>{head}</th>' for head in heads)}</tr>" if heads else ""
+    return f"<table>{head}{''.join(lines)}</table>"

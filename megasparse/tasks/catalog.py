@@ -13,13 +13,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice, zip_longest
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from xml.etree import ElementTree
 
 import numpy as np
 
 from megasparse.config.files import find_file
-from megasparse.config.finetuning import TaskConfig
 from megasparse.errors import ConfigError, DataError, did_you_mean
 from megasparse.files import natural, read_file
 from megasparse.tasks.readers.images import class_folders, grey_pixels
@@ -41,6 +40,9 @@ from megasparse.tasks.readers.rows import (
     whole_text,
 )
 from megasparse.tasks.task import HUB, Example, SourceLocation, Task, examples_of, existing, parts_of, split_name
+
+if TYPE_CHECKING:
+    from megasparse.config.finetuning import TaskConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +73,7 @@ class Entry:
 class RowTask(Task):
     """A task of the catalog, read from its official files or a Hugging Face dataset."""
 
-    def __init__(self, config: TaskConfig, entry: Entry):
+    def __init__(self, config: "TaskConfig", entry: Entry):
         super().__init__(config)
         self.configured = not entry.text
         self.text, self.label = (config.text, config.label) if self.configured else (entry.text, entry.label)
@@ -186,7 +188,7 @@ class Table(RowTask):
 
     source_is_file = True
 
-    def __init__(self, config: TaskConfig, entry: Entry):
+    def __init__(self, config: "TaskConfig", entry: Entry):
         super().__init__(config, entry)
         if self.form == "texts":
             return
@@ -233,7 +235,7 @@ class ParallelText(RowTask):
     with another suffix, examples are unlabelled.
     """
 
-    def __init__(self, config: TaskConfig, entry: Entry):
+    def __init__(self, config: "TaskConfig", entry: Entry):
         super().__init__(config, entry)
         self.source, self.target = (str(names).partition("|")[0] for names in (*self.text, self.label))
         other = self.target if self.source == "en" else self.source
@@ -411,7 +413,7 @@ TASKS: dict[str, Entry | str] = {
 }
 
 
-def build_task(config: TaskConfig) -> Task:
+def build_task(config: "TaskConfig") -> Task:
     """Build the task `task.name`. Raises ConfigError for an unknown task or an invalid setting."""
     if (entry := TASKS.get(config.name)) is None:
         raise ConfigError("task.name", f'unknown task "{config.name}"', did_you_mean(config.name, TASKS))

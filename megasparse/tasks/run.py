@@ -37,8 +37,8 @@ from megasparse.tasks.forms.texts import TextForm, TokenBatches, packed, sizes_o
 from megasparse.tasks.metrics import METRICS, RESAMPLES, bootstrap_interval, require_metrics, signature, t_interval
 from megasparse.tasks.start import COPY, FOLDER, Start, add_adapters, body_of_run, open_start, require_length
 from megasparse.tasks.task import Example, SourceLocation, Task, chosen_files, sha256_of, split_files
-from megasparse.training.checkpoints.checkpoint import Checkpoint, find_checkpoint, load_weights
-from megasparse.training.checkpoints.manifest import read_manifest
+from megasparse.training.checkpoints.checkpoint import Checkpoint, load_weights
+from megasparse.training.checkpoints.manifest import find_checkpoint, read_manifest
 from megasparse.training.engines.contract import Engine
 from megasparse.training.ranks import Ranks, RunHooks, check_stop, start_ranks
 from megasparse.training.run import Evaluate

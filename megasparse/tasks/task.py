@@ -11,14 +11,16 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from megasparse.config.files import find_file
-from megasparse.config.finetuning import TaskConfig
 from megasparse.errors import ConfigError, DataError, did_you_mean
 from megasparse.files import file_sha256
+
+if TYPE_CHECKING:
+    from megasparse.config.finetuning import TaskConfig
 
 MOST_LINES = 20
 MAX_SKIPPED = 0.01  # largest fraction of malformed rows in an official file
@@ -83,7 +85,7 @@ class Task(ABC):
     classes: tuple[str, ...] | None = None  # names of the classes in the files, by number; None for numbers
     needs_labels: bool = True  # False for prediction: labels that cannot be read are None instead of an error
 
-    def __init__(self, config: TaskConfig):
+    def __init__(self, config: "TaskConfig"):
         self.config, self.warnings = config, list[str]()
 
     @abstractmethod

@@ -8,7 +8,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from launch import evaluate, pretrain
+from megasparse.cli.hub import ARCHITECTURES
 from megasparse.cli.main import door
+from megasparse.hub.formats import FORMATS
 from megasparse.training.checkpoints.checkpoint import Checkpoint
 from tests.helpers.commands import refused, run
 from tests.helpers.hub import checkpoint, decoder
@@ -96,7 +98,7 @@ def test_a_name_is_looked_up_only_in_the_local_cache(tmp_path, monkeypatch, caps
     (place / "refs" / "main").write_text("0" * 40)
     convert("someone/reformer", tmp_path / "run")
     assert (tmp_path / "run" / "config.json").exists()
-    refuses("someone/else", tmp_path / "other", "not a folder, and no model of this name is in", capsys)
+    refuses("someone/else", tmp_path / "other", "no such file or folder, and no model of this name is in", capsys)
 
 
 def refuses(model, output, message, capsys):
@@ -162,7 +164,7 @@ def test_code_next_to_a_known_architecture_is_not_run(tmp_path):
 
 def test_an_existing_output_is_rejected_first(tmp_path, capsys):
     (tmp_path / "run").mkdir()
-    refuses(tmp_path / "nowhere", tmp_path / "run", "exists already", capsys)
+    refuses(tmp_path, tmp_path / "run", "exists already", capsys)
 
 
 def test_a_run_is_converted(tmp_path, capsys):
@@ -180,5 +182,10 @@ def test_a_mistake_is_one_line_and_exit_code_2(tmp_path, capsys):
 
 def test_missing_transformers_is_one_line(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "transformers", None)
-    said = refused(capsys, convert_to_hf, "--checkpoint", "run", "--output", tmp_path / "out")
+    (tmp_path / "run/checkpoints/00000001").mkdir(parents=True)
+    said = refused(capsys, convert_to_hf, "--checkpoint", tmp_path / "run", "--output", tmp_path / "out")
     assert said.startswith('error: transformers: is not installed. Install it: pip install "transformers==')
+
+
+def test_the_help_lists_all_architectures_without_importing_them():
+    assert list(ARCHITECTURES) == sorted(FORMATS)

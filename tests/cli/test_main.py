@@ -19,9 +19,9 @@ ROOT = Path(__file__).parents[2]
 QUICKSTART = str(ROOT / "configs" / "quickstart.json")
 
 
-def start(*words, program=("-m", "megasparse"), cwd=ROOT, stdout=subprocess.PIPE, **variables):
+def start(*words, program=("-m", "megasparse"), cwd=ROOT, stdout=subprocess.PIPE, text=None, **variables):
     environment = {**os.environ, "PYTHONPATH": str(ROOT), **variables}
-    given = {"stdout": stdout, "stderr": subprocess.PIPE, "text": True, "cwd": cwd, "env": environment}
+    given = {"stdout": stdout, "stderr": subprocess.PIPE, "text": True, "cwd": cwd, "env": environment, "input": text}
     return subprocess.run([sys.executable, *program, *words], **given, check=False)
 
 
@@ -40,14 +40,65 @@ def test_the_overview_has_every_subcommand_and_imports_nothing_slow():
     assert all(f"  {name} " in shown for name in COMMANDS)
 
 
-LISTING = ("prepare-data", "train-tokenizer", "convert to-hf")
-"""Commands whose options list corpora, sources or formats, which import torch."""
+MISTAKES = """
+pretrain quickstrat
+pretrain nope.json
+pretrain quickstart --stes 5
+pretrain quickstart --start runs/nope
+pretrain quickstart --data nope
+pretrain quickstart --resume runs/nope
+finetune finetune/revews
+finetune glue/sts2
+finetune glue/sst2 --source nope
+evaluate --checkpoint runs/nope
+evaluate --checkpoint runs/nope --task rtee --source LICENSE
+evaluate --checkpoint runs/nope --task rte --source nope
+generate --checkpoint runs/nope
+compress LICENSE --checkpoint runs/nope
+compress nope --checkpoint runs/nope
+decompress nope.msz --checkpoint runs/nope
+predict --checkpoint runs/nope --text x
+prepare-data txt
+prepare-data text --source nope --output runs/nope
+train-tokenizer words --source nope --output runs/nope/words.txt
+plan quickstrat --gpus 8
+report runs/nope
+convert to-hf --checkpoint runs/nope --output runs/nope
+convert to-hf --checkpoint runs/nope --output runs/nope --to lama
+convert from-hf --model nope/nope --output runs/nope
+replace-attention --model nope --attention {} --output runs/nope
+replace-attention --model configs --attention { --output runs/nope
+teach --model nope --texts LICENSE --output runs/nope
+check-model --model nope
+compare comparisons/qickstart
+compare comparisons/quickstart --arms nope
+"""
 
 
-def test_the_help_of_a_subcommand_does_not_import_torch():
-    names = [name for name in COMMANDS if name not in LISTING]
-    code = f"import sys; from megasparse.cli.main import parser_of; [parser_of(name) for name in {names}]; "
-    assert start(program=("-c", code + "print('torch' in sys.modules)")).stdout == "False\n"
+def test_help_and_wrong_names_and_paths_do_not_import_torch(tmp_path):
+    helps = [f"{name} --help" for name in [*COMMANDS, "prepare-data text", "train-tokenizer words"]]
+    expected = [*((line, 0) for line in helps), *((line, 2) for line in MISTAKES.strip().splitlines())]
+    code = """
+import os, sys
+sys.stdout = open(os.devnull, "w")
+from megasparse.cli.main import main
+for line in sys.stdin.read().splitlines():
+    try:
+        main(line.split())
+    except SystemExit as end:
+        print(line, end.code, "torch" in sys.modules, sep=";", file=sys.__stdout__)
+"""
+    for name in ("LICENSE", "configs"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    done = start(program=("-c", code), cwd=tmp_path, text="\n".join(line for line, _ in expected))
+    assert done.stdout.splitlines() == [f"{line};{code};False" for line, code in expected], done.stderr
+
+
+def test_a_terminal_in_ascii_shows_every_help():
+    code = "from megasparse.cli.main import parser_of; from megasparse.errors import report_user_errors; "
+    code += f"report_user_errors(lambda: [parser_of(name).print_help() for name in {[*COMMANDS]}])()"
+    shown = start(program=("-c", code), PYTHONIOENCODING="ascii", LC_ALL="C", PYTHONUTF8="0")
+    assert (shown.returncode, shown.stderr) == (0, "") and shown.stdout.isascii()
 
 
 @pytest.mark.parametrize("name", COMMANDS)

@@ -159,4 +159,4 @@ def test_mistakes_are_one_line(pixels, translator, tmp_path, capsys):
         with pytest.raises(SystemExit):
             generate.main([*map(str, there), "--seed", str(seed)])
         assert "--seed: " in (said := capsys.readouterr().err) and "is not a whole number of 0 or more" in said
-    assert "nothing.txt: cannot be read" in refused(capsys, generate, *there, "--source-file", tmp_path / "nothing.txt")
+    assert "nothing.txt: no such file" in refused(capsys, generate, *there, "--source-file", tmp_path / "nothing.txt")

@@ -22,7 +22,8 @@ from megasparse.evaluation.results import Protocol, protocol_of
 from megasparse.evaluation.results import decoder_summary as summary
 from megasparse.evaluation.results import evaluate_decoder as evaluate
 from megasparse.model.stack import TokenScores
-from megasparse.training.checkpoints.checkpoint import Checkpoint, find_checkpoint
+from megasparse.training.checkpoints.checkpoint import Checkpoint
+from megasparse.training.checkpoints.manifest import find_checkpoint
 from megasparse.training.ranks import Ranks
 from tests.helpers import commands
 from tests.helpers.models import small

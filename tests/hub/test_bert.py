@@ -25,7 +25,8 @@ from megasparse.hub.formats import difference, format_named, our_logits
 from megasparse.hub.tensor_file import TensorFile, load_whole
 from megasparse.model.build import build_model
 from megasparse.ops.random import RngContext
-from megasparse.training.checkpoints.checkpoint import Checkpoint, find_checkpoint
+from megasparse.training.checkpoints.checkpoint import Checkpoint
+from megasparse.training.checkpoints.manifest import find_checkpoint
 from tests.helpers.hub import assert_same_bits, load
 from tests.helpers.models import random_tokens
 from tests.helpers.trained import prepared, trained

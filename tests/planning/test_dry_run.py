@@ -7,14 +7,18 @@ import re
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from megasparse.cli.main import main
 from megasparse.config.load import build_config
 from megasparse.model.build import build_model
-from megasparse.planning.dry_run import dry_run
+from megasparse.planning import dry_run as dry_run_module
+from megasparse.planning.dry_run import DryRun, dry_run
 from megasparse.planning.flops import model_flops_per_token
 from megasparse.planning.passes import dummy_records
 
@@ -46,9 +50,36 @@ def test_it_measures_one_step_and_writes_nothing(empty_folder):
     assert list(empty_folder.iterdir()) == []
     assert found.parameters == sum(p.numel() for p in build_model(config.model, 0).parameters())
     assert found.flops_per_step == model_flops_per_token(config.model, 64) * 6 * 64
-    assert found.seconds > 0 and abs(found.loss - math.log(256)) < 2  # random weights know nothing
+    assert (
+        found.seconds > 0 and found.rank_seconds > 0 and abs(found.loss - math.log(256)) < 2
+    )  # random weights know nothing
     for word in (f"{found.parameters:,}", "6 sequences of 64 tokens", "micro-batch of 2 on cpu"):
         assert word in found.lines(config)
+
+
+def test_the_training_time_is_that_of_one_process_and_of_the_ranks_that_share_the_batch():
+    """Three micro-batches per step, 100 steps."""
+    config = build_config(VALUES, ["training.steps=100"])
+    trial = DryRun(1, 1.0, 1, seconds=60.0, ranks=3, rank_seconds=12.0, loss=1.0, device="cpu")
+    assert "5.0 hours in one process, 20 minutes with torchrun --nproc-per-node 3" in trial.lines(config)
+    assert "torchrun" not in replace(trial, ranks=1).lines(config)
+
+
+def test_the_first_step_is_not_timed(empty_folder, monkeypatch):
+    config, engine = build_config(VALUES), SimpleNamespace(module=torch.nn.Linear(1, 1), close=lambda: None)
+    clock, engine.steps = [0.0], 0
+
+    def step(*_):
+        clock[0] += 10 if engine.steps == 0 else 2
+        engine.steps += 1
+        return SimpleNamespace(loss=float(engine.steps))
+
+    engine.train_step = step
+    monkeypatch.setattr(dry_run_module, "trial_engine", lambda *_: (engine, None))
+    monkeypatch.setattr(dry_run_module, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    monkeypatch.setattr(dry_run_module.os, "sched_getaffinity", lambda _: range(2))
+    result = dry_run(config)
+    assert (result.seconds, result.rank_seconds, result.ranks, result.loss) == (2.0, 2.0, 1, 1.0)
 
 
 def test_an_encoder_decoder_takes_a_step_on_padded_records(empty_folder):

@@ -1,6 +1,7 @@
 """The page of a run: whole, harmless, and of whatever state the run is in."""
 
 import json
+import math
 import re
 from html.parser import HTMLParser
 
@@ -11,7 +12,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from megasparse.cli.main import door
 from megasparse.config.schema import Config
-from megasparse.runs.report import page, read_board, read_run, read_series
+from megasparse.runs.report import page, read_board, read_run, read_series, thinned
 from tests.helpers.commands import refused
 
 main = door("report")
@@ -40,7 +41,7 @@ class Page(HTMLParser):
         self.text += f" {data}" if self.open and self.open[-1] != "style" else ""
 
     def charts(self):
-        return [attributes["alt"] for tag, attributes in self.tags if tag == "img"]
+        return [attributes["aria-label"] for tag, attributes in self.tags if tag == "svg"]
 
 
 def page_of(*runs):
@@ -81,10 +82,9 @@ def test_a_run_in_full(tmp_path):
     (run / "checkpoints" / "00000020").mkdir(parents=True)
     (run / "checkpoints" / "00000020" / "rank-00000.safetensors").write_bytes(bytes(2000))
     result, text = page_of(run)
-    for shown in ("40 of 40", "0.2, 0.2", "STEP 12 SKIPPED", "best f1", "0.3, step 20", "2,000"):
+    for shown in ("40 of 40", "STEP 12 SKIPPED", "best validation f1 0.3, step 20", "2 kB", "1,000 in all steps"):
         assert shown in result.text, shown
-    charts = ["evaluation/bits_per_dim", "train/loss", "model/attention/lha/kl_keys", "speed/tokens_per_second"]
-    assert result.charts() == charts
+    assert result.charts() == ["loss, nats/token", "evaluation/bits_per_dim", "model/attention/lha/kl_keys"]
     assert "2 of " in result.text and re.search(r"00000020.*best</td>", text)
     assert re.search(r"learning_rate</td><td>0.125</td><td>0.0", text)
 
@@ -96,6 +96,39 @@ def test_a_run_of_which_there_is_little(tmp_path, missing):
         (run / {"metrics": "metrics.jsonl", "config": "config.json"}[missing]).unlink()
     result, _ = page_of(run)
     assert ("No step has been logged yet" in result.text) == (missing != "config")
+    assert f"megasparse evaluate --checkpoint {run} --json {run}/evaluation.json" in result.text
+
+
+def write_result(run, name, value, step, dims, **more):
+    protocol = {"split": "test", "checkpoint_step": step, "split_dims": 3000}
+    (run / name).write_text(json.dumps({"bits_per_dim": value, "dims": dims, "protocol": protocol, **more}))
+
+
+def test_the_first_screen_is_the_held_out_result_of_the_last_checkpoint_next_to_compressors(tmp_path):
+    loss = {"evaluation/loss": 2.0, "train/bits_per_dim": 5.0 / math.log(2), "memory/optimizer_bytes": 5_361_080}
+    run = folder(tmp_path / "run", [line(1, **loss), line(2)])
+    write_result(run, "evaluation.json", 2.0871, 2, 3000)
+    write_result(run, "few.json", 1.1111, 2, 10)
+    write_result(run, "old.json", 2.2222, 1, 3000)
+    (run / "broken.json").write_text('{"bits_per_dim": 1, "protocol": []}')
+    (run / "summary.json").write_text(json.dumps({"gzip_bits_per_dim": 2.844, "bits_per_dim": 2.0871, EVIL: 1.0}))
+    result, text = page_of(run)
+    first, rest = text.split("<details>", 1)
+    shown = [first.index(part) for part in ("run</td><td><b>2.087", "gzip -9</td><td><b>2.844", "3,000 tokens", "<svg")]
+    assert shown == sorted(shown) and "1.111" not in text and "2.222" not in text and "bars" not in rest
+    assert first.count("<svg") == 1 and "validation" in first and "tokens per second" in first
+    assert "color-scheme:light dark" in text and "memory/optimizer_bytes: 5.36 MB in all steps" in result.text
+    (run / "summary.json").write_text(json.dumps({"gzip_bits_per_dim": 2.844, "bits_per_dim": 2.1}))
+    assert "gzip" not in page_of(run)[1], "of other bytes than the result"
+
+
+def test_a_multiple_of_a_curve_is_not_drawn_again(tmp_path):
+    lines = [
+        {"step": step, "train/loss": 5.0 / step, "train/bits_per_dim": 5.0 / step / math.log(2)} for step in (1, 2, 3)
+    ]
+    result, _ = page_of(folder(tmp_path / "run", lines))
+    assert result.charts() == ["loss, nats/token"]
+    assert "train/bits_per_dim: the curve of train/loss in another unit" in result.text
 
 
 def test_broken_files_lose_only_their_own_part(tmp_path):
@@ -136,8 +169,11 @@ def test_a_long_run_keeps_its_extremes_and_several_runs_share_charts(tmp_path):
     write_lines(runs[0] / "events.jsonl", ({"step": step, "message": "SKIPPED"} for step in range(0, 20_000, 20)))
     runs.append(folder(tmp_path / "b", [line(1), line(2)]))
     result, _ = page_of(*runs)
-    assert result.charts().count("train/loss") == 1 and "800 earlier incidents" in result.text
-    assert len(read_run(runs[0]).series["train/loss"][0]) == 20_000
+    assert len(result.charts()) == 1 and "800 earlier incidents" in result.text
+    series = read_run(runs[0]).series["train/loss"][1]
+    drawn = series[thinned(series)]
+    assert len(series) == 20_000 and len(drawn) <= 400
+    assert (drawn.min(), drawn.max()) == (min(values), max(values))
 
 
 def test_texts_and_pictures_are_read_from_tensorboards_files(tmp_path):
@@ -159,6 +195,6 @@ def test_the_command_writes_the_page_or_one_line(tmp_path, capsys):
     run = folder(tmp_path / "run", [line(1)])
     main([str(run)])
     main([str(run), "--output", str(tmp_path / "other.html")])
-    assert all("train/loss" in path.read_text() for path in (run / "report.html", tmp_path / "other.html"))
+    assert all("nats/token" in path.read_text() for path in (run / "report.html", tmp_path / "other.html"))
     for path, reason in ((tmp_path, "neither config.json nor metrics.jsonl"), (tmp_path / "none", "is not a folder")):
         assert reason in refused(capsys, main, path)

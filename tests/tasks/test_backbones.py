@@ -15,7 +15,8 @@ from megasparse.tasks.batches import Inputs, Padded
 from megasparse.tasks.form import TaskModel
 from megasparse.tasks.run import answers, predict_examples, restore_task
 from megasparse.tasks.start import HuggingFaceBody, MegasparseBody, add_adapters
-from megasparse.training.checkpoints.checkpoint import Checkpoint, find_checkpoint
+from megasparse.training.checkpoints.checkpoint import Checkpoint
+from megasparse.training.checkpoints.manifest import find_checkpoint
 from tests.helpers import finetuning
 from tests.helpers.peak_memory import PeakMemory
 

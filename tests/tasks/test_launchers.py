@@ -172,7 +172,7 @@ def test_mistakes_are_one_line_and_leave_nothing(folder, capsys, tmp_path):
     unlabelled = table(folder / "unlabelled.csv", [["the mask"]], ("text",))
     headed = table(folder / "headed.csv", [])
     for source, message in (
-        (folder / "none.csv", f"{folder / 'none.csv'}: cannot be read (No such file"),
+        (folder / "none.csv", f"{folder / 'none.csv'}: no such file or folder"),
         (wrong, f'{wrong}:2: missing column "text". Did you mean "txt"?'),
         (folder, f"{folder}: is a folder without splits of table"),
         (headed, f"{headed}: contains no"),

@@ -8,12 +8,13 @@ import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import NamedTuple
-
-from torch import Tensor
+from typing import TYPE_CHECKING, NamedTuple
 
 from megasparse.errors import ConfigError, did_you_mean
 from megasparse.files import read_file
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 WHITE_SPACE = b" \t\n\r\v\f"
 MOST_BYTES = 1 << 26  # of a file; 250,000 tokens take 20 million
@@ -50,14 +51,14 @@ class Tokenizer(ABC):
     """The file that it was read from."""
 
     @abstractmethod
-    def encode(self, text: str | bytes) -> Tensor:
+    def encode(self, text: str | bytes) -> "Tensor":
         """Tokens of a text: int64 (length,). A str is taken as UTF-8; lone surrogates are kept ("surrogatepass")."""
 
     @abstractmethod
     def pieces(self, tokens: Iterable[int]) -> Iterator[bytes]:
         """Yield the bytes each token adds to a text, none for special ones. Raises ValueError for another number."""
 
-    def decode(self, tokens: Tensor) -> bytes:
+    def decode(self, tokens: "Tensor") -> bytes:
         """Return the bytes of tokens (length,). Raises ValueError for another number."""
         return b"".join(self.pieces(tokens.tolist()))
 
@@ -71,7 +72,7 @@ class Tokenizer(ABC):
             yield text
 
     @abstractmethod
-    def word_starts(self) -> Tensor:
+    def word_starts(self) -> "Tensor":
         """Return a mask of the ids that start a word: bool (highest id + 1,)."""
 
 

@@ -4,14 +4,15 @@ import json
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from megasparse.data.tokenizers import USUAL, WHITE_SPACE, Tokenizer, damaged, identity, read, special_tokens, utf8
 from megasparse.errors import report_line
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 SPACE = "\u2581"
 AGAIN = "Copy it again"
@@ -102,7 +103,9 @@ class HuggingFaceTokenizer(Tokenizer):
             ]
         return unknown
 
-    def encode(self, text: str | bytes) -> Tensor:
+    def encode(self, text: str | bytes) -> "Tensor":
+        import torch
+
         if not self.lossless:
             ids = self._ids(utf8(text).decode("utf-8", "replace"))
         else:
@@ -117,10 +120,12 @@ class HuggingFaceTokenizer(Tokenizer):
             return self._lossy_pieces(tokens)
         return (self._table[self._known(token)] for token in tokens)
 
-    def word_starts(self) -> Tensor:
+    def word_starts(self) -> "Tensor":
         """Return the starts of words: tokens without BERT's ## or, in other tokenizers, with white space before them.
         All tokens if the tokenizer marks neither.
         """
+        import torch
+
         parts = [*_parts(self._values.get("decoder"), "decoders")]
         prefix = next((part.get("prefix", "##") for part in parts if part["type"] == "WordPiece"), None)
         if prefix is not None:

@@ -4,14 +4,15 @@ import io
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from megasparse.data.tokenizers import WHITE_SPACE, Tokenizer, damaged, identity, read, special_tokens, utf8
 from megasparse.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 SPACE = "\u2581"
 """The space, in a piece."""
@@ -41,7 +42,9 @@ class SentencePieceTokenizer(Tokenizer):
         self._bytes = [self._processor.piece_to_id(f"<0x{byte:02X}>") for byte in range(256)]
         self.special, self.separator = special_tokens(self._control)
 
-    def encode(self, text: str | bytes) -> Tensor:
+    def encode(self, text: str | bytes) -> "Tensor":
+        import torch
+
         ordinary: list[str] = []
         parts: list[bytes | None] = []
         """Bytes of each part; None for the next one of `ordinary`."""
@@ -64,8 +67,10 @@ class SentencePieceTokenizer(Tokenizer):
                 raise ValueError(f"{token} is no token of {self.vocabulary}")
             yield self._table[token]
 
-    def word_starts(self) -> Tensor:
+    def word_starts(self) -> "Tensor":
         """Return a mask of the tokens with white space before a word."""
+        import torch
+
         return torch.tensor([piece[:1] != b"" and piece[:1] in WHITE_SPACE for piece in self._table])
 
     def _checked(self, text: str, tokens: list[int]) -> list[int]:

@@ -4,12 +4,14 @@ import hashlib
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from megasparse.data.tokenizers import WHITE_SPACE, SpecialTokens, Tokenizer, damaged, identity, read, utf8
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 UNKNOWN, END = "<unk>", "<eos>"
 HINT = "Make it again with megasparse train-tokenizer words"
@@ -24,18 +26,22 @@ class ByteTokenizer(Tokenizer):
     separator: int | None = 0
     special: SpecialTokens | None = SpecialTokens(begin=258, separator=259, padding=257, mask=256)
 
-    def encode(self, text: str | bytes) -> Tensor:
+    def encode(self, text: str | bytes) -> "Tensor":
+        import torch
+
         raw = utf8(text)
         return torch.frombuffer(bytearray(raw), dtype=torch.uint8).long() if raw else torch.empty(0, dtype=torch.long)
 
     def pieces(self, tokens: Iterable[int]) -> Iterator[bytes]:
         return (bytes([token]) for token in tokens)
 
-    def decode(self, tokens: Tensor) -> bytes:
+    def decode(self, tokens: "Tensor") -> bytes:
         return bytes(tokens.tolist())
 
-    def word_starts(self) -> Tensor:
+    def word_starts(self) -> "Tensor":
         """Return a mask of the white space before a word."""
+        import torch
+
         starts = torch.zeros(260, dtype=torch.bool)
         starts[list(WHITE_SPACE)] = True
         return starts
@@ -70,7 +76,9 @@ class WordTokenizer(Tokenizer):
         self._ids = {word: token for token, word in enumerate(self.words)}
         self._unknown, self.end = self._ids[UNKNOWN], self._ids[END]
 
-    def encode(self, text: str | bytes) -> Tensor:
+    def encode(self, text: str | bytes) -> "Tensor":
+        import torch
+
         ids, unknown, tokens = self._ids, self._unknown, list[int]()
         for line in utf8(text).decode("utf-8", "replace").split("\n"):
             tokens += [ids.get(word, unknown) for word in line.split()]
@@ -91,7 +99,9 @@ class WordTokenizer(Tokenizer):
                 yield (space + self.words[token]).encode()
                 space = " "
 
-    def word_starts(self) -> Tensor:
+    def word_starts(self) -> "Tensor":
+        import torch
+
         return torch.ones(self.vocabulary, dtype=torch.bool)
 
 

@@ -25,7 +25,7 @@ from megasparse.config.finetuning import FinetuneConfig
 from megasparse.config.schema import Config, LoRAConfig, ModelConfig, RunSettings
 from megasparse.errors import CheckpointError, ConfigError
 from megasparse.files import Progress, file_sha256, silent
-from megasparse.training.checkpoints.manifest import MANIFEST, RESTORE, find_newest, read_manifest, size_of
+from megasparse.training.checkpoints.manifest import MANIFEST, RESTORE, find_checkpoint, read_manifest, size_of
 
 FORGED = "Do not trust it"
 """Hint for checkpoints that megasparse cannot have written."""
@@ -212,16 +212,6 @@ class Checkpoint:
                 problem = f"cannot be mapped into memory ({' '.join(str(error).split())[:200]})"
                 raise CheckpointError(self.path / name, problem, "Open it on a machine with more memory") from None
         return self._open_files[name]
-
-
-def find_checkpoint(directory: Path) -> Path:
-    """Return `directory` if it is a checkpoint, else the newest one in it. Raises CheckpointError if there are none."""
-    if (directory / MANIFEST).exists():
-        return directory
-    for folder in (directory / "checkpoints", directory):
-        if newest := find_newest(folder):
-            return newest
-    raise CheckpointError(directory, "contains no checkpoint", "Use a run's folder, or one of its checkpoints/00001000")
 
 
 def open_newest(directory: Path, **options: Any) -> Checkpoint:

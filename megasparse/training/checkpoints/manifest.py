@@ -16,11 +16,13 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from megasparse.config.schema import RunSettings
 from megasparse.errors import CheckpointError
 from megasparse.files import open_file, read_file
+
+if TYPE_CHECKING:
+    from megasparse.config.schema import RunSettings
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -207,6 +209,16 @@ def find_newest(directory: str | Path) -> Path | None:
     return next(reversed(list_checkpoints(Path(directory))), None)
 
 
+def find_checkpoint(directory: Path) -> Path:
+    """Return `directory` if it is a checkpoint, else the newest one in it. Raises CheckpointError if there are none."""
+    if (directory / MANIFEST).exists():
+        return directory
+    for folder in (directory / "checkpoints", directory):
+        if newest := find_newest(folder):
+            return newest
+    raise CheckpointError(directory, "contains no checkpoint", "Use a run's folder, or one of its checkpoints/00001000")
+
+
 LONGEST = 80
 """Longest value in a message, characters."""
 
@@ -215,7 +227,7 @@ LONGEST = 80
 class RunIdentity:
     """Identity of a run. A run resumes only from checkpoints of the same identity."""
 
-    config: RunSettings
+    config: "RunSettings"
     data_fingerprint: str
     """Digest of the training data."""
     tokenizer: dict[str, str]

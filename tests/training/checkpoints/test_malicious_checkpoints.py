@@ -22,8 +22,8 @@ from megasparse.hub.export import to_hf
 from megasparse.model import build, stack
 from megasparse.tasks.run import restore_task
 from megasparse.training.checkpoints import checkpoint, manifest
-from megasparse.training.checkpoints.checkpoint import Checkpoint, find_checkpoint
-from megasparse.training.checkpoints.manifest import MANIFEST, seal
+from megasparse.training.checkpoints.checkpoint import Checkpoint
+from megasparse.training.checkpoints.manifest import MANIFEST, find_checkpoint, seal
 from megasparse.training.checkpoints.resume import find_start
 from megasparse.training.ranks import Ranks
 from tests.helpers.commands import refused

@@ -16,7 +16,8 @@ from megasparse.data.batches import Batch
 from megasparse.errors import CheckpointError, ConfigError
 from megasparse.model.build import build_model
 from megasparse.ops.random import RngContext
-from megasparse.training.checkpoints.checkpoint import Checkpoint, find_checkpoint, load_weights
+from megasparse.training.checkpoints.checkpoint import Checkpoint, load_weights
+from megasparse.training.checkpoints.manifest import find_checkpoint
 from megasparse.training.checkpoints.saving import Saver
 from megasparse.training.engines import build_engine
 from megasparse.training.engines.deepspeed import _lines_in
