@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from megasparse.attention import initial_weights
 from megasparse.config.schema import ModelConfig
-from megasparse.model import build
 from megasparse.model.build import build_model, deferred_model, initial_weight
 from megasparse.training.checkpoints.checkpoint import persistent_buffers
 from megasparse.training.engines.contract import Weights
@@ -55,5 +55,7 @@ def test_pieces_equal_one_draw(total, monkeypatch):
     for ranks in (1, 2, 3, 8):
         size = -(-total // ranks)
         starts = [min(rank * size, total) for rank in range(ranks)]
-        pieces = [build._normal(torch.Generator().manual_seed(3), total, s, min(size, total - s)) for s in starts]
+        pieces = [
+            initial_weights._normal(torch.Generator().manual_seed(3), total, s, min(size, total - s)) for s in starts
+        ]
         assert torch.equal(torch.cat(pieces), whole)
