@@ -53,8 +53,8 @@ def head_dim(model: ModelConfig) -> int:
 @dataclass(frozen=True)
 class Padding:
     """Real tokens and document numbers of a batch, (B, L) each. key_mask: bool, true for real tokens (integers: not 0);
-    None if all tokens are real. segments is None if each sequence is one document. With sequence parallelism both cover whole sequences, and `part` is this
-    rank's part.
+    None if all tokens are real. segments: None if each sequence is one document. With sequence parallelism both cover
+    whole sequences, and `part` is this rank's part.
     """
 
     key_mask: Tensor | None = None

@@ -63,7 +63,7 @@ class MegasparseConfig(PretrainedConfig):
 
     @property
     def vocab_size(self) -> int:
-        return int(self.model["vocabulary"])
+        return int(self.model.get("vocabulary", ModelConfig.model_fields["vocabulary"].default))
 
     @property
     def hidden_size(self) -> int:

@@ -50,7 +50,7 @@ def test_tied_weights_stay_one_and_pairs_have_both_stacks(config):
 
 @pytest.mark.parametrize("total", [2, 15, 16, 17, 63, 64, 65, 79, 80, 81, 128, 1000, 1003])
 def test_pieces_equal_one_draw(total, monkeypatch):
-    monkeypatch.setattr(build, "BLOCK", 64)
+    monkeypatch.setattr(initial_weights, "BLOCK", 64)
     whole = torch.randn(total, generator=torch.Generator().manual_seed(3))
     for ranks in (1, 2, 3, 8):
         size = -(-total // ranks)
