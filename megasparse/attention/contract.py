@@ -106,8 +106,8 @@ class AttentionContext:
 
     recompute: decisions of this forward pass. targets: in training only. part: this rank's part of the sequences and
     heads; slice parameters and buffers with one row per head by `part.local_part`. tokens: (B, L) int64 of the
-    whole sequences, the newest token known at each position (in a decoder the previous token), −1 if there is none;
-    None in a model that reads no tokens. repeats: number of neighbouring heads with equal keys and values.
+    whole sequences, in a decoder the token before each position, −1 at the first one (in an encoder the position's
+    own); None in a model that reads no tokens. repeats: number of neighbouring heads with equal keys and values.
     """
 
     layer: int

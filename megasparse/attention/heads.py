@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.utils import skip_init
 
 from megasparse.attention.contract import Attention, AttentionContext, AttentionInputs, AttentionOutput, MechanismSpec
+from megasparse.attention.initial_weights import initialise
 from megasparse.attention.sequence_part import WHOLE, Edges, SequencePart
 from megasparse.attention.sinks import merge
 from megasparse.config.attention import MECHANISMS, heads_of_layer, layers_with
@@ -51,14 +52,22 @@ def head_dim(model: ModelConfig) -> int:
 
 @dataclass(frozen=True)
 class Padding:
-    """Real tokens and document numbers of a batch, (B, L) each. key_mask is None if all tokens are real; segments is
-    None if each sequence is one document. With sequence parallelism both cover whole sequences, and `part` is this
-    rank's part.
+    """Real tokens and document numbers of a batch, (B, L) each. key_mask: bool, true for real tokens (integers: not 0);
+    None if all tokens are real. segments: None if each sequence is one document. With sequence parallelism both cover
+    whole sequences, and `part` is this rank's part.
     """
 
     key_mask: Tensor | None = None
     segments: Tensor | None = None
     part: SequencePart = field(default_factory=lambda: WHOLE)
+
+    def __post_init__(self) -> None:
+        mask = self.key_mask
+        if mask is None or mask.dtype == torch.bool:
+            return
+        if mask.is_floating_point():
+            raise ValueError(f"key_mask is {mask.dtype}, which may be a bias: give a bool mask, true for real tokens")
+        object.__setattr__(self, "key_mask", mask != 0)
 
 
 class AttentionLayer(nn.Module):
@@ -70,6 +79,8 @@ class AttentionLayer(nn.Module):
     Args:
         config: The section `model` of a configuration.
         layer: Number of the layer, which selects its entry of `model.attention.pattern`.
+        seed: Seed of the initial weights; None leaves matrices uninitialised, for a model that initialises or loads
+            them.
 
     Examples:
         >>> from megasparse.attention.contract import AttentionContext
@@ -78,11 +89,13 @@ class AttentionLayer(nn.Module):
         >>> config = megasparse.load_config("reformer_64k").model
         >>> layer = megasparse.AttentionLayer(config, layer=1)
         >>> x = torch.randn(1, 256, config.d_model)  # (batch, length, d_model)
-        >>> layer(x, AttentionContext(1, RngContext.evaluation(seed=0, batch_size=1)), Padding()).out.shape == x.shape
+        >>> context = AttentionContext(1, RngContext.evaluation(seed=0, batch_size=1))
+        >>> out = layer(x, context, Padding()).out  # (batch, length, d_model)
+        >>> bool(out.isfinite().all()) and out.shape == x.shape
         True
     """
 
-    def __init__(self, config: ModelConfig, layer: int):
+    def __init__(self, config: ModelConfig, layer: int, seed: int | None = 0):
         super().__init__()
         self.heads, self.head_dim, self.groups = config.heads, head_dim(config), config.attention.head_groups
         self.causal, self.group = config.kind != "encoder", config.heads // (config.key_heads or config.heads)
@@ -100,6 +113,8 @@ class AttentionLayer(nn.Module):
         self.output = projection(self.heads * self.head_dim, config.d_model, biases == "all")
         self.query_norm = Norm(config, self.head_dim) if config.query_key_norm else None
         self.key_norm = Norm(config, self.head_dim) if config.query_key_norm and keyed else None
+        if seed is not None:
+            initialise(self, config, seed)
 
     def forward(self, x: Tensor, context: AttentionContext, padding: Padding, cache: Any = None) -> AttentionOutput:
         """Run the layer on a whole sequence.

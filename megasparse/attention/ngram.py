@@ -105,10 +105,10 @@ class NGramAttention(Attention):
     def assign(self, context: AttentionContext, key_mask: Tensor | None, segments: Tensor | None) -> Tensor:
         """Return the buckets of queries, (B, R, L), the same for all heads."""
         if context.tokens is None:
-            raise ConfigError(
-                "model.attention.pattern", "ngram hashes tokens, but this model has none", "Choose another mechanism"
-            )
-        return self._codes(context.tokens, key_mask, segments)
+            problem = "ngram hashes tokens, but AttentionContext.tokens is None"
+            raise ConfigError("model.attention.pattern", problem, "Give the token before each position")
+        tokens = F.pad(context.tokens[:, 1:], (1, 0), value=-1)  # nothing precedes the first position
+        return self._codes(tokens, key_mask, segments)
 
     def _codes(self, tokens: Tensor, key_mask: Tensor | None = None, segments: Tensor | None = None) -> Tensor:
         rounds = [ngram_codes(tokens, n, self.buckets, key_mask, segments) for n in self.config.lengths]

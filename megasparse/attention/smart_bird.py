@@ -24,6 +24,7 @@ from megasparse.attention.contract import (
 )
 from megasparse.attention.far_attention import SAMPLES, drawn_positions, far_attention, far_pairs, sketch_divergence
 from megasparse.attention.full import Cache, KeyValueCache
+from megasparse.attention.local import cached_window
 from megasparse.attention.sequence_part import WHOLE, SequencePart
 from megasparse.attention.sinks import DocumentRanks, merge, sink_index, without_seen
 from megasparse.config.attention import MechanismSection, heads_of_layer, mechanism
@@ -334,7 +335,15 @@ class SmartBirdAttention(Attention):
         cache.sketch[:, position : position + 1], queries = self.index(x, inputs, context, position)
         tokens = CachedTokens.of(position + 1, 1, None, x.device)
         chosen = self.choose(queries, cache.sketch[:, : position + 1], tokens)
-        return gathered_attention(inputs.q, cache.heads.k, cache.heads.v, chosen, scale=self.near.scale)[0]
+        q, k, v, scale = inputs.q, cache.heads.k, cache.heads.v, self.near.scale
+        if not self.config.local:
+            return gathered_attention(q, k, v, chosen, scale=scale)[0]
+        # Round the window and the other keys separately, as `_attend`: another rounding flips keys of later layers.
+        sizes = [chosen.shape[-1] - 2 * self.near.window.chunk - self.config.sinks, 2 * self.near.window.chunk]
+        keys, _, sinks = chosen.split([*sizes, self.config.sinks], dim=-1)
+        chosen = torch.cat([keys, sinks], dim=-1)
+        near = cached_window(q, k, v, k.shape[2], position, self.near)
+        return merge([near, gathered_attention(q, k, v, chosen, scale=scale)])[0]
 
     def index(
         self, x: Tensor, inputs: AttentionInputs, context: AttentionContext, position: int = 0

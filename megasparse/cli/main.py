@@ -71,7 +71,7 @@ def main(words: Sequence[str] | None = None) -> None:
         if package == "megasparse":
             raise
         extra = f"[{EXTRAS[package]}]" if package in EXTRAS else ""
-        hint = f"Install it: pip install 'megasparse{extra}', or activate its environment: source .venv/bin/activate"
+        hint = f"Install it: pip install -e '.{extra}', or activate its environment: source .venv/bin/activate"
         hint += ". One process also trains without it: --set 'run.engine=\"torch\"'" if package == "deepspeed" else ""
         raise UserError(f"{package}: megasparse {name} needs this package, which is not installed. {hint}") from None
 

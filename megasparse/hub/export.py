@@ -215,7 +215,7 @@ def _use(config: Config, exported: Exported, to: str) -> list[str]:
             code = f"import megasparse.hub  # megasparse's attention\n{code}"
         return ["```python", code, "```", "", format_named(to).note]
     auto, name = f"AutoModel{TASKS[config.model.kind]}", str(exported.config["tokenizer"])
-    code = f"model = {auto}.from_pretrained(FOLDER, trust_remote_code=True)  # pip install megasparse"
+    code = f"model = {auto}.from_pretrained(FOLDER, trust_remote_code=True)  # needs megasparse, installed from a clone"
     if FILE not in exported.files:
         note = f"Tokens are `{name}`, 0 to 255 per sub-pixel." if name == "pixels" else ""
         note = note or f"tokenizer.json cannot express its tokenizer; megasparse reads `{name}`."

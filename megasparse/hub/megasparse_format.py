@@ -30,7 +30,7 @@ _IMPORT = """\
 try:
     from megasparse.hub import modelling
 except ImportError as error:
-    raise ImportError("this model needs the package megasparse: pip install megasparse") from error
+    raise ImportError("this model needs the package megasparse: run pip install -e . in a clone") from error
 """
 _CONFIG = """
 

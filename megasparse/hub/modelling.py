@@ -63,7 +63,7 @@ class MegasparseConfig(PretrainedConfig):
 
     @property
     def vocab_size(self) -> int:
-        return int(self.model["vocabulary"])
+        return int(self.model.get("vocabulary", ModelConfig.model_fields["vocabulary"].default))
 
     @property
     def hidden_size(self) -> int:
@@ -102,6 +102,9 @@ class AlignedRows:
         if positions is not None and bool((positions.diff(dim=-1) < 0).any()):
             hint = "Give one document per row, or train with model.document_separator"
             raise ValueError(f"position_ids restart: packed documents would attend to each other. {hint}")
+        if attention_mask is not None and attention_mask.dim() != 2:
+            shape = tuple(attention_mask.shape)
+            raise ValueError(f"attention_mask has shape {shape}, expected (batch, length), 0 for padding")
         self.padded = attention_mask is not None and not bool((attention_mask != 0).all())
         if not self.padded or attention_mask is None:
             self.tokens, self.real, self.lengths = input_ids, None, [input_ids.shape[1]] * len(input_ids)
@@ -155,6 +158,15 @@ class MegasparseCache:
         self.groups = groups
 
 
+def refuse_unsupported(arguments: dict[str, Any]) -> None:
+    """Raise ValueError for an argument of Hugging Face models that would be ignored."""
+    if any(arguments.get(name) is not None for name in ("inputs_embeds", "decoder_inputs_embeds")):
+        raise ValueError("inputs_embeds is not supported: mechanisms may read token ids. Give input_ids")
+    for name in ("output_hidden_states", "output_attentions"):
+        if arguments.get(name):
+            raise ValueError(f"{name} is not supported: layers do not keep them. Omit it")
+
+
 class MegasparsePreTrainedModel(PreTrainedModel):
     config_class = MegasparseConfig
     base_model_prefix = ""
@@ -180,6 +192,13 @@ class MegasparsePreTrainedModel(PreTrainedModel):
         """Forward passes in training so far; random draws depend on it."""
         self.add_head()
         self.post_init()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        refuse_unsupported(kwargs)
+        return super().__call__(*args, **kwargs)
+
+    def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Embedding:
+        raise NotImplementedError("resize_token_embeddings: model.vocabulary is fixed. Train with a larger vocabulary")
 
     def add_head(self) -> None:
         """Create the layers of a task, if it has any."""
@@ -288,6 +307,7 @@ class MegasparseWriter(MegasparsePreTrainedModel, GenerationMixin):
         **kwargs: Any,
     ) -> dict[str, Any]:
         """Return the arguments of the next call. input_ids: the decoder's tokens."""
+        refuse_unsupported({"inputs_embeds": inputs_embeds})
         if past_key_values is not None:
             input_ids = input_ids[:, past_key_values.get_seq_length() :]
         options = {"attention_mask": attention_mask, **kwargs}
@@ -387,7 +407,12 @@ class SourceReader(nn.Module):
         super().__init__()
         self.encoder, self._read = owner.model.encoder, owner.read
 
-    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, **kwargs: Any) -> SourceOutput:
+    def forward(
+        self, input_ids: Tensor | None = None, attention_mask: Tensor | None = None, **kwargs: Any
+    ) -> SourceOutput:
+        refuse_unsupported(kwargs)
+        if input_ids is None:
+            raise ValueError("the encoder needs input_ids")
         return self._read(input_ids, attention_mask)
 
 

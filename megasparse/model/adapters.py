@@ -35,7 +35,7 @@ def add_adapters(
         from peft import LoraConfig, inject_adapter_in_model
     except ImportError:
         problem = "lora: peft is not installed"
-        raise UserError(f'{problem}. Install it: pip install "megasparse[tasks]", or remove lora') from None
+        raise UserError(f'{problem}. Install it: pip install -e ".[tasks]", or remove lora') from None
     if config.dropout and not draws:
         problem = f"{config.dropout} is not supported: this model draws dropout per sample, peft does not"
         raise ConfigError("lora.dropout", problem, "Set it to 0")

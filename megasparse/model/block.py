@@ -34,7 +34,7 @@ class AttentionBranch(Branch):
 
     def __init__(self, config: ModelConfig, layer: int):
         super().__init__(config, layer)
-        self.attention = AttentionLayer(config, layer)
+        self.attention = AttentionLayer(config, layer, seed=None)
         self.gathered_at_once = self.attention.groups > 1
 
     def forward(

@@ -1,17 +1,16 @@
 """Build a model from its configuration, with initial weights."""
 
-import math
-from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from megasparse.config.schema import ModelConfig, encoder_part
+from megasparse.attention.initial_weights import initial_weight, initialise, initialise_buffers
+from megasparse.config.schema import ModelConfig
 from megasparse.model.decoder import Decoder, EncoderDecoder
 from megasparse.model.encoder import Encoder
-from megasparse.ops.random import derive
+
+__all__ = ["Model", "build_model", "deferred_model", "empty_model", "initial_weight", "initialise"]
 
 Model = Decoder | Encoder | EncoderDecoder
 
@@ -53,57 +52,8 @@ def deferred_model(config: ModelConfig, seed: int) -> Model:
     """
     with _MatricesOnMeta():
         model = empty_model(config)
-    _initialise_buffers(model, seed)
+    initialise_buffers(model, seed)
     return model
-
-
-def initialise(module: nn.Module, config: ModelConfig, seed: int) -> None:
-    """Initialise a model, or a part of one, with the weights that `build_model` describes."""
-    with torch.no_grad():
-        for name, parameter in module.named_parameters():
-            if parameter.dim() >= 2:
-                parameter.copy_(initial_weight(config, seed, name, parameter.shape).view(parameter.shape))
-    _initialise_buffers(module, seed)
-
-
-def initial_weight(
-    config: ModelConfig, seed: int, name: str, shape: Sequence[int], start: int = 0, numel: int | None = None
-) -> Tensor:
-    """Return elements [start, start + numel) of the flattened initial matrix `name`, by default all; fp32, on the CPU.
-
-    Memory use is these elements plus one block of others.
-    """
-    total = math.prod(shape)
-    generator = torch.Generator().manual_seed(derive(seed, "initial weights", name) >> 1)
-    drawn = _normal(generator, total, start, total - start if numel is None else numel)
-    return drawn.mul_(_deviation(name, shape, config))
-
-
-BLOCK = 1 << 20
-"""Numbers drawn at a time (4 MB)."""
-
-
-def _normal(generator: torch.Generator, total: int, start: int, numel: int) -> Tensor:
-    """Return elements [start, start + numel) of torch.randn(total).
-
-    On the CPU, torch draws normal numbers in groups of 16 and draws the last 16 again if the groups do not fill the
-    tensor (normal_fill, 2.13). Blocks of whole groups, the last one of at least 16, therefore give the same numbers.
-    """
-    drawn, end, first = torch.empty(numel), start + numel, 0
-    while first < end:
-        size = BLOCK if total - first >= BLOCK + 16 else total - first
-        block = torch.randn(size, generator=generator)
-        low, high = max(first, start), min(first + size, end)
-        if low < high:
-            drawn[low - start : high - start] = block[low - first : high - first]
-        first += size
-    return drawn
-
-
-def _initialise_buffers(module: nn.Module, seed: int) -> None:
-    for name, part in module.named_modules():
-        if (buffers := getattr(part, "initialise", None)) is not None:
-            buffers(seed, name)
 
 
 class _MatricesOnMeta(TorchFunctionMode):
@@ -118,22 +68,3 @@ class _MatricesOnMeta(TorchFunctionMode):
             if weight.dim() >= 2:
                 return weight
         return function(*args, **kwargs)
-
-
-BERT_DEVIATION = 0.02
-BUCKET_DEVIATION = 0.02
-"""For buckets of ranked attention: larger weights give one bucket almost all probability, so gradients vanish."""
-
-
-def _deviation(name: str, shape: Sequence[int], config: ModelConfig) -> float:
-    if config.source is not None and name.startswith("encoder."):
-        return _deviation(name.removeprefix("encoder."), shape, encoder_part(config))
-    if config.style == "bert" and "mechanisms." not in name:
-        return BERT_DEVIATION
-    if name.startswith("embedding."):
-        return 1.0
-    if name.endswith("_buckets.weight"):
-        return BUCKET_DEVIATION
-    scale = shape[1] ** -0.5
-    branches = config.layers * (3 if config.source else 2)
-    return scale * branches**-0.5 if name.endswith((".output.weight", ".down")) else scale

@@ -71,7 +71,7 @@ def quickstart(small: bool = False) -> None:
     size = min(held_out.tokens, SMALL_WINDOWS * 1024) if small else held_out.tokens
     write_file(text, bytes(held_out.read(0, size).tolist()))
     if importlib.util.find_spec("constriction") is None:
-        print("  skipped: install the coder with pip install 'megasparse[compress]', then run this again")
+        print("  skipped: install the coder with pip install -e '.[compress]', then run this again")
     elif not text.with_name(f"{text.name}.msz").exists():
         megasparse("compress", text, "--checkpoint", run)
     say("5/5  a sample, and a page about the run")

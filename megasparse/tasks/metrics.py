@@ -172,5 +172,5 @@ def require_metrics(names: Sequence[str]) -> None:
         texts = "rouge_score" if name in ROUGE else "sacrebleu" if name in SACREBLEU else "sklearn"
         for library in (texts, "scipy"):
             if importlib.util.find_spec(library) is None:
-                hint = 'Install the packages for fine-tuning: pip install "megasparse[tasks]"'
+                hint = 'Install the packages for fine-tuning: pip install -e ".[tasks]"'
                 raise UserError(f"{library}: is not installed, but is needed for {name}. {hint}")

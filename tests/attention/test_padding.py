@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from megasparse.attention import full
-from megasparse.attention.heads import Padding
+from megasparse.attention.contract import AttentionContext, Targets
+from megasparse.attention.heads import AttentionLayer, Padding
 from megasparse.model.build import build_model
 from megasparse.ops.random import RngContext
 from tests.helpers.models import EVERY, Single, by_path, known_tokens, named, random_tokens, small, strict_names
@@ -30,6 +31,36 @@ def test_masks_of_full_attention_are_made_for_some_queries_at_a_time(name, monke
     monkeypatch.setattr(full, "_mask", lambda *x: sizes.append(mask(*x).shape) or mask(*x))
     torch.testing.assert_close(single(*inputs, **masks).out, whole)
     assert [size[-2:] for size in sizes] == [(9, 40)] * 4 + [(4, 40)]
+
+
+@EVERY
+def test_an_all_true_mask_changes_nothing(name, causal):
+    """Even if the first token is given to an n-gram layer, which nothing precedes."""
+    single, tokens = Single(name, causal), random_tokens(2, 40)
+    inputs, mask = single.inputs(40), torch.ones(2, 40, dtype=torch.bool)
+    masked = single(*inputs, key_mask=mask, tokens=tokens).out
+    torch.testing.assert_close(masked, single(*inputs, tokens=tokens).out, rtol=1e-4, atol=1e-5)
+
+
+@by_path("name", strict_names())
+def test_an_attention_layer_alone_trains_with_a_mask_of_integers(name):
+    config = small(attention=named(name))
+    layer, tokens = AttentionLayer(config, layer=0), known_tokens(2, 40)
+    x, mask = torch.randn(2, 40, config.d_model, generator=torch.Generator().manual_seed(0)), torch.ones(2, 40).long()
+    mask[1, 30:] = 0
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.01)
+    for step in range(3):
+        rng = RngContext(0, step, torch.arange(2), training=True)
+        context = AttentionContext(0, rng, targets=Targets(tokens.clamp_min(0), None), tokens=tokens)
+        output = layer(x, context, Padding(mask))
+        loss = output.out.square().mean() + (0 if output.auxiliary_loss is None else output.auxiliary_loss)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        assert output.out.isfinite().all() and loss.isfinite()
+        assert all(weight.isfinite().all() for weight in layer.parameters())
+    with pytest.raises(ValueError, match=r"key_mask is torch.float32.*give a bool mask"):
+        Padding(mask.float())
 
 
 @EVERY

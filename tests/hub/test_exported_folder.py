@@ -79,7 +79,7 @@ def test_without_the_package_one_line_tells_how_to_install_it(folders, tmp_path)
     environment = {**os.environ, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
     command = [sys.executable, "-c", WITHOUT_PACKAGE, str(folders["decoder"][1])]
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
-    message = "ImportError: this model needs the package megasparse: pip install megasparse"
+    message = "ImportError: this model needs the package megasparse: run pip install -e . in a clone"
     assert done.returncode == 1 and done.stderr.splitlines()[-1] == message
 
 

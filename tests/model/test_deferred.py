@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from megasparse.attention import initial_weights
 from megasparse.config.schema import ModelConfig
-from megasparse.model import build
 from megasparse.model.build import build_model, deferred_model, initial_weight
 from megasparse.training.checkpoints.checkpoint import persistent_buffers
 from megasparse.training.engines.contract import Weights
@@ -50,10 +50,12 @@ def test_tied_weights_stay_one_and_pairs_have_both_stacks(config):
 
 @pytest.mark.parametrize("total", [2, 15, 16, 17, 63, 64, 65, 79, 80, 81, 128, 1000, 1003])
 def test_pieces_equal_one_draw(total, monkeypatch):
-    monkeypatch.setattr(build, "BLOCK", 64)
+    monkeypatch.setattr(initial_weights, "BLOCK", 64)
     whole = torch.randn(total, generator=torch.Generator().manual_seed(3))
     for ranks in (1, 2, 3, 8):
         size = -(-total // ranks)
         starts = [min(rank * size, total) for rank in range(ranks)]
-        pieces = [build._normal(torch.Generator().manual_seed(3), total, s, min(size, total - s)) for s in starts]
+        pieces = [
+            initial_weights._normal(torch.Generator().manual_seed(3), total, s, min(size, total - s)) for s in starts
+        ]
         assert torch.equal(torch.cat(pieces), whole)

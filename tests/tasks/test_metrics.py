@@ -54,7 +54,7 @@ def test_a_missing_metric_library_is_one_line(missing, needed, monkeypatch):
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == missing else find(name))
     for name in needed.split():
-        with pytest.raises(UserError, match=rf'{missing}: .*is needed for {name}.*pip install "megasparse\[tasks\]"'):
+        with pytest.raises(UserError, match=rf'{missing}: .*is needed for {name}.*pip install -e "\.\[tasks\]"'):
             require_metrics([name])
     require_metrics(["accuracy", "macro_f1"] if missing in ("sacrebleu", "rouge_score") else [])
 

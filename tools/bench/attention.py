@@ -535,7 +535,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
             if name not in allowed:
                 raise ConfigError(f"--{option}", f'unknown name "{name}"', did_you_mean(name, allowed))
     if missing := [peer for peer in args.compare if peer not in installed]:
-        hint = "Run pip install 'megasparse[bench]', or remove it"
+        hint = "Run pip install -e '.[bench]', or remove it"
         raise ConfigError("--compare", f"{missing[0]} is not installed", hint)
     causal = sorted(set(NEEDS) & set(args.compare))
     if args.bidirectional and causal:

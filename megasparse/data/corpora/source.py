@@ -42,7 +42,7 @@ def arrow() -> Any:
     try:
         import pyarrow
     except ImportError:
-        hint = "Run: pip install 'megasparse[arrow]'"
+        hint = "Run: pip install -e '.[arrow]'"
         raise DataError("pyarrow", "it is not installed, which reads .zst, Parquet and Arrow files", hint) from None
     return pyarrow
 

@@ -80,7 +80,7 @@ class Parquet(RecordCorpus):
     """Parquet files: of each row one column is the text of a document, with the tokenizer's separator after it.
 
     Reads the files named *.parquet of a folder, a few hundred rows at a time. Rows whose text is not UTF-8 are left out
-    and counted, up to 1%. It requires `pip install 'megasparse[arrow]'`.
+    and counted, up to 1%. It requires `pip install -e '.[arrow]'`.
     """
 
     HELP = "Parquet files: a column of texts, each a document"

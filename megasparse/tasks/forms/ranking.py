@@ -21,7 +21,6 @@ from megasparse.config.checks import check_model
 from megasparse.config.finetuning import HeadConfig, RecommendationConfig
 from megasparse.config.schema import ModelConfig, PositionsConfig
 from megasparse.errors import ConfigError
-from megasparse.model.build import initialise
 from megasparse.ops.random import RngContext, derive, random_bits
 from megasparse.tasks.batches import EncodedExample, Movable, Padded, Segments, collate, first, side_by_side
 from megasparse.tasks.form import Form, draw_normal, dropped
@@ -82,8 +81,7 @@ class NewsRecommender(nn.Module):
         hidden, model = head.hidden or body.width, history_model(body.width, config)
         self.news_pooling = AdditivePooling(body.width, hidden, seed, "news")
         self.user_pooling = AdditivePooling(body.width, hidden, seed, "user")
-        self.attention = AttentionLayer(model, 0)
-        initialise(self.attention, model, derive(seed, "attention over clicked news"))
+        self.attention = AttentionLayer(model, 0, derive(seed, "attention over clicked news"))
         self.unknown_user = nn.Parameter(torch.zeros(body.width))
         weights = (self.attention.mechanism(kind).task_weight for kind in self.attention.split)
         self.task_weight = min(body.task_weight, *weights)

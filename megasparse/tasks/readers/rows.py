@@ -197,7 +197,7 @@ def open_dataset(path: Path) -> dict[str, Any]:
             return dict(saved) if isinstance(saved, dict) else {"train": saved}
         return dict(datasets.load_dataset("parquet", data_dir=str(path), streaming=True))
     except ImportError:
-        raise DataError(path, "needs the package datasets", "pip install 'megasparse[tasks]'") from None
+        raise DataError(path, "needs the package datasets", "pip install -e '.[tasks]'") from None
     except Exception as error:  # errors of pyarrow, the Hub's client and datasets
         problem = f"cannot be read as a dataset ({' '.join(str(error).split())[:200]})"
         if str(path).startswith(HUB):

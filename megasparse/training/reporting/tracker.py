@@ -116,7 +116,7 @@ class Tracker(AbstractContextManager["Tracker"]):
         self._metrics = JsonLines(directory / "metrics.jsonl", self.say, start_step)
         self._events = JsonLines(directory / "events.jsonl", self.say)
         if sink is not None and importlib.util.find_spec(sink) is None:
-            hint = f"Install it with pip install 'megasparse[{sink}]', or use null"
+            hint = f"Install it with pip install -e '.[{sink}]', or use null"
             raise ConfigError("logging.sink", f'"{sink}" is not installed', hint)
         for name in filter(None, ("TensorBoard", sink)):
             arguments = directory, start_step + 1, config.model_dump(mode="json")

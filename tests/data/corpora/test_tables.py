@@ -262,7 +262,7 @@ def test_invalid_parquet_is_one_line(tmp_path, content):
 def test_without_pyarrow_the_command_to_install_it(tmp_path, monkeypatch):
     (tmp_path / "a.parquet").write_bytes(b"PAR1")
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    refusal(lambda: read_parquet(tmp_path), match=r"pyarrow: it is not installed.*pip install 'megasparse\[arrow\]'")
+    refusal(lambda: read_parquet(tmp_path), match=r"pyarrow: it is not installed.*pip install -e '\.\[arrow\]'")
 
 
 COMMIT = "e6281661ce1c48d982bc483cf8a173c1bbeb5d31"
