@@ -25,7 +25,7 @@ def empty_model(config: ModelConfig) -> Model:
 def build_model(config: ModelConfig, seed: int, dtype: torch.dtype = torch.float32) -> Model:
     """Build a model whose weights are pure functions of (seed, weight name).
 
-    Embeddings are standard normal. Projections are normal with deviation 1/√fan-in, and those into a residual stream
+    Embeddings are standard normal, n-gram tables 0. Projections are normal with deviation 1/√fan-in, and those into a residual stream
     are divided by √(branches of the stack). Norms are 1, biases 0. Scores of `ranked` buckets have deviation 0.02. With
     `style` "bert" all weights except the mechanisms' own use BERT's deviation.
 
@@ -75,8 +75,9 @@ def initial_weight(
     """
     total = math.prod(shape)
     generator = torch.Generator().manual_seed(derive(seed, "initial weights", name) >> 1)
-    drawn = _normal(generator, total, start, total - start if numel is None else numel)
-    return drawn.mul_(_deviation(name, shape, config))
+    numel = total - start if numel is None else numel
+    deviation = _deviation(name, shape, config)
+    return _normal(generator, total, start, numel).mul_(deviation) if deviation else torch.zeros(numel)
 
 
 BLOCK = 1 << 20
@@ -128,9 +129,11 @@ BUCKET_DEVIATION = 0.02
 def _deviation(name: str, shape: Sequence[int], config: ModelConfig) -> float:
     if config.source is not None and name.startswith("encoder."):
         return _deviation(name.removeprefix("encoder."), shape, encoder_part(config))
+    if name.startswith("embedding.ngrams.tables."):
+        return 0.0
     if config.style == "bert" and "mechanisms." not in name:
         return BERT_DEVIATION
-    if name.startswith("embedding."):
+    if name.startswith("embedding.") and not name.startswith("embedding.ngrams."):
         return 1.0
     if name.endswith("_buckets.weight"):
         return BUCKET_DEVIATION
