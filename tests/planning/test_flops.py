@@ -44,7 +44,8 @@ def rest(projections: int) -> int:
 
 
 def test_ngram_tables_cost_their_projection_and_are_parameters():
-    plain, summed, projected = (model(ngrams=x) for x in (None, {"rows": 9}, {"lengths": [2, 3], "rows": 9, "width": 8}))
+    tables = None, {"rows": 9}, {"lengths": [2, 3], "rows": 9, "width": 8}
+    plain, summed, projected = (model(ngrams=x, attention=attention("full")) for x in tables)
     assert model_flops_per_token(summed, 64) == model_flops_per_token(plain, 64)
     assert model_flops_per_token(projected, 64) - model_flops_per_token(plain, 64) == 6 * 2 * 8 * 32
     counts = [sum(p.numel() for p in build_model(x, 0).parameters()) for x in (plain, summed, projected)]
