@@ -109,10 +109,10 @@ class Causal(Transformer):
 
     def _empty_cache(self, rng: RngContext, part: SequencePart = WHOLE) -> DecodingCache:
         layers = [block.attention.attention.new_cache(len(rng.samples), rng.rounds, part) for block in self.layers]
-        recent, weight = None, self.embedding.weight
-        if self.config.ngrams is not None:
-            shape = len(rng.samples), max(self.config.ngrams.lengths) - 1
-            recent = torch.full(shape, -1, dtype=torch.int64, device=weight.device)
+        recent = None
+        if (ngrams := self.config.ngrams) is not None:
+            shape, device = (len(rng.samples), max(ngrams.lengths) - 1), self.embedding.weight.device
+            recent = torch.full(shape, -1, dtype=torch.int64, device=device)
         return DecodingCache(layers, 0, rng, part, recent)
 
 
