@@ -192,8 +192,8 @@ def ngram_codes(
     """Return the bucket of the last n tokens at each position, (B, L), 0 <= code < buckets.
 
     tokens: (B, L) int64, the newest token known at each position, −1 if there is none. key_mask, segments: of the
-    positions. behind: 1 if the newest token is the previous position's, as in a decoder, 0 if it is the position's own.
-    Tokens of other documents and padding are treated as missing, which is a token of its own to the hash. A pure
+    positions. behind: positions from the newest token to the one that reads it, 1 in a decoder and 0 in an encoder.
+    Tokens of other documents and padding are treated as missing: the hash reads them as one additional token. A pure
     function of the n tokens, in integers: the same on every device and in every batch.
     """
     key = derive("n-gram", n)

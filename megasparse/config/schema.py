@@ -182,7 +182,7 @@ class ModelConfig(Section):
     positions: PositionsConfig = PositionsConfig()
     attention: AttentionConfig = Field(default_factory=AttentionConfig)
     ngrams: NgramsConfig | None = None
-    """Hashed n-gram embeddings; in an encoder–decoder, each stack has its own. null: none."""
+    """Hashed n-gram embeddings; each stack of an encoder–decoder learns its own. null: none."""
     masking: MaskingConfig = MaskingConfig()
     """Encoders only."""
     sentence_order: SentenceOrderConfig | None = None
