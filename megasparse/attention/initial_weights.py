@@ -28,8 +28,9 @@ def initial_weight(
     """
     total = math.prod(shape)
     generator = torch.Generator().manual_seed(derive(seed, "initial weights", name) >> 1)
-    drawn = _normal(generator, total, start, total - start if numel is None else numel)
-    return drawn.mul_(_deviation(name, shape, config))
+    numel = total - start if numel is None else numel
+    deviation = _deviation(name, shape, config)
+    return _normal(generator, total, start, numel).mul_(deviation) if deviation else torch.zeros(numel)
 
 
 BLOCK = 1 << 20
@@ -68,9 +69,11 @@ BUCKET_DEVIATION = 0.02
 def _deviation(name: str, shape: Sequence[int], config: ModelConfig) -> float:
     if config.source is not None and name.startswith("encoder."):
         return _deviation(name.removeprefix("encoder."), shape, encoder_part(config))
+    if name.startswith("embedding.ngrams.tables."):
+        return 0.0
     if config.style == "bert" and "mechanisms." not in name:
         return BERT_DEVIATION
-    if name.startswith("embedding."):
+    if name.startswith("embedding.") and not name.startswith("embedding.ngrams."):
         return 1.0
     if name.endswith("_buckets.weight"):
         return BUCKET_DEVIATION

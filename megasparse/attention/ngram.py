@@ -186,23 +186,26 @@ class NGramAttention(Attention):
 
 @torch.no_grad()
 def ngram_codes(
-    tokens: Tensor, n: int, buckets: int, key_mask: Tensor | None = None, segments: Tensor | None = None
-) -> Tensor:
-    """Return the bucket of the last n tokens at each position, (B, L), 0 <= code < buckets, a power of two.
+    tokens: Tensor, n: int, buckets: int, key_mask: Tensor | None = None, segments: Tensor | None = None,
+    behind: int = 1,
+) -> Tensor:  # fmt: skip
+    """Return the bucket of the last n tokens at each position, (B, L), 0 <= code < buckets.
 
-    tokens: (B, L) int64, the newest token known at each position (the previous one), −1 if there is none. Tokens of
-    other documents and padding are treated as missing. A pure function of the n tokens.
+    tokens: (B, L) int64, the newest token known at each position, −1 if there is none. key_mask, segments: of the
+    positions. behind: positions from the newest token to the one that reads it, 1 in a decoder and 0 in an encoder.
+    Tokens of other documents and padding are treated as missing: the hash reads them as one additional token. A pure
+    function of the n tokens, in integers: the same on every device and in every batch.
     """
     key = derive("n-gram", n)
     code = torch.zeros_like(tokens)
     for back in reversed(range(n)):
         token = _earlier(tokens, back, -1)
         for mask, of_other in ((key_mask, False), (segments, -1)):
-            if mask is not None:  # a position knows the previous position's token
-                before = _earlier(mask, back + 1, of_other)
+            if mask is not None:
+                before = _earlier(mask, back + behind, of_other)
                 token = token.masked_fill(~before if mask.dtype == torch.bool else before != mask, -1)
         code = random_bits(key, (code << 32) + token + 1, 1).squeeze(-1).long() & 0x7FFFFFFF
-    return (code & (buckets - 1)).to(code_dtype(buckets))
+    return (code % buckets).to(code_dtype(buckets))
 
 
 def _following(codes: Tensor, inputs: AttentionInputs, buckets: int) -> Tensor:

@@ -263,6 +263,9 @@ def _check_tokens(model: ModelConfig) -> None:
     if model.start_token is not None and model.kind != "decoder":
         problem = f'{model.start_token} is given, but model.kind = "{model.kind}"'
         raise ConfigError("model.start_token", problem, "Set it to null")
+    if model.ngrams is not None and len(set(lengths := model.ngrams.lengths)) < len(lengths):
+        problem = f"{lengths} lists a length twice: both tables would get the same rows"
+        raise ConfigError("model.ngrams.lengths", problem, "List each length once")
     cutoffs = model.adaptive_cutoffs
     if cutoffs != sorted(set(cutoffs)) or (cutoffs and cutoffs[-1] >= model.vocabulary):
         problem = f"{cutoffs} does not ascend below model.vocabulary = {model.vocabulary}"

@@ -64,6 +64,18 @@ class MaskingConfig(Section):
     """Mask all tokens of a word together. The tokenizer defines which tokens start a word."""
 
 
+class NgramsConfig(Section):
+    """Embeddings of the last n tokens, added to the token embedding: a table per length, hashed and initially 0."""
+
+    lengths: list[Positive] = Field(default=[2, 3, 4, 5], min_length=1)
+    """n of each table. A decoder's position has read the tokens before it, an encoder's also its own token and none
+    after it. Missing tokens (before the start, padding, of other documents) are part of the n-gram."""
+    rows: Positive = 16384
+    """Rows of each table; different n-grams may share one."""
+    width: Positive | None = None
+    """Width of each table; null uses d_model. Rows of another width are concatenated and projected to d_model."""
+
+
 class SentenceOrderConfig(Section):
     """Sequences are [class] A [separator] B [separator] and padding; `megasparse prepare-data pairs` writes them."""
 
@@ -169,6 +181,8 @@ class ModelConfig(Section):
     0; with `sentence_order`, tokens after the first separator have type 1."""
     positions: PositionsConfig = PositionsConfig()
     attention: AttentionConfig = Field(default_factory=AttentionConfig)
+    ngrams: NgramsConfig | None = None
+    """Hashed n-gram embeddings; each stack of an encoder–decoder learns its own. null: none."""
     masking: MaskingConfig = MaskingConfig()
     """Encoders only."""
     sentence_order: SentenceOrderConfig | None = None

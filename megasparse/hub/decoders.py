@@ -188,6 +188,7 @@ class DecoderFormat(Format):
         self.must_be(model, "blocks", "ordinary")
         self.must_be(model, "output_bias", False)
         self.must_be(model, "adaptive_cutoffs", [])
+        self.must_be(model, "ngrams", None)
         self.must_be(model, "logit_scale", 1.0, *([] if model.tied_embeddings else [None]))
         if model.start_token is None:
             problem = f"null, a learned start vector, which Hugging Face's {self.name} does not support"

@@ -120,7 +120,7 @@ TASKS = {"decoder": "ForCausalLM", "encoder": "ForMaskedLM", "encoder_decoder": 
 """Suffix of Hugging Face's class names, by kind of model."""
 PARTS = (
     "key_heads", "attention_biases", "query_key_norm", "feed_forward", "feed_forward_biases", "norm", "logit_scale",
-    "start_token",
+    "start_token", "ngrams",
 )  # fmt: skip
 """Keys of `model` for which Hugging Face's encoders and Reformers support only the default value."""
 OWN_CONFIG = "Use a model with its original config.json"

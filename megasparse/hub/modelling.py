@@ -382,8 +382,7 @@ class MegasparseForCausalLM(MegasparseWriter):
             group = self.model.new_cache(len(numbers), self.config.seed)
             group.rng = RngContext(self.config.seed, EVALUATION_STEP, numbers, training=False)
             numbers = numbers.to(rows.tokens.device)
-            streams, _, _ = self.model.streams(rows.tokens[numbers, :length], group.rng, Padding(), caches=group.layers)
-            group.position = length + 1
+            streams = self.model.fill(rows.tokens[numbers, :length], group)
             predicted = self.model.logits(tuple(x[:, min(1, length) :] for x in streams))
             logits[numbers, : predicted.shape[1]] = predicted
             groups.append((numbers, group))
@@ -551,8 +550,7 @@ class MegasparseForSeq2SeqLM(MegasparseWriter):
     def _into_cache(self, read: Tensor, source: EncoderOutput, keep: int) -> dict[str, Any]:
         self.refuse_leaks()
         cache = self.model.new_cache(len(read), self.config.seed, memory=source)
-        streams, _, _ = self.model.streams(read[:, 1:], cache.rng, Padding(), caches=cache.layers)
-        cache.position = read.shape[1]
+        streams = self.model.fill(read[:, 1:], cache)
         logits = self.model.logits(tuple(x[:, -keep:] for x in streams))
         numbers = torch.arange(len(read), device=read.device)
         return {"logits": logits, "past_key_values": MegasparseCache([(numbers, cache)], cache.position)}

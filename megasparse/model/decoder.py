@@ -17,21 +17,30 @@ from megasparse.attention.cross import EncoderOutput
 from megasparse.attention.heads import Norm, Padding
 from megasparse.attention.sequence_part import WHOLE, DecodingPart, SequencePart
 from megasparse.config.schema import ModelConfig, encoder_part
-from megasparse.model.branch import Pass, mean_stream
+from megasparse.model.branch import Pass, Streams, mean_stream
 from megasparse.model.stack import Scored, Stack, TokenScores, Transformer, padding_of
 from megasparse.ops.random import RngContext
 
 
 @dataclass
 class DecodingCache:
-    """State of cached decoding: a cache per layer, the number of cached positions, the random state, and this rank's
-    part of the heads.
+    """State of cached decoding: a cache per layer, the number of cached positions, the random state, this rank's part
+    of the heads, and the tokens that the next n-gram embedding needs, (B, n − 1).
     """
 
     layers: list[Any]
     position: int
     rng: RngContext
     part: SequencePart = WHOLE
+    recent: Tensor | None = None
+
+    def remember(self, tokens: Tensor) -> Tensor | None:
+        """Keep the last of the tokens (B, m) for later n-grams. Returns the tokens kept so far followed by them."""
+        if self.recent is None:
+            return None
+        joined = torch.cat([self.recent, tokens], dim=1)
+        self.recent = joined[:, tokens.shape[1] :]
+        return joined
 
     def select(self, rows: Tensor) -> None:
         """Keep the sequences `rows`, (n,) int64 indices into the batch, with their random draws. In place."""
@@ -40,6 +49,7 @@ class DecodingCache:
         for layer in self.layers:
             for cache in layer.values():
                 cache.select(rows)
+        self.recent = None if self.recent is None else self.recent[rows.to(self.recent.device)]
         self.rng = replace(self.rng, samples=self.rng.samples[rows.to(self.rng.samples.device)])
 
 
@@ -74,16 +84,23 @@ class Causal(Transformer):
     @torch.no_grad()
     def prefill(self, tokens: Tensor, cache: DecodingCache) -> Tensor:
         """Prefill an empty cache with a prompt (B, n), n >= 0. Returns the logits (B, V) of token n."""
+        return self.head(self.fill(tokens, cache), None)
+
+    def fill(self, tokens: Tensor, cache: DecodingCache) -> Streams:
+        """Prefill an empty cache with a prompt (B, n). Returns the streams of n + 1 positions."""
         assert cache.position == 0, "only an empty cache can be prefilled"
         streams, _, _ = self.streams(tokens, cache.rng, Padding(part=cache.part), caches=cache.layers)
         cache.position = tokens.shape[1] + 1
-        return self.head(streams, None)
+        cache.remember(tokens)
+        return streams
 
     @torch.no_grad()
     def decode(self, token: Tensor, cache: DecodingCache) -> Tensor:
         """Append a token (B,) to the cache. Returns the logits (B, V) of the next token."""
         assert cache.position < self.config.max_length, "the cache is full"
-        initial = streams = self._enter(token[:, None], cache.position, cache.rng)
+        read = cache.remember(token[:, None])
+        codes = None if read is None else self.embedding.ngrams.codes(read, Padding())[..., -1:]
+        initial = streams = self._enter(token[:, None], cache.position, cache.rng, codes)
         run = Pass(cache.rng, Padding(part=cache.part), tokens=token[:, None])
         for block, layer in zip(self.layers, cache.layers, strict=True):
             _, *streams = block(run, layer, None, *streams, position=cache.position)
@@ -92,7 +109,11 @@ class Causal(Transformer):
 
     def _empty_cache(self, rng: RngContext, part: SequencePart = WHOLE) -> DecodingCache:
         layers = [block.attention.attention.new_cache(len(rng.samples), rng.rounds, part) for block in self.layers]
-        return DecodingCache(layers, 0, rng, part)
+        recent = None
+        if (ngrams := self.config.ngrams) is not None:
+            shape, device = (len(rng.samples), max(ngrams.lengths) - 1), self.embedding.weight.device
+            recent = torch.full(shape, -1, dtype=torch.int64, device=device)
+        return DecodingCache(layers, 0, rng, part, recent)
 
 
 class Decoder(Causal):

@@ -6,13 +6,15 @@ B batch, L length, E d_model, V vocabulary, n vectors.
 import math
 import os
 from collections.abc import Iterator, Sequence
+from functools import reduce
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megasparse.attention.contract import Attention
-from megasparse.attention.heads import Norm
+from megasparse.attention.heads import Norm, Padding, projection
+from megasparse.attention.ngram import ngram_codes
 from megasparse.config.schema import ModelConfig
 from megasparse.errors import DataError
 from megasparse.files import open_file
@@ -53,10 +55,35 @@ class Positions(nn.Module):
         return None  # rotary positions rotate queries and keys instead
 
 
+class NgramEmbedding(nn.Module):
+    """Sum over n of row h_n(last n tokens) of table n, or a projection of these rows; initially 0 (`model.ngrams`)."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        assert config.ngrams is not None
+        self.lengths, self.rows = config.ngrams.lengths, config.ngrams.rows
+        self.behind = 0 if config.kind == "encoder" else 1
+        width, count = config.ngrams.width or config.d_model, len(self.lengths)
+        self.tables = nn.ParameterList(nn.Parameter(torch.empty(self.rows, width)) for _ in self.lengths)
+        self.projection = None if width == config.d_model else projection(count * width, config.d_model, biased=False)
+
+    def codes(self, tokens: Tensor, padding: Padding) -> Tensor:
+        """Return each table's row at each position, (N, B, L) int32. tokens: (B, L), see `ngram_codes`."""
+        masks = padding.key_mask, padding.segments, self.behind
+        return torch.stack([ngram_codes(tokens, n, self.rows, *masks).int() for n in self.lengths])
+
+    def forward(self, codes: Tensor) -> Tensor:
+        """Return the embeddings of the codes (N, B, n): (B, n, E) in fp32 or wider."""
+        rows = (F.embedding(code, table) for code, table in zip(codes, self.tables, strict=True))
+        if self.projection is not None:
+            return at_least_fp32(self.projection(torch.cat(list(rows), dim=-1)))
+        return reduce(torch.add, map(at_least_fp32, rows))
+
+
 class Embedding(nn.Module):
     """Input at position t, in fp32: position t plus the embedding of token t in an encoder, of token t − 1 in a decoder
-    (at 0 a learned start vector, or the embedding of `model.start_token`). With `style` bert a token type is added, the
-    second one after the first separator of model.sentence_order, and the sum is normalised.
+    (at 0 a learned start vector, or the embedding of `model.start_token`), plus n-gram embeddings. With `style` bert a
+    token type is added, the second one after the first separator of model.sentence_order, and the sum is normalised.
     """
 
     def __init__(self, config: ModelConfig, weight: nn.Parameter | None = None):
@@ -69,11 +96,12 @@ class Embedding(nn.Module):
         self.token_types = nn.Parameter(torch.empty(config.token_types, config.d_model)) if config.token_types else None
         self.separator = config.sentence_order.separator if config.sentence_order else None
         self.positions = Positions(config)
+        self.ngrams = NgramEmbedding(config) if config.ngrams else None
         self.norm = Norm(config) if config.style == "bert" else None
 
-    def forward(self, tokens: Tensor, first: int) -> Tensor:
+    def forward(self, tokens: Tensor, first: int, codes: Tensor | None = None) -> Tensor:
         """Embed tokens. tokens: (B, n), tokens at the positions [first, first + n); in a decoder the token before each
-        position, (B, n − 1) at first = 0, because the start is added.
+        position, (B, n − 1) at first = 0, because the start is added. codes: of their n-grams, for `model.ngrams`.
 
         Returns (B, n, E) in fp32, or in fp64 if the weights are fp64.
         """
@@ -85,6 +113,8 @@ class Embedding(nn.Module):
         elif self.start is not None and torch.is_grad_enabled():
             x = x + 0.0 * self.start  # with sequence parallelism, ZeRO expects its gradient on every rank
         x = at_least_fp32(x)
+        if self.ngrams is not None:
+            x = x + self.ngrams(codes)
         if self.token_types is not None:
             types = self.token_types[0]
             if self.separator is not None and len(self.token_types) > 1:

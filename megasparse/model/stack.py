@@ -135,10 +135,10 @@ class Stack(nn.Module):
         caches, one per layer, to prefill. source: input of cross-attention in an encoder–decoder; None if the caches
         contain it. given_away: see `Reversible`.
         """
-        config, tokens = self.config, self._newest_tokens(read, rng.first, padding.part)
+        config, (tokens, codes) = self.config, self._newest_tokens(read, rng.first, padding)
         run = Pass(rng, padding, targets if rng.training else None, source and source.key_mask, tokens)
         states = None if source is None else source.states
-        initial = streams = self._enter(read, rng.first, rng)
+        initial = streams = self._enter(read, rng.first, rng, codes)
         if config.activations == "reversible" and torch.is_grad_enabled():
             *streams, total = Reversible.apply(*streams, states, self.layers, run, given_away)
         else:
@@ -154,15 +154,22 @@ class Stack(nn.Module):
             for kind in block.attention.attention.split:
                 yield layer, block.attention.attention.mechanism(kind)
 
-    def _newest_tokens(self, read: Tensor, first: int, part: SequencePart) -> Tensor | None:
-        """Return the newest token known at each position of whole sequences, (B, L), if a mechanism hashes tokens."""
-        if read.is_floating_point() or not any(mechanism.reads_tokens for _, mechanism in self.mechanisms()):
-            return None
+    def _newest_tokens(self, read: Tensor, first: int, padding: Padding) -> tuple[Tensor | None, Tensor | None]:
+        """Return the newest token known at each position of whole sequences, (B, L), if a mechanism hashes tokens, and
+        the codes of the n-grams that end there, at this rank's positions, if the embedding hashes them.
+        """
+        hashed = any(mechanism.reads_tokens for _, mechanism in self.mechanisms())
+        ngrams = self.config.ngrams is not None
+        if read.is_floating_point() or not (hashed or ngrams):
+            return None, None
         starts = first == 0 and self.config.kind != "encoder"
-        return part.gather(F.pad(read, (1, 0), value=-1) if starts else read, 1)
+        newest = F.pad(read, (1, 0), value=-1) if starts else read
+        tokens = padding.part.gather(newest, 1)
+        local = slice(first, first + newest.shape[1])
+        return tokens if hashed else None, self.embedding.ngrams.codes(tokens, padding)[..., local] if ngrams else None
 
-    def _enter(self, tokens: Tensor, first: int, rng: RngContext) -> Streams:
-        x = self.embedding(tokens, first)
+    def _enter(self, tokens: Tensor, first: int, rng: RngContext, codes: Tensor | None = None) -> Streams:
+        x = self.embedding(tokens, first) if codes is None else self.embedding(tokens, first, codes)
         if rng.training:
             x = dropout(x, self.config.dropout, rng.key(-1, "embedding dropout"), rng.rows(x.shape[1], x.device))
         if self.config.residual_dtype == "bf16":

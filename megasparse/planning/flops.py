@@ -91,6 +91,8 @@ def _layers(model: ModelConfig, length: int, ranks: int, hardware: bool) -> dict
         repeated = 1 if mechanism.shares_pairs else ranks_with_the_same_heads(mechanism, model, ranks)
         passes = mechanism.flops(length) * repeated
         attention += passes + Passes(0.0, passes.forward * again)
+    if model.ngrams and (width := model.ngrams.width or model.d_model) != model.d_model:
+        projections += product(2.0 * model.d_model * len(model.ngrams.lengths) * width)
     products = 3 if model.feed_forward in GATED else 2
     feed_forward = product(2.0 * products * model.layers * model.d_model * model.d_ff)
     return {"attention": attention, "projections": projections, "feed-forward": feed_forward}

@@ -10,6 +10,7 @@ import torch
 from megasparse.config.finetuning import FinetuneConfig
 from megasparse.data.batches import Batch
 from megasparse.errors import UserError
+from megasparse.model.embedding import NgramEmbedding
 from megasparse.ops.random import RngContext
 from megasparse.planning.dry_run import peak, reset_peak
 from megasparse.planning.flops import warn_if_long
@@ -79,7 +80,9 @@ def least_flops(task: TaskRun) -> float:
     `model_flops_per_token`; adapters and frozen weights are counted as if all weights were trained.
     """
     training = task.config.training
-    embedded = {id(module.weight) for module in task.model.modules() if isinstance(module, torch.nn.Embedding)}
+    modules = list(task.model.modules())
+    embedded = {id(module.weight) for module in modules if isinstance(module, torch.nn.Embedding)}
+    embedded |= {id(table) for module in modules if isinstance(module, NgramEmbedding) for table in module.tables}
     weights = sum(p.numel() for p in task.model.parameters() if p.dim() > 1 and id(p) not in embedded)
     tokens = float(training.steps * training.global_batch)
     if training.batch_unit == "examples":

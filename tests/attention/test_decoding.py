@@ -14,6 +14,7 @@ from megasparse.model.decoder import Decoder
 from megasparse.ops.random import RngContext
 from tests.helpers.comparing import decoded_nats
 from tests.helpers.models import (
+    NGRAMS,
     PARTS,
     attention,
     by_path,
@@ -23,6 +24,7 @@ from tests.helpers.models import (
     random_tokens,
     small,
     strict_names,
+    with_tables,
 )
 
 LEAKING = [name for name in causal_names() if name not in strict_names()]
@@ -52,7 +54,7 @@ def decoded(model: Decoder, tokens, prompt, **rounds):
 
 
 def check_decoding(config, dtype=torch.float32, limit=1e-4):
-    model, tokens = build_model(config, seed=3).to(dtype), random_tokens(2, 70)
+    model, tokens = with_tables(build_model(config, seed=3)).to(dtype), random_tokens(2, 70)
     whole = whole_nats(model, tokens)
     for prompt, end in ((0, 36), (1, 12), (50, 70)):
         assert (decoded(model, tokens[:, :end], prompt) - whole[:, prompt:end]).abs().max() <= limit, prompt
@@ -62,7 +64,7 @@ def check_decoding(config, dtype=torch.float32, limit=1e-4):
 @by_path("name", [*BIT_BY_BIT, "split heads"])
 def test_cached_decoding_is_the_whole_sequence_bit_by_bit(name, dtype, threads):
     config = attention({"local": 1, "lsh": 1}) if name == "split heads" else named(name)
-    check_decoding(small(attention=config), dtype, limit=0.0)
+    check_decoding(small(attention=config, ngrams=NGRAMS), dtype, limit=0.0)
 
 
 @by_path("name", sorted(set(strict_names()) - set(BIT_BY_BIT)))
@@ -111,7 +113,8 @@ def test_a_leaking_window_refuses_to_decode(name):
 
 @by_path("name", strict_names())
 def test_selected_sequences_decode_as_separate_batches(name):
-    model, rows = build_model(small(attention=named(name)), seed=3), torch.tensor([2, 0, 2, 1, 2])
+    model = with_tables(build_model(small(attention=named(name), ngrams=NGRAMS), seed=3))
+    rows = torch.tensor([2, 0, 2, 1, 2])
     tokens, further = random_tokens(3, 60), random_tokens(5, 8, seed=1)
     cache, alone = model.new_cache(3, seed=7), model.new_cache(5, seed=7)
     model.prefill(tokens[:, :50], cache)

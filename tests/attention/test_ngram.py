@@ -99,6 +99,8 @@ def test_equal_ngrams_and_only_these_share_a_bucket():
     assert codes[3] == codes[7] and len(set(codes)) == len(codes) - 1
     pairs = ngram_codes(tokens, 2, 1 << 15)[0].tolist()
     assert pairs[3] == pairs[7] == pairs[10]
+    pinned = [27, 34, 24, 40, 48, 35, 20, 40, 44, 39, 36]  # rows of trained tables
+    assert ngram_codes(tokens, 3, 50)[0].tolist() == pinned
 
 
 def test_buckets_are_filled_evenly():

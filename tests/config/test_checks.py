@@ -50,6 +50,7 @@ def scaled(positions: str, kind: str, **settings: float) -> list[str]:
         (["model.key_heads=2", *by('{"local": 1, "lsh": 3}')], f"{ATTENTION}.pattern[0]", ["1 heads of local", "of 2"]),
         ([*ENCODER, "model.start_token=3"], "model.start_token", ["3 is given", '"encoder"']),
         (["model.start_token=256"], "model.start_token", ["256", "vocabulary = 256"]),
+        (["model.ngrams.lengths=[2, 3, 2]"], "model.ngrams.lengths", ["[2, 3, 2]", "twice"]),
         (["model.positions.base=500.0"], "model.positions.base", ['"sinusoidal" does not use frequencies', '"rotary"']),
         (scaled("sinusoidal", "linear"), "model.positions.scaling", ['"sinusoidal"']),
         (scaled("rotary", "yarn"), "model.positions.scaling.original_length", ["null", "Give this length"]),

@@ -42,7 +42,7 @@ ZERO: dict[str, dict[str, Any]] = {
 # Every kind of layer, dropout, tiles; widths that no number of ranks divides, so that every partition is padded.
 DECODER: dict[str, Any] = {
     "max_length": 32, "layers": 3, "d_model": 33, "d_ff": 45, "heads": 3, "dropout": 0.1,
-    "feed_forward_tiles": 3, "loss_tiles": 2,
+    "feed_forward_tiles": 3, "loss_tiles": 2, "ngrams": {"lengths": [1, 3], "rows": 11, "width": 5},
     "positions": {"kind": "axial", "axial_shape": [4, 8], "axial_dims": [12, 21]},
     "attention": {"pattern": ["local", "lsh", "full"], "local": {"chunk": 4}, "lsh": {"chunk": 4, "rounds": 2}},
 }  # fmt: skip

@@ -37,7 +37,7 @@ def grouped(layers: AttentionConfig) -> AttentionConfig:
 
 
 EXTRA: dict[str, dict[str, Any]] = {
-    "split": {"attention": attention(*SPLIT)},
+    "split": {"attention": attention(*SPLIT), "ngrams": models.NGRAMS},
     "rotary": {"attention": attention(*SPLIT), "positions": {"kind": "rotary"}},
     "learned": {"attention": attention(*SPLIT), "positions": {"kind": "learned", "offset": 2}},
     "sinusoidal": {"attention": attention(*SPLIT, lha={"sinusoidal_positions": True})},
@@ -62,7 +62,7 @@ def model_of(kind: str, name: str, padded: bool) -> Any:
     settings = EXTRA.get(name) or {"attention": named(name)}
     fixed = {"kind": kind, "vocabulary": 260, "heads": 4, "layers": 2, "dropout": 0.1, "positions": models.AXIAL}
     config = small(**{**fixed, **settings, **(PADDED if padded else {})})
-    model = build_model(config, 0)
+    model: Any = models.with_tables(build_model(config, 0))
     if config.masking.whole_words:
         model.set_word_starts(torch.arange(256) % 3 == 0)
     return model
@@ -306,7 +306,7 @@ PAIRS: dict[str, dict[str, Any]] = {
     "checkpoint": {**ORDINARY, "activations": "checkpoint"},
     "tied, learned": {"tied_embeddings": True, "positions": {"kind": "learned"}},
     "rotary": {"positions": {"kind": "rotary"}},
-    "own embedding": {"source": {"shared_embedding": False}},
+    "own embedding": {"source": {"shared_embedding": False}, "ngrams": {"rows": 50}},
     "not padded": {},
     "one head": {"heads": 1},
 }

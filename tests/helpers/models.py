@@ -11,6 +11,7 @@ from megasparse.attention.contract import AttentionContext, AttentionInputs, Rec
 from megasparse.attention.heads import AttentionLayer, build_mechanism
 from megasparse.config.attention import MECHANISMS, AttentionConfig
 from megasparse.config.schema import ModelConfig, PositionsConfig
+from megasparse.model.embedding import NgramEmbedding
 from megasparse.ops.operator import autocast_off
 from megasparse.ops.random import RngContext
 
@@ -114,6 +115,9 @@ def encoder_names() -> list[str]:
     return [name for name in all_names() if getattr(named(name), kind_of(name)).causal_only is None]
 
 
+NGRAMS: dict[str, Any] = {"lengths": [1, 2, 4], "rows": 50, "width": 7}
+"""Tables of `model.ngrams`, with a projection."""
+
 PATHS = {
     "full": "torch's scaled_dot_product_attention, and its masks by blocks",
     "local": "chunks of positions",
@@ -188,6 +192,14 @@ def randomise(module: nn.Module, scale: float = 1.0, seed: int = 0) -> torch.Gen
         for weight in module.parameters():
             weight.copy_(scale * torch.randn(weight.shape, generator=generator))
     return generator
+
+
+def with_tables(model: Any) -> Any:
+    """Give the n-gram tables of all stacks, initially 0, random rows. Returns the model."""
+    for module in model.modules():
+        if isinstance(module, NgramEmbedding):
+            randomise(module)
+    return model
 
 
 def layer_of(name: str, dropout: float = 0.0, **changes: Any) -> AttentionLayer:

@@ -16,7 +16,7 @@ from megasparse.hub.tensor_file import TensorFile
 from megasparse.model.build import build_model
 from megasparse.training.checkpoints.checkpoint import Checkpoint, load_weights
 from tests.helpers.hub import SEED, checkpoint, decoder, encoder, load
-from tests.helpers.models import PARTS, attention, causal_names, encoder_names, random_tokens, small_pair
+from tests.helpers.models import NGRAMS, PARTS, attention, causal_names, encoder_names, random_tokens, small_pair
 from tests.helpers.trained import prepared, trained
 
 
@@ -39,10 +39,10 @@ def test_every_mechanism_is_exported_with_all_its_weights(tmp_path, kind):
         decoder("local", tied_embeddings=True, activations="stored"),
         decoder("lsh", blocks="ordinary", activations="checkpoint_cpu", tied_embeddings=True),
         decoder("full", positions={"kind": "rotary"}, head_dim=8, score_from=3),
-        decoder("lsh", **PARTS, start_token=3),
+        decoder("lsh", **PARTS, start_token=3, ngrams=NGRAMS),
         decoder("full", max_length=700, positions={"kind": "learned"}, vocabulary=300),
         encoder("full", style="bert", blocks="ordinary", activations="stored", positions={"kind": "learned"}),
-        small_pair(source={"shared_embedding": False}, tied_embeddings=True),
+        small_pair(source={"shared_embedding": False}, tied_embeddings=True, ngrams=NGRAMS),
         small_pair(blocks="ordinary", activations="checkpoint", source={"attention": attention("smyrf", "lha")}),
     ],
     ids=["tied", "ordinary", "rotary", "parts", "long", "bert", "encoder-decoder", "encoder-decoder shared"],

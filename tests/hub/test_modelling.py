@@ -19,7 +19,7 @@ from megasparse.hub.modelling import (
 from megasparse.model.build import build_model
 from megasparse.ops.random import RngContext
 from tests.helpers.hub import SEED, decoder, encoder, made
-from tests.helpers.models import by_path, causal_names, encoder_names, random_tokens, strict_names
+from tests.helpers.models import NGRAMS, by_path, causal_names, encoder_names, random_tokens, strict_names
 
 LENGTH = 40
 
@@ -68,7 +68,7 @@ def test_an_encoders_logits_predict_the_token_at_each_position(name):
 
 @by_path("name", strict_names())
 def test_cached_greedy_text_is_the_uncached_and_our_own(name):
-    config = decoder(name)
+    config = decoder(name, ngrams=NGRAMS)
     ours, hf = made(config), wrapped(MegasparseForCausalLM, config)
     prompt = random_tokens(1, 21)
     cached = hf.generate(prompt, max_new_tokens=8, use_cache=True)
@@ -110,7 +110,7 @@ def test_a_cache_takes_several_more_tokens():
 @pytest.mark.parametrize("name", ["full", "local", "lsh", "lha", "yoso", "performer", "smart_bird", "routing"])
 def test_beams_with_and_without_a_cache(name):
     """Prompts of several lengths, whose rows have caches of their own; hypotheses change rows."""
-    config = decoder(name, vocabulary=7)
+    config = decoder(name, vocabulary=7, ngrams=NGRAMS)
     hf = wrapped(MegasparseForCausalLM, config)
     prompts = [random_tokens(1, length, 7, seed=length) for length in (20, 7, 20)]
     batch = torch.cat([F.pad(prompt, (20 - prompt.shape[1], 0)) for prompt in prompts])
@@ -143,7 +143,7 @@ def test_in_bf16_branches_compute_in_bf16(tmp_path):
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("name", ["full", "lsh", "lha", "yoso", "smart_bird", "routing", "performer", "lsh chunk"])
 def test_padding_of_a_decoder_on_either_side_changes_nothing(name, side):
-    hf = wrapped(MegasparseForCausalLM, decoder(name))
+    hf = wrapped(MegasparseForCausalLM, decoder(name, ngrams=NGRAMS))
     long, short = random_tokens(1, LENGTH, seed=1), random_tokens(1, 23, seed=2)
     pad = (LENGTH - 23, 0) if side == "left" else (0, LENGTH - 23)
     batch = torch.cat([long, F.pad(short, pad, value=300)])
@@ -157,7 +157,7 @@ def test_padding_of_a_decoder_on_either_side_changes_nothing(name, side):
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("name", ["full", "linformer", "smyrf", "yoso", "bigbird"])
 def test_padding_of_an_encoder_on_either_side_changes_nothing(name, side):
-    config = encoder(name)
+    config = encoder(name, ngrams=NGRAMS)
     tokens, pad = random_tokens(1, 23), (17, 0) if side == "left" else (0, 17)
     padded, mask = F.pad(tokens, pad, value=300), F.pad(torch.ones_like(tokens), pad)
     real = mask[0].bool()

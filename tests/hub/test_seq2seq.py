@@ -15,7 +15,7 @@ from megasparse.hub.modelling import (
 from megasparse.model.build import build_model
 from megasparse.ops.random import RngContext
 from tests.helpers.hub import SEED, decoder, made
-from tests.helpers.models import attention, padded_pairs, random_tokens, small_pair
+from tests.helpers.models import NGRAMS, attention, padded_pairs, random_tokens, small_pair
 from tests.hub.test_modelling import wrapped
 
 S, PADDING = 40, 258
@@ -24,7 +24,7 @@ LHA = attention("lha", "full", lha={"utility": "sampled"})
 SKETCH = attention("smart_bird", smart_bird={"keys": 6, "objective": "answer"})
 CONFIGS = {
     "reversible": small_pair(),
-    "apart": small_pair(tied_embeddings=True, source={"shared_embedding": False}),
+    "apart": small_pair(tied_embeddings=True, source={"shared_embedding": False}, ngrams=NGRAMS),
     "ordinary": small_pair(blocks="ordinary", activations="checkpoint", tied_embeddings=True),
     "others": small_pair(("lha", "yoso", "smart_bird"), source={"attention": attention("smyrf", "linformer")}),
     "sketches": small_pair(("smart_bird",), source={"attention": SKETCH}),

@@ -3,11 +3,23 @@ import math
 import pytest
 import torch
 
+from megasparse.attention.heads import Padding
 from megasparse.config.schema import PositionsConfig
 from megasparse.model.build import build_model
 from megasparse.model.embedding import Positions
+from megasparse.model.stack import padding_of
 from megasparse.ops.random import RngContext
-from tests.helpers.models import AXIAL, attention, random_tokens, small, small_pair, training_draws
+from tests.helpers.models import (
+    AXIAL,
+    NGRAMS,
+    attention,
+    padded_and_packed,
+    random_tokens,
+    small,
+    small_pair,
+    training_draws,
+    with_tables,
+)
 
 
 def test_weights_are_a_function_of_seed_and_name():
@@ -27,7 +39,8 @@ def test_initial_buckets_are_almost_equally_likely():
 
 
 def test_every_weight_is_trained():
-    for config in (small(), small(tied_embeddings=True), small(blocks="ordinary", activations="stored")):
+    changes = {}, {"tied_embeddings": True, "ngrams": {"rows": 50}}, {"blocks": "ordinary", "activations": "stored"}
+    for config in (small(**changed) for changed in changes):
         model = build_model(config, 0)
         model(random_tokens(2, 128), training_draws(2))[0].backward()
         for name, parameter in model.named_parameters():
@@ -82,6 +95,43 @@ def test_axial_positions_are_all_different_and_factorised():
     assert sum(p.numel() for p in positions.parameters()) == 8 * 12 + 16 * 20
     assert torch.equal(table[37], torch.cat([positions.axes[0][37 // 16], positions.axes[1][37 % 16]]))
     assert torch.equal(positions(37, 2, torch.device("cpu")), table[37:39])
+
+
+@pytest.mark.parametrize("width", [7, None])
+@pytest.mark.parametrize("kind", ["decoder", "encoder"])
+def test_ngram_embeddings_are_as_defined(kind, width):
+    """The row of an n-gram is a function of its known tokens, here from a dict, and different for different ones."""
+    ngrams, ahead = {**NGRAMS, "rows": 1 << 16, "width": width}, int(kind == "encoder")
+    model, plain = (build_model(small(kind=kind, vocabulary=257, ngrams=x), 3) for x in (ngrams, None))
+    tokens, masks = random_tokens(2, 60, 3), padded_and_packed(60)
+    read, padding = tokens if ahead else tokens[:, :-1], Padding(**masks)
+    codes = model._newest_tokens(read, 0, padding)[1]
+    assert torch.equal(model.embedding(read, 0, codes), plain.embedding(read, 0))  # tables start at 0
+    with_tables(model)
+    rows, expected = dict[tuple, int](), torch.zeros(2, 60, 3, width or 32)
+    for b, i, number in ((b, i, number) for b in range(2) for i in range(60) for number in range(3)):
+        ends = range(i + ahead - NGRAMS["lengths"][number], i + ahead)
+        same = [j >= 0 and bool(masks["key_mask"][b, j]) and masks["segments"][b, j] == masks["segments"][b, i]
+                for j in ends]  # fmt: skip
+        gram = (number, *(int(tokens[b, j]) if known else None for j, known in zip(ends, same, strict=True)))
+        code = int(codes[number, b, i])
+        assert rows.setdefault(gram, code) == code
+        expected[b, i, number] = model.embedding.ngrams.tables[number][code]
+    assert len(set(rows.values())) > 0.99 * len(rows)
+    summed = expected.sum(2) if width is None else expected.flatten(2) @ model.embedding.ngrams.projection.weight.T
+    torch.testing.assert_close(model.embedding(read, 0, codes), plain.embedding(read, 0) + summed)
+
+
+def test_ngram_tables_leak_neither_later_tokens_nor_other_documents():
+    model = with_tables(build_model(small(("local",), ngrams=NGRAMS, document_separator=255), 3))
+    tokens = random_tokens(2, 80, 255)
+    tokens[:, 39] = 255
+    later, before = tokens.clone(), tokens.clone()
+    later[:, 60:], before[:, :39] = random_tokens(2, 20, 255, seed=1), random_tokens(2, 39, 255, seed=2)
+    whole, changed, moved = (model.streams(x[:, :-1], RngContext.evaluation(0, 2), padding_of(x, model.config))[0][0]
+                             for x in (tokens, later, before))  # fmt: skip
+    assert torch.equal(whole[:, :61], changed[:, :61]) and not torch.equal(whole[:, 61:], changed[:, 61:])
+    assert torch.equal(whole[:, 40:], moved[:, 40:]) and not torch.equal(whole[:, :40], moved[:, :40])
 
 
 @pytest.mark.parametrize("kind", ["axial", "sinusoidal", "learned", "rotary"])

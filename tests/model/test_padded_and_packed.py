@@ -6,7 +6,7 @@ import torch
 from megasparse.model.build import build_model
 from megasparse.model.stack import padding_of
 from megasparse.ops.random import RngContext
-from tests.helpers.models import BERT, attention, random_tokens, small
+from tests.helpers.models import BERT, NGRAMS, attention, random_tokens, small, with_tables
 
 PAD, SEPARATOR, VOCABULARY = 257, 258, 260
 PLAIN = {"lha": {"hash": "random"}}
@@ -16,7 +16,7 @@ DRAWS = RngContext.evaluation(0, 1)
 
 def model_of(name, positions=NONE, **changes):
     settings = dict(vocabulary=VOCABULARY, layers=2, positions=positions, attention=attention(name, **PLAIN))
-    return build_model(small(**{**settings, **changes}), 0)
+    return with_tables(build_model(small(**{**settings, "ngrams": NGRAMS, **changes}), 0))
 
 
 def outputs(model, tokens):

@@ -43,6 +43,15 @@ def rest(projections: int) -> int:
     return FEED_FORWARD + HEAD + 6 * projections * 32 * 32
 
 
+def test_ngram_tables_cost_their_projection_and_are_parameters():
+    tables = None, {"rows": 9}, {"lengths": [2, 3], "rows": 9, "width": 8}
+    plain, summed, projected = (model(ngrams=x, attention=attention("full")) for x in tables)
+    assert model_flops_per_token(summed, 64) == model_flops_per_token(plain, 64)
+    assert model_flops_per_token(projected, 64) - model_flops_per_token(plain, 64) == 6 * 2 * 8 * 32
+    counts = [sum(p.numel() for p in build_model(x, 0).parameters()) for x in (plain, summed, projected)]
+    assert counts[1] - counts[0] == 4 * 9 * 32 and counts[2] - counts[0] == 2 * 9 * 8 + 2 * 8 * 32
+
+
 @pytest.mark.parametrize("chunk", [1, 7, 16, 64, 100])
 @pytest.mark.parametrize("length", [1, 15, 16, 17, 64])
 def test_local_attention_by_counting_pairs(chunk, length):

@@ -182,6 +182,8 @@ class ForecastForm(Form):
     def body(self, model: ModelConfig) -> Backbone:
         settings = self.config.task.forecast
         rows = settings.overlap + settings.horizon
+        if model.ngrams is not None:
+            raise ConfigError("model.ngrams", "given, but a forecast reads numbers, not tokens", "Set it to null")
         if rows > model.max_length:
             problem = f"{settings.overlap} + {settings.horizon} rows of the decoder are more than {model.max_length}"
             raise ConfigError("model.max_length", problem, f"Set it to {rows}, or lower task.forecast.horizon")
