@@ -19,6 +19,7 @@ from megasparse.data.prepare import prepare
 from megasparse.data.tokenizers import NAMED, Tokenizer, build_tokenizer
 from megasparse.data.urls import GIGABYTE, ShardCache
 from megasparse.errors import ConfigError
+from megasparse.training.checkpoints.checkpoint import tokenizer_copy
 from megasparse.training.ranks import Ranks, RunHooks
 
 
@@ -44,7 +45,8 @@ class RunData:
 
 
 def from_data(config: Config) -> Config:
-    """Return a configuration with the tokenizer stored with the shards and its vocabulary, unless they are set.
+    """Return a configuration with the tokenizer stored with the shards and its vocabulary, unless they are set. A file
+    that no longer exists is replaced by its copy in the run's folder.
 
     Raises ConfigError for a tokenizer that cannot be read.
     """
@@ -52,6 +54,8 @@ def from_data(config: Config) -> Config:
     copy = next(Path(data.path).glob("tokenizer.*"), None)
     if copy is not None and "tokenizer" not in data.model_fields_set:
         data = data.model_copy(update={"tokenizer": str(copy)})
+    if not Path(data.tokenizer).exists():
+        data = data.model_copy(update={"tokenizer": tokenizer_copy(data.tokenizer, Path(config.run.directory))})
     if data.tokenizer not in NAMED and "vocabulary" not in model.model_fields_set:
         vocabulary = max(model.vocabulary, build_tokenizer(data.tokenizer).vocabulary)
         model = model.model_copy(update={"vocabulary": vocabulary})

@@ -1,10 +1,12 @@
 """A pretraining run, top to bottom: shards, model, engine, evaluation, loop."""
 
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from megasparse.config.schema import Config
 from megasparse.evaluation.held_out import held_out
+from megasparse.files import read_file, write_file
 from megasparse.model.build import deferred_model, initial_weight
 from megasparse.ops.random import RngContext
 from megasparse.planning.flops import known_flops_per_token, warn_if_long
@@ -92,6 +94,8 @@ def pretrain(
         flops_per_token=flops,
     )
     with open_training(recipe, ranks, resume, allow_changed_config, stop_at, signals) as run:
+        if ranks.rank == 0 and (file := data.tokenizer.file) is not None:
+            write_file(Path(config.run.directory) / f"tokenizer{file.suffix}", read_file(file))
         result = train(run)
     ranks.stop()
     return result
