@@ -44,9 +44,17 @@ class RunData:
         return hashlib.sha256(json.dumps(identity).encode()).hexdigest()
 
 
+def with_tokenizer(config: Config) -> Config:
+    """Return the configuration of a run with the copy of its tokenizer in the run's folder if the file is missing."""
+    tokenizer = config.data.tokenizer
+    if tokenizer in NAMED or Path(tokenizer).exists():
+        return config
+    tokenizer = tokenizer_copy(tokenizer, Path(config.run.directory))
+    return config.model_copy(update={"data": config.data.model_copy(update={"tokenizer": tokenizer})})
+
+
 def from_data(config: Config) -> Config:
-    """Return a configuration with the tokenizer stored with the shards and its vocabulary, unless they are set. A file
-    that no longer exists is replaced by its copy in the run's folder.
+    """Return a configuration with the tokenizer stored with the shards and its vocabulary, unless they are set.
 
     Raises ConfigError for a tokenizer that cannot be read.
     """
@@ -54,8 +62,6 @@ def from_data(config: Config) -> Config:
     copy = next(Path(data.path).glob("tokenizer.*"), None)
     if copy is not None and "tokenizer" not in data.model_fields_set:
         data = data.model_copy(update={"tokenizer": str(copy)})
-    if not Path(data.tokenizer).exists():
-        data = data.model_copy(update={"tokenizer": tokenizer_copy(data.tokenizer, Path(config.run.directory))})
     if data.tokenizer not in NAMED and "vocabulary" not in model.model_fields_set:
         vocabulary = max(model.vocabulary, build_tokenizer(data.tokenizer).vocabulary)
         model = model.model_copy(update={"vocabulary": vocabulary})

@@ -10,7 +10,7 @@ from megasparse.files import read_file, write_file
 from megasparse.model.build import deferred_model, initial_weight
 from megasparse.ops.random import RngContext
 from megasparse.planning.flops import known_flops_per_token, warn_if_long
-from megasparse.runs.data import from_data, open_data, training_batches, with_texts
+from megasparse.runs.data import from_data, open_data, training_batches, with_texts, with_tokenizer
 from megasparse.training.checkpoints.manifest import RunIdentity
 from megasparse.training.loop import train
 from megasparse.training.ranks import Ranks, start_ranks
@@ -52,6 +52,7 @@ def pretrain(
         >>> megasparse.pretrain(config, stop_at=1).directory
         PosixPath('runs/again')
     """
+    config = with_tokenizer(config)
     if start is None and config.lora is not None:
         from megasparse.hub.importing import require_base
 

@@ -98,12 +98,16 @@ def test_a_renamed_run_uses_its_copy_of_its_tokenizer(tmp_path, monkeypatch):
     (tmp_path / "books").mkdir()
     for name in "abcdefghij":
         (tmp_path / "books" / f"{name}.txt").write_text(" ".join(WORDS * 20))
-    run, moved, settings = tmp_path / "run", tmp_path / "moved", {
-        "run": {"directory": str(tmp_path / "run"), "engine": "torch", "device": "cpu"},
-        "model": {"max_length": 16, "layers": 1, "d_model": 16, "d_ff": 32, "heads": 2, "attention": FULL},
-        "data": {"sequence_length": 16, "tokenizer": str(tmp_path / "words.txt")},
-        "training": {"steps": 3, "global_batch": 2, "micro_batch": 2},
-    }
+    run, moved, settings = (
+        tmp_path / "run",
+        tmp_path / "moved",
+        {
+            "run": {"directory": str(tmp_path / "run"), "engine": "torch", "device": "cpu"},
+            "model": {"max_length": 64, "layers": 1, "d_model": 16, "d_ff": 32, "heads": 2, "attention": FULL},
+            "data": {"sequence_length": 64, "tokenizer": str(tmp_path / "words.txt")},
+            "training": {"steps": 3, "global_batch": 2, "micro_batch": 2},
+        },
+    )
     pretrain(build_config(settings, []), texts=str(tmp_path / "books"), stop_at=2)
     run.rename(moved)
     (tmp_path / "words.txt").unlink()
