@@ -180,8 +180,9 @@ class Table(RowTask):
     """A CSV file (quoted as in RFC 4180) or TSV file (no quoting) with column names in its first line, a file of JSON
     objects, one per line (.jsonl), or a Hugging Face dataset. The label column is optional.
 
-    Labels are classes, given by their text without white space around it (in JSON, numbers, true and false too), read from the training file if
-    task.labels is null; or numbers to predict, if task.labels is []; or the answers of `text_table`.
+    Labels are classes, given by their text without white space around it (in JSON, numbers, true and false too), read
+    from the training file if task.labels is null; or numbers to predict, if task.labels is []; or the answers of
+    `text_table`.
     """
 
     source_is_file = True

@@ -58,9 +58,7 @@ class Text(TextCorpus):
         if documents or not as_bytes(settings):
             source.require_text(zeros=not (documents and as_bytes(settings)))
         elif part := next((part for part in source.parts if part.not_utf8 is not None), None):
-            report_line(
-                str(part), f"byte {part.not_utf8:,} is not UTF-8, so its bytes are taken as they are. {CONVERT}"
-            )
+            report_line(str(part), f"byte {part.not_utf8:,} is not UTF-8, so it is read as bytes. {CONVERT}")
         starts = list(accumulate((part.size for part in source.parts), initial=0))[:-1]
         if not documents:
             require_full(source, sizes, f"{source.total_bytes} bytes")

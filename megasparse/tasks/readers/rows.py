@@ -102,8 +102,9 @@ def tab_separated(file: Path, columns: Sequence[str] | None = None, mark: str = 
 def comma_separated(file: Path, columns: Sequence[str] | None = None) -> Rows:
     """Read rows of a CSV file (RFC 4180: quoted fields may contain commas, quotation marks and line ends).
 
-    Fields are separated by semicolons or tabs if the first line has these and no comma. Empty lines are skipped. columns: their names; None if they are in the first row. The location of a row is its first
-    line. Raises DataError for a misplaced quotation mark.
+    Fields are separated by semicolons or tabs if the first line has these and no comma. Empty lines are
+    skipped. columns: their names; None if they are in the first row. The location of a row is its first line.
+    Raises DataError for a misplaced quotation mark.
     """
     csv.field_size_limit(LONGEST_FIELD)
     separator_hint = "Save it with commas between the fields, or with tabs and the suffix .tsv"

@@ -136,8 +136,8 @@ class Checkpoint:
 
     @property
     def config(self) -> Config:
-        """Configuration of the pretraining run that wrote it, with the paths of the tokenizer and the shards in the run's
-        folder, which may have been renamed since. Raises CheckpointError for other kinds of runs.
+        """Configuration of the pretraining run that wrote it, with the paths of the tokenizer and the shards in the
+        run's folder, which may have been renamed since. Raises CheckpointError for other kinds of runs.
         """
         settings = self.settings
         if not isinstance(settings, Config):

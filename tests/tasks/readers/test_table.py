@@ -430,3 +430,10 @@ def test_eight_of_ten_articles_train_and_a_missing_side_is_named(tmp_path, capsy
         f"{file}#train: left out 2 articles without a title or a text: lines 4, 5",
         f"{file}#test: left out 1 articles without a title or a text: lines 12",
     ]
+
+
+def test_labels_lose_white_space(tmp_path):
+    (tmp_path / "a.csv").write_text("text,label\na,good\nb,good \nc, bad\n")
+    task = build_task(TaskConfig(name="table", source=str(tmp_path / "a.csv")))
+    assert task.classes == ("bad", "good")
+    assert [example.label for example in task.read(tmp_path / "a.csv")] == [1, 1, 0]
