@@ -103,7 +103,7 @@ def planar_piece(planes: bytes) -> bytes:
 
 def decode(name: str, content: bytes, side: int) -> bytes:
     """Return the pixels of an image file: S·S·3 bytes. Images of other MODES are converted to RGB, with a notice,
-    and turned as their EXIF orientation says.
+    and rotated by their EXIF orientation.
 
     The size is checked before decoding: no file can allocate more than S·S pixels. Raises DataError for another size,
     transparency, other colours, more than 8 bits, damage.

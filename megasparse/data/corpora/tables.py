@@ -215,7 +215,7 @@ def _parquet_values(path: Path, column: str) -> Iterator[bytes | None]:
         largest = 1
         for number in range(file.num_row_groups):
             chunk = file.metadata.row_group(number).column(leaf)
-            # 0 without such a page: a chunk without rows has a dictionary at most
+            # 0 without such a page: a chunk without rows contains at most a dictionary
             start = min(filter(None, (chunk.data_page_offset, chunk.dictionary_page_offset)), default=0)
             total, part = 0, f'{path}: column "{column}" of row group {number}'
             for size in page_sizes(pages, start, start + chunk.total_compressed_size):
