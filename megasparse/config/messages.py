@@ -55,7 +55,8 @@ def as_config_error(error: ValidationError, model: type[BaseModel], values: obje
 
 def show(value: object) -> str:
     """Return a value in JSON, shortened."""
-    text = json.dumps(value, ensure_ascii=True, default=str)
+    text = json.dumps(value, ensure_ascii=False, default=str)
+    text = "".join(mark if mark.isprintable() else json.dumps(mark)[1:-1] for mark in text)
     return text if len(text) <= 80 else f"{text[:76]} ..."
 
 

@@ -19,6 +19,7 @@ from megasparse.data.prepare import prepare
 from megasparse.data.tokenizers import NAMED, Tokenizer, build_tokenizer
 from megasparse.data.urls import GIGABYTE, ShardCache
 from megasparse.errors import ConfigError
+from megasparse.training.checkpoints.checkpoint import tokenizer_copy
 from megasparse.training.ranks import Ranks, RunHooks
 
 
@@ -41,6 +42,15 @@ class RunData:
             return self.mixture[0][0].fingerprint
         identity = [[index.fingerprint, weight] for index, weight in self.mixture]
         return hashlib.sha256(json.dumps(identity).encode()).hexdigest()
+
+
+def with_tokenizer(config: Config) -> Config:
+    """Return the configuration of a run with the copy of its tokenizer in the run's folder if the file is missing."""
+    tokenizer = config.data.tokenizer
+    if tokenizer in NAMED or Path(tokenizer).exists():
+        return config
+    tokenizer = tokenizer_copy(tokenizer, Path(config.run.directory))
+    return config.model_copy(update={"data": config.data.model_copy(update={"tokenizer": tokenizer})})
 
 
 def from_data(config: Config) -> Config:

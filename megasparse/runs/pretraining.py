@@ -1,14 +1,16 @@
 """A pretraining run, top to bottom: shards, model, engine, evaluation, loop."""
 
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from megasparse.config.schema import Config
 from megasparse.evaluation.held_out import held_out
+from megasparse.files import read_file, write_file
 from megasparse.model.build import deferred_model, initial_weight
 from megasparse.ops.random import RngContext
 from megasparse.planning.flops import known_flops_per_token, warn_if_long
-from megasparse.runs.data import from_data, open_data, training_batches, with_texts
+from megasparse.runs.data import from_data, open_data, training_batches, with_texts, with_tokenizer
 from megasparse.training.checkpoints.manifest import RunIdentity
 from megasparse.training.loop import train
 from megasparse.training.ranks import Ranks, start_ranks
@@ -50,6 +52,7 @@ def pretrain(
         >>> megasparse.pretrain(config, stop_at=1).directory
         PosixPath('runs/again')
     """
+    config = with_tokenizer(config)
     if start is None and config.lora is not None:
         from megasparse.hub.importing import require_base
 
@@ -92,6 +95,8 @@ def pretrain(
         flops_per_token=flops,
     )
     with open_training(recipe, ranks, resume, allow_changed_config, stop_at, signals) as run:
+        if ranks.rank == 0 and (file := data.tokenizer.file) is not None:
+            write_file(Path(config.run.directory) / f"tokenizer{file.suffix}", read_file(file))
         result = train(run)
     ranks.stop()
     return result

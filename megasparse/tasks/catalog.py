@@ -151,10 +151,10 @@ class RowTask(Task):
             return value.strip() if isinstance(value, str) else None
         if value is None and not self.configured:
             return None
-        text = label_text(value, name, location) if self.configured else json_text(value)
+        text = label_text(value, name, location) if self.configured else json_text(value).strip()
         if self.classes is not None:
             return self._numbers[text] if text in self._numbers else self.class_of(text, location)
-        number = parse_number(text if self.configured else text.strip())
+        number = parse_number(text)
         if number is None or not (self.configured or 0.0 <= number <= 5.0):
             kind, hint = "similarity from 0 to 5", "Correct it"
             if self.configured:
@@ -169,11 +169,11 @@ def json_text(value: Any) -> str:
 
 
 def label_text(value: Any, column: str, location: SourceLocation) -> str:
-    """Return the text of a label: unchanged in CSV and TSV; in JSON as JSON, without quotation marks."""
+    """Return the text of a label without white space around it: of JSON values the JSON, without quotation marks."""
     if value is None or isinstance(value, dict | list):
         problem = f'{json_text(value)[:80]} in the column "{column}" is not a label'
         raise DataError(str(location), problem, "Write a text, a number, true or false")
-    if not (text := json_text(value)).strip():
+    if not (text := json_text(value).strip()):
         raise DataError(str(location), f'no label in the column "{column}"', "Write one, or remove the row")
     return text
 
@@ -182,8 +182,9 @@ class Table(RowTask):
     """A CSV file (quoted as in RFC 4180) or TSV file (no quoting) with column names in its first line, a file of JSON
     objects, one per line (.jsonl), or a Hugging Face dataset. The label column is optional.
 
-    Labels are classes, given by their text (in JSON, numbers, true and false too), read from the training file if
-    task.labels is null; or numbers to predict, if task.labels is []; or the answers of `text_table`.
+    Labels are classes, given by their text without white space around it (in JSON, numbers, true and false too), read
+    from the training file if task.labels is null; or numbers to predict, if task.labels is []; or the answers of
+    `text_table`.
     """
 
     source_is_file = True
@@ -192,7 +193,10 @@ class Table(RowTask):
         super().__init__(config, entry)
         if self.form == "texts":
             return
-        if (labels := config.labels) == []:
+        labels = config.labels
+        if labels and len({label.strip() for label in labels}) == len(labels):
+            labels = [label.strip() for label in labels]
+        if labels == []:
             self.metrics = ("pearson", "spearman")
             return
         if labels is not None and (len(set(labels)) < len(labels) or len(labels) < 2):

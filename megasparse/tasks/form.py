@@ -110,7 +110,8 @@ class Form(ABC):
     def lines(self, split: str) -> list[str]:
         """Return the lines to print about the split encoded last."""
         counts = self.counts
-        title = f"{split}: {counts.examples:,} examples, the longest of {counts.longest:,} tokens"
+        several = f"{counts.examples:,} examples, the longest"
+        title = f"{split}: {'1 example' if counts.examples == 1 else several} of {counts.longest:,} tokens"
         if counts.kinds:
             title += "; " + ", ".join(f"{name} {count:,}" for name, count in sorted(counts.kinds.items()))
         return [title, *counts.notes(split)]

@@ -32,7 +32,13 @@ from megasparse.model.embedding import initialise_from_glove
 from megasparse.model.stack import Stack
 from megasparse.ops.random import RngContext
 from megasparse.tasks.batches import Padded
-from megasparse.training.checkpoints.checkpoint import Checkpoint, on_meta, open_newest, persistent_buffers
+from megasparse.training.checkpoints.checkpoint import (
+    Checkpoint,
+    on_meta,
+    open_newest,
+    persistent_buffers,
+    tokenizer_copy,
+)
 
 FOLDER, RECORD = "start", "body.json"
 """Names of the start's folder in a run's folder, and of the record of its body."""
@@ -205,7 +211,9 @@ def open_start(config: FinetuneConfig, form: Any, labels: int) -> Start:
     weights are missing, damaged, too short for `task.max_length`, or do not match `start.sha256`.
     """
     if config.model is not None:
-        body, tokenizer = _megasparse_body(config, config.model, form, labels), build_tokenizer(config.task.tokenizer)
+        named, body = config.task.tokenizer, _megasparse_body(config, config.model, form, labels)
+        run = Path(config.run.directory)
+        tokenizer = build_tokenizer(named if Path(named).exists() else tokenizer_copy(named, run))
         if config.start.glove is not None:
             initialise_from_glove(body.stack, config.start.glove, words_of(tokenizer))
         start = Start(body, tokenizer)

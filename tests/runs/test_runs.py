@@ -10,10 +10,13 @@ import zipfile
 import pytest
 
 from megasparse.cli.main import main
-from megasparse.config.load import build_config
+from megasparse.config.load import build_config, load_config
+from megasparse.data.tokenizers.simple import vocabulary_file
 from megasparse.errors import CheckpointError
+from megasparse.hub.export import to_hf
 from megasparse.planning.dry_run import dry_run_report
 from megasparse.runs import quickstart as steps
+from megasparse.runs.api import evaluate, generate
 from megasparse.runs.finetuning import finetune, finetune_dry_run
 from megasparse.runs.pretraining import pretrain
 from megasparse.training.run import RunResult
@@ -89,3 +92,32 @@ def test_every_step_runs_and_the_file_is_as_long_as_evaluation_promises(tmp_path
     assert (run / "report.html").exists()
     said = capfd.readouterr().out
     assert f"its file   {summary['file_bits_per_dim']:.3f}" in said and "Next:" in said
+
+
+def test_a_renamed_run_uses_its_copy_of_its_tokenizer(tmp_path, monkeypatch):
+    (tmp_path / "words.txt").write_bytes(vocabulary_file([b"hashed attention sees far and reads every byte\n"]))
+    (tmp_path / "books").mkdir()
+    for name in "abcdefghij":
+        (tmp_path / "books" / f"{name}.txt").write_text(" ".join(WORDS * 20))
+    run, moved, settings = (
+        tmp_path / "run",
+        tmp_path / "moved",
+        {
+            "run": {"directory": str(tmp_path / "run"), "engine": "torch", "device": "cpu"},
+            "model": {"max_length": 64, "layers": 1, "d_model": 16, "d_ff": 32, "heads": 2, "attention": FULL},
+            "data": {"sequence_length": 64, "tokenizer": str(tmp_path / "words.txt")},
+            "training": {"steps": 3, "global_batch": 2, "micro_batch": 2},
+        },
+    )
+    pretrain(build_config(settings, []), texts=str(tmp_path / "books"), stop_at=2)
+    run.rename(moved)
+    (tmp_path / "words.txt").unlink()
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert evaluate(moved, split="validation")["bits_per_token"] > 0
+    assert generate(moved, "far and", tokens=2)
+    assert (to_hf(moved, "export") / "tokenizer.json").is_file()
+    start = {"checkpoint": str(moved)}
+    finetune(configured(tmp_path / "tuned", reviews(tmp_path / "reviews.csv", 24), start=start), stop_at=1)
+    config = load_config(moved / "config.json", [f"run.directory={moved}"])
+    assert pretrain(config, texts=str(tmp_path / "books")) == RunResult(moved, 3, complete=True)

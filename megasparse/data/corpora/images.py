@@ -16,7 +16,7 @@ import sys
 import tarfile
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import cache, partial
 from itertools import islice, zip_longest
@@ -24,7 +24,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
 import numpy as np
-from PIL import Image
+from PIL import Image, ImageOps
 
 from megasparse.data.corpora.corpus import (
     NAMES,
@@ -102,7 +102,8 @@ def planar_piece(planes: bytes) -> bytes:
 
 
 def decode(name: str, content: bytes, side: int) -> bytes:
-    """Return the pixels of an image file: S·S·3 bytes. Images of other MODES are converted to RGB, with a notice.
+    """Return the pixels of an image file: S·S·3 bytes. Images of other MODES are converted to RGB, with a notice,
+    and rotated by their EXIF orientation.
 
     The size is checked before decoding: no file can allocate more than S·S pixels. Raises DataError for another size,
     transparency, other colours, more than 8 bits, damage.
@@ -115,6 +116,8 @@ def decode(name: str, content: bytes, side: int) -> bytes:
             with Image.open(io.BytesIO(content), formats=FORMATS) as image:
                 _check(name, image, content, side)
                 image.load()
+                with suppress(Exception):  # damaged EXIF data
+                    ImageOps.exif_transpose(image, in_place=True)
                 return image.convert("RGB").tobytes()
     except DataError:
         raise

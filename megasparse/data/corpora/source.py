@@ -61,6 +61,11 @@ UNREADABLE = (
 )
 """Exceptions for a file that is missing, damaged, encrypted, or compressed in an unknown way."""
 INTACT = "Check that it is complete and of the kind its name says"
+CONVERT = "If it is Latin-1, convert it: iconv -f latin1 -t utf-8"
+LONG_WINDOW = "Its window is over 128 MiB: unpack it with zstd -d --long=31"
+EXTRACT = "Extract its text first"
+DOCUMENTS = (".docx", ".xlsx", ".pptx", ".odt", ".ods", ".epub")
+"""Suffixes of documents that are zip archives."""
 SIGNATURES = {
     "a gzip file": (0, b"\x1f\x8b"), "a bzip2 file": (4, b"1AY&SY"), "an xz file": (0, b"\xfd7zXZ\0"),
     "a Zstandard file": (0, b"\x28\xb5\x2f\xfd"), "a zip archive": (0, b"PK\3\4"), "a tar archive": (257, b"ustar"),
@@ -175,7 +180,7 @@ class Source:
         """Raise DataError naming file and offset unless all is UTF-8, and without byte 0 if not `zeros`."""
         for part in self.parts:
             if part.not_utf8 is not None:
-                hint = "Convert it to UTF-8; as one stream of bytes the corpus `text` takes it as it is"
+                hint = f"{CONVERT}; as one stream of bytes the corpus `text` takes it as it is"
                 raise DataError(str(part), f"byte {part.not_utf8:,} is not UTF-8", hint)
             if part.zero is not None and not zeros:
                 problem = f"byte {part.zero:,} is 0, which stands between documents"
@@ -238,6 +243,8 @@ def _parts(file: Path, name: str, member: str | None, kind: Kind) -> Iterator[Pa
             raise ConfigError("--member", f"{os.fspath(file)} is not a zip archive", "Leave --member out")
         yield Part(file, None, name, kind == "raw")
         return
+    if file.suffix.lower() in DOCUMENTS:
+        raise DataError(file, f"this is a {file.suffix.lower()} document, not plain text", EXTRACT)
     try:
         infos = [info for info in open_zip(file).infolist() if not info.is_dir()]
     except UNREADABLE as error:
@@ -337,7 +344,7 @@ def _require_text(part: Part, start: bytes) -> None:
     for kind, (offset, signature) in SIGNATURES.items():
         if start.startswith(signature, offset):
             hint = "Unpack it: .gz, .bz2, .xz, .zst and .zip are read as they are if their names end so"
-            hint = "Convert it: iconv -f utf-16 -t utf-8" if "UTF-16" in kind else hint
+            hint = "Convert it: iconv -f utf-16 -t utf-8" if "UTF-16" in kind else EXTRACT if "PDF" in kind else hint
             raise DataError(str(part), f"this is {kind}, not plain text", hint)
 
 
@@ -345,11 +352,13 @@ def refuse_bomb(what: Part | Path | str, size: int, compressed: int, ratio: int 
     """Raise DataError if a file of `compressed` bytes unfolds to too many bytes: `size` or more."""
     if size > max(BOMB_BYTES, ratio * compressed):
         problem = f"its {compressed:,} bytes unfold to {ratio} times as many and more, too many for a corpus"
-        raise DataError(str(what), problem, "Decompress it yourself if you trust it")
+        hint = "If you trust it, unpack it yourself; write the texts of Parquet and Arrow files to .jsonl files"
+        raise DataError(str(what), problem, hint)
 
 
 def _unreadable(what: Part | Path, error: Exception) -> DataError:
-    return DataError(str(what), f"cannot be read: {reason(error)}", INTACT)
+    hint = LONG_WINDOW if "too much memory" in str(error) else INTACT
+    return DataError(str(what), f"cannot be read: {reason(error)}", hint)
 
 
 def reason(error: Exception) -> str:

@@ -215,11 +215,13 @@ def _parquet_values(path: Path, column: str) -> Iterator[bytes | None]:
         largest = 1
         for number in range(file.num_row_groups):
             chunk = file.metadata.row_group(number).column(leaf)
-            start = min(chunk.data_page_offset, chunk.dictionary_page_offset or chunk.data_page_offset)
+            # 0 without such a page: a chunk without rows contains at most a dictionary
+            start = min(filter(None, (chunk.data_page_offset, chunk.dictionary_page_offset)), default=0)
             total, part = 0, f'{path}: column "{column}" of row group {number}'
             for size in page_sizes(pages, start, start + chunk.total_compressed_size):
                 largest, total = max(largest, size), total + size
-                refuse_bomb(part, total, chunk.total_compressed_size, MEMORY_RATIO)
+                refuse_bomb(part, size, chunk.total_compressed_size, MEMORY_RATIO)
+                refuse_bomb(part, total, chunk.total_compressed_size)
         # Each row may be a copy of its page's largest text (a dictionary's entry, a repeated prefix)
         rows = max(1, min(BATCH_ROWS, BATCH_BYTES // largest))
         for batch in file.iter_batches(rows, columns=[column], use_threads=False):

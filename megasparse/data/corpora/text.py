@@ -25,7 +25,7 @@ from megasparse.data.corpora.corpus import (
     split_sizes,
     text_pieces,
 )
-from megasparse.data.corpora.source import Part, Source, report_left_out
+from megasparse.data.corpora.source import CONVERT, Part, Source, report_left_out
 from megasparse.errors import DataError, report_line
 
 
@@ -57,6 +57,8 @@ class Text(TextCorpus):
         documents = settings.get("documents", False)
         if documents or not as_bytes(settings):
             source.require_text(zeros=not (documents and as_bytes(settings)))
+        elif part := next((part for part in source.parts if part.not_utf8 is not None), None):
+            report_line(str(part), f"byte {part.not_utf8:,} is not UTF-8, so it is read as bytes. {CONVERT}")
         starts = list(accumulate((part.size for part in source.parts), initial=0))[:-1]
         if not documents:
             require_full(source, sizes, f"{source.total_bytes} bytes")

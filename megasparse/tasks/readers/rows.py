@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import datetime, timedelta
-from itertools import count
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -102,14 +102,18 @@ def tab_separated(file: Path, columns: Sequence[str] | None = None, mark: str = 
 def comma_separated(file: Path, columns: Sequence[str] | None = None) -> Rows:
     """Read rows of a CSV file (RFC 4180: quoted fields may contain commas, quotation marks and line ends).
 
-    Empty lines are skipped. columns: their names; None if they are in the first row. The location of a row is its first
-    line. Raises DataError for a misplaced quotation mark.
+    Fields are separated by semicolons or tabs if the first line has these and no comma. Empty lines are
+    skipped. columns: their names; None if they are in the first row. The location of a row is its first line.
+    Raises DataError for a misplaced quotation mark.
     """
     csv.field_size_limit(LONGEST_FIELD)
     separator_hint = "Save it with commas between the fields, or with tabs and the suffix .tsv"
 
     def fields() -> Rows:
-        reader = csv.reader((line for _, line in strict(lines(file, ends=True))), strict=True)
+        rows = (line for _, line in strict(lines(file, ends=True)))
+        first = next(rows, "")
+        mark = next((mark for mark in ";\t" if columns is None and mark in first and "," not in first), ",")
+        reader = csv.reader(chain([first] * bool(first), rows), delimiter=mark, strict=True)
         row: list[str] | None = []
         while row is not None:
             location = SourceLocation(file, reader.line_num + 1)

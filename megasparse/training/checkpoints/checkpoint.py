@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from megasparse.config.checks import check_model
 from megasparse.config.finetuning import FinetuneConfig
 from megasparse.config.schema import Config, LoRAConfig, ModelConfig, RunSettings
+from megasparse.data.tokenizers import NAMED
 from megasparse.errors import CheckpointError, ConfigError
 from megasparse.files import Progress, file_sha256, silent
 from megasparse.training.checkpoints.manifest import MANIFEST, RESTORE, find_checkpoint, read_manifest, size_of
@@ -135,12 +136,18 @@ class Checkpoint:
 
     @property
     def config(self) -> Config:
-        """Configuration of the pretraining run that wrote it. Raises CheckpointError for other kinds of runs."""
+        """Configuration of the pretraining run that wrote it, with the paths of the tokenizer and the shards in the
+        run's folder, which may have been renamed since. Raises CheckpointError for other kinds of runs.
+        """
         settings = self.settings
         if not isinstance(settings, Config):
             hint = "Use megasparse evaluate --task, or megasparse predict"
             raise CheckpointError(self.path, "belongs to a fine-tuned model", hint)
-        return settings
+        run, data = self.path.absolute().parents[1], settings.data
+        changes = {"tokenizer": tokenizer_copy(data.tokenizer, run)}
+        if Path(data.path) == Path(settings.run.directory, "data") and (run / "data").is_dir():
+            changes["path"] = str(run / "data")
+        return settings.model_copy(update={"data": data.model_copy(update=changes)})
 
     @property
     def settings(self) -> RunSettings:
@@ -212,6 +219,12 @@ class Checkpoint:
                 problem = f"cannot be mapped into memory ({' '.join(str(error).split())[:200]})"
                 raise CheckpointError(self.path / name, problem, "Open it on a machine with more memory") from None
         return self._open_files[name]
+
+
+def tokenizer_copy(tokenizer: str, run: Path) -> str:
+    """Return the path of the copy of a tokenizer in a run's folder; the tokenizer itself if there is none."""
+    paths = (run / folder / f"tokenizer{Path(tokenizer).suffix}" for folder in ("", "data", "start"))
+    return next((str(path) for path in paths if tokenizer not in NAMED and path.is_file()), tokenizer)
 
 
 def open_newest(directory: Path, **options: Any) -> Checkpoint:

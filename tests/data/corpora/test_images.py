@@ -429,3 +429,11 @@ def test_files_of_another_data_set_are_rejected(tmp_path, files, problem):
         else:
             write_files(tmp_path, {name: content})
     refusal(lambda: read_corpus("imagenet64", tmp_path), match=problem)
+
+
+def test_an_image_is_turned_as_its_orientation_says():
+    exif = Image.Exif()
+    exif[0x0112] = 6  # turn it clockwise by 90 degrees
+    picture, turned = draw(1)[0], np.rot90(draw(1)[0], -1)
+    side = len(picture)
+    assert decode("x", saved(Image.fromarray(picture), exif=exif), side) == turned.tobytes()

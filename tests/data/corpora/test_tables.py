@@ -19,7 +19,8 @@ import pytest
 from megasparse.data import prepare
 from megasparse.data.corpora import CORPORA, records
 from megasparse.data.corpora.records import RecordSource, write_report
-from megasparse.data.corpora.tables import _arrow_values, split_of
+from megasparse.data.corpora.source import Part
+from megasparse.data.corpora.tables import _arrow_values, parquet_texts, split_of
 from megasparse.data.index import Index
 from megasparse.errors import ConfigError, DataError, SourceError
 from tests.data import folders
@@ -377,3 +378,8 @@ def test_an_invalid_description(tmp_path, info):
         assert dataset_source(tmp_path)[0].facts["revision"] is None
     else:
         refusal(lambda: dataset_source(tmp_path), match=r"dataset_info\.json: cannot be read")
+
+
+def test_parquet_without_rows_has_no_texts(tmp_path):
+    pq.write_table(pa.table({"text": pa.array([], pa.string())}), tmp_path / "a.parquet")
+    assert not list(parquet_texts(Part(tmp_path / "a.parquet", None, "a.parquet", True), "text"))
