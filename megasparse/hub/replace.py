@@ -298,12 +298,19 @@ def _state(model: nn.Module) -> _State:
     return state
 
 
+def _cache_among(args: Any, kwargs: dict[str, Any]) -> Cache | None:
+    """Return the generation cache among a module's arguments. Its name depends on the model and on transformers'
+    version: cache, past_key_values or layer_past.
+    """
+    return next((value for value in (*args, *kwargs.values()) if isinstance(value, Cache)), None)
+
+
 def _hand_over_input(module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """Pass a self-attention's input and cache on, creating the cache layer if necessary. A forward pre-hook."""
     x, layer = args[0] if args else kwargs["hidden_states"], getattr(module, NAME)
-    cache, training = kwargs.get("past_key_values", kwargs.get("layer_past")), module.training
+    cache = _cache_among(args, kwargs)
     kwargs = {**kwargs, "megasparse_input": x}
-    if cache is not None and layer.causal and not training and kwargs.get("megasparse_pass") is not None:
+    if cache is not None and layer.causal and not module.training and kwargs.get("megasparse_pass") is not None:
         if module.config._attn_implementation == NAME:
             IndexedLayer.of(cache, layer.layer, not layer.attends_fully)
         kwargs["megasparse_cache"] = cache
@@ -320,8 +327,8 @@ def _begin(model: PreTrainedModel, args: Any, kwargs: dict[str, Any]) -> tuple[A
     draws, targets = kwargs.pop(DRAWS, None), kwargs.pop(TARGETS, None)
     named = inspect.signature(model.forward).bind_partial(*args, **kwargs).arguments
     positions_given = named.get("position_ids", kwargs.get("position_ids"))
-    cache = named.get("past_key_values")
-    if isinstance(cache, Cache) and model.config._attn_implementation == NAME:
+    cache = _cache_among(args, kwargs)
+    if cache is not None and model.config._attn_implementation == NAME:
         IndexedLayer.of_static(cache)
     run = ReplacedPass(model, state.seed, state.step, targets or _targets(model, named), positions_given, draws)
     if model.training and draws is None:

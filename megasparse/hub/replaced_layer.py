@@ -427,7 +427,8 @@ def _after(
             visible = visible & mask[:, None, None, -length:][..., low:end] | (rows == columns)
         if segments is not None:
             visible = visible & (segments[:, None, first:end, None] == segments[:, None, None, low:end])
-        q, k, v = query[:, :, first - length + count : end - length + count], key[:, :, low:end], value[:, :, low:end]
+        q = query[:, :, first - length + count : end - length + count]
+        k, v = (x[:, :, low:end].to(q.dtype) for x in (key, value))  # torch.autocast leaves values in bf16
         if sinks is not None:  # a key 0, whose bias is its score, with the value 0
             k, v = F.pad(k, (0, 0, 0, 1)), F.pad(v, (0, 0, 0, 1))
             visible = torch.zeros_like(visible, dtype=q.dtype).masked_fill(~visible, -torch.inf)
