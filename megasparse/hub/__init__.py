@@ -6,13 +6,14 @@ replace_attention(bert, {"kind": "lha"}) changes a Hugging Face model in place, 
 save_replaced saves it, and after `import megasparse.hub` transformers' from_pretrained loads it.
 """
 
+import functools
 import importlib
 import importlib.util
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megasparse.errors import HubError
+from megasparse.errors import HubError, report_line
 
 if TYPE_CHECKING:
     from megasparse.model.build import Model
@@ -27,6 +28,10 @@ _PLACES = {
 """Module of each name."""
 
 
+TESTED_TRANSFORMERS = "5.23.0", "5.24.0"
+"""Versions of transformers with which replaced and exported models were tested."""
+
+
 def __getattr__(name: str) -> Any:
     """Import a name on first use, because only these need transformers."""
     if name not in _PLACES:
@@ -34,18 +39,25 @@ def __getattr__(name: str) -> Any:
     return getattr(importlib.import_module(f"megasparse.hub.{_PLACES[name]}"), name)
 
 
+@functools.cache  # so that the line is printed once
 def require_transformers() -> None:
-    """Raise HubError if transformers is missing, or lacks the caches of the required version."""
+    """Raise HubError if transformers is missing, or lacks the caches of the required version. Print one line if it is a
+    version that was not tested.
+    """
     import torch
 
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else deepspeed, imported by transformers, prints a warning
+    requirement = f"transformers>={TESTED_TRANSFORMERS[0]},<={TESTED_TRANSFORMERS[-1]}"
     try:
-        import transformers  # noqa: F401
+        import transformers
         from transformers.cache_utils import DynamicIndexedLayer  # noqa: F401
     except ImportError:
         problem = "is not installed" if importlib.util.find_spec("transformers") is None else "has another version"
-        raise HubError("transformers", problem, 'Install it: pip install "transformers==5.23.0"') from None
+        raise HubError("transformers", problem, f'Install it: pip install "{requirement}"') from None
+    version = transformers.__version__
+    if version not in TESTED_TRANSFORMERS:
+        report_line("transformers", f"{version} is not tested with megasparse. Tested: {requirement}")
 
 
 def from_pretrained(name: str | Path) -> "Model":

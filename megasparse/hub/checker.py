@@ -20,6 +20,7 @@ from megasparse.config.files import parse_json
 from megasparse.errors import HubError, one_line
 from megasparse.files import read_file
 from megasparse.hub.formats import hf_class
+from megasparse.hub.replaced_layer import cache_name
 from megasparse.hub.tensor_file import load_whole
 
 TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
@@ -123,11 +124,12 @@ def _batch(model: Any, tokens: Tensor, whole: Tensor) -> Pairs:
 
 def _cache(model: Any, tokens: Tensor, whole: Tensor) -> Pairs:
     """Read half of the row, then one token at a time with the cache."""
-    first = tokens.shape[1] // 2
+    first, name = tokens.shape[1] // 2, cache_name(model)
     out = model(input_ids=tokens[:1, :first], use_cache=True)
     yield 0, out.logits[0].float(), whole[0, :first]
     for position in range(first, tokens.shape[1]):
-        out = model(input_ids=tokens[:1, position : position + 1], past_key_values=out.past_key_values, use_cache=True)
+        cache = {name: getattr(out, name)}
+        out = model(input_ids=tokens[:1, position : position + 1], use_cache=True, **cache)
         yield position, out.logits[0].float(), whole[0, position : position + 1]
 
 

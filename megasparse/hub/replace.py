@@ -7,7 +7,8 @@ checkpointed layer uses the same values.
 
 import functools
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -27,7 +28,16 @@ from megasparse.config.checks import check_model
 from megasparse.config.messages import as_config_error, show
 from megasparse.config.schema import ModelConfig
 from megasparse.errors import ConfigError, HubError, did_you_mean
-from megasparse.hub.replaced_layer import NAME, IndexedLayer, InterfaceCall, Mechanisms, ReplacedPass, share_of_batch
+from megasparse.hub import TESTED_TRANSFORMERS
+from megasparse.hub.replaced_layer import (
+    NAME,
+    IndexedLayer,
+    InterfaceCall,
+    Mechanisms,
+    ReplacedPass,
+    cache_name,
+    share_of_batch,
+)
 from megasparse.hub.tensor_file import ADAPTER, TensorFile, appearing, load_whole
 from megasparse.model.build import initialise
 
@@ -91,8 +101,8 @@ def replace_attention(
     for attention_module, layer in zip(modules, layers, strict=True):
         if not hasattr(attention_module, NAME):
             attention_module.register_forward_pre_hook(_hand_over_input, with_kwargs=True)
-        like = next(attention_module.parameters())
-        attention_module.add_module(NAME, layer.to(like.device, like.dtype).train(attention_module.training))
+        dtype = next(attention_module.parameters()).dtype
+        attention_module.add_module(NAME, layer.to(_device(attention_module), dtype).train(attention_module.training))
     whole: Any
     for whole in {base, model}:
         if not hasattr(whole, "_megasparse_hooked"):
@@ -105,7 +115,16 @@ def replace_attention(
         model.generation_config.disable_compile = True  # a compiled pass would be compiled again for every length
     for key, value in replacement(config, seed).items():
         setattr(model.config, key, value)
+    if config.kind == "decoder":
+        _require_same_step(model, min(CHECKED_TOKENS, config.max_length))
     return model
+
+
+def _device(module: nn.Module) -> torch.device:
+    """Return the device on which a module computes; accelerate keeps offloaded weights on the meta device."""
+    hooks = (getattr(part, "_hf_hook", None) for part in module.modules())
+    used = (device for hook in hooks if (device := getattr(hook, "execution_device", None)) is not None)
+    return torch.device(next(used, next(module.parameters()).device))
 
 
 def replacement(config: ModelConfig, seed: int) -> dict[str, Any]:
@@ -150,14 +169,12 @@ def _interface_calls(model: PreTrainedModel) -> list[InterfaceCall]:
     """
     _require_plain(model)
     base, calls, name = cast(Any, model.base_model), list[InterfaceCall](), type(model).__name__
-    modes = [(module, module.training) for module in model.modules()]
     implementation = model.config._attn_implementation
     run = ReplacedPass(model, 0, 0, None, calls=calls)
     options = {} if model.config.model_type in ENCODERS else {"use_cache": False}
     try:
-        model.eval()
         model.set_attn_implementation(NAME)
-        with torch.no_grad():
+        with _evaluating(model), torch.no_grad():
             base(input_ids=torch.zeros(1, 2, dtype=torch.long, device=model.device), megasparse_pass=run, **options)
     except HubError:
         raise HubError(name, "does not pass keyword arguments to its attention", HINT) from None
@@ -166,14 +183,45 @@ def _interface_calls(model: PreTrainedModel) -> list[InterfaceCall]:
         raise HubError(name, problem, HINT) from None
     finally:
         model.set_attn_implementation(implementation)
-        for module, mode in modes:
-            module.training = mode
     if not calls or len(calls) != model.config.num_hidden_layers:
         problem = f"uses transformers' interface in {len(calls)} of its {model.config.num_hidden_layers} layers"
         raise HubError(name, problem, HINT)
     for call in calls:
         _require_attention(model, call, calls[0])
     return calls
+
+
+CHECKED_TOKENS = 4
+"""Tokens of the pass that `replace_attention` repeats with a cache."""
+
+
+def _require_same_step(model: PreTrainedModel, length: int) -> None:
+    """Raise HubError unless a token read with a cache gets the output that it has in a whole pass of `length` tokens.
+
+    How transformers passes caches to attention layers is private to it and differs between its versions.
+    """
+    base: Any = model.base_model
+    tokens = torch.arange(length, device=model.device)[None] % model.config.vocab_size
+    with _evaluating(model), torch.no_grad():
+        whole = base(input_ids=tokens, use_cache=False)[0][:, -1]
+        name, before = cache_name(base), base(input_ids=tokens[:, :-1], use_cache=True)
+        step = base(input_ids=tokens[:, -1:], use_cache=True, **{name: getattr(before, name)})[0][:, -1]
+    exact = whole.dtype in (torch.float32, torch.float64)  # else rounding can change which keys are selected
+    if exact and (step - whole).abs().max() > 1e-3 * whole.abs().max():
+        problem = f"decodes from a cache unlike its whole pass with transformers {transformers.__version__}"
+        raise HubError(type(model).__name__, problem, f"Use a tested version: {', '.join(TESTED_TRANSFORMERS)}")
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Set a model to evaluation mode, and each of its modules back to its own mode at the end."""
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        model.eval()
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
 
 
 def _require_plain(model: PreTrainedModel) -> None:

@@ -5,12 +5,14 @@ The mask remains a mask of the keys, (B, L). The layer's q, k and v, projected b
 of the mechanisms. B batch, L length, n new tokens, H heads, G key heads, D head dim, E width.
 """
 
+import inspect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
+import transformers
 from torch import Tensor, nn
 from transformers.cache_utils import (
     Cache,
@@ -29,6 +31,7 @@ from megasparse.attention.heads import Padding, build_mechanism, split_heads_by_
 from megasparse.config.attention import AttentionConfig, heads_of_layer
 from megasparse.config.schema import ModelConfig
 from megasparse.errors import HubError
+from megasparse.hub import TESTED_TRANSFORMERS
 from megasparse.ops.gathered_attention import gathered_attention
 from megasparse.ops.operator import autocast_off
 from megasparse.ops.random import RngContext
@@ -228,6 +231,13 @@ class IndexedLayer(DynamicIndexedLayer):  # type: ignore[misc]
         return store[..., :total, :]
 
 
+def cache_name(model: nn.Module) -> str:
+    """Return the name of the generation cache in the arguments and outputs of a model, which depends on transformers'
+    version.
+    """
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+
+
 class InterfaceCall(NamedTuple):
     """Arguments of one self-attention's call of transformers' attention interface."""
 
@@ -354,6 +364,9 @@ def attend(
         tokens = run.tokens(length, count, real, key.device)
         out = layer.attend_cached(parts, key, value, index, tokens, s_aux)
     elif position:
+        if not layer.attends_fully:
+            problem = f"got no cache that megasparse can read from transformers {transformers.__version__}"
+            raise HubError(name, problem, f"Use a tested version: {', '.join(TESTED_TRANSFORMERS)}")
         out = _after(query, key, value, attention_mask, sinks=s_aux)
     else:
         segments = segments if layer.causal else None

@@ -48,13 +48,17 @@ def test_a_right_model_passes_every_check(name):
     assert max(result.difference for result in results) < 1e-5
 
 
+def cache_among(inputs):
+    return next((x for x in inputs.values() if isinstance(x, transformers.Cache)), None)
+
+
 class IgnoresDocuments(transformers.LlamaForCausalLM):
     """Positions restart, and no mask separates the documents."""
 
     @functools.wraps(transformers.LlamaForCausalLM.forward)
     def forward(self, input_ids, attention_mask=None, **inputs):
         attention_mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
-        if inputs.get("past_key_values") is not None:
+        if cache_among(inputs) is not None:
             attention_mask = None
         return super().forward(input_ids=input_ids, attention_mask=attention_mask, **inputs)
 
@@ -68,10 +72,10 @@ class InvertsPadding(transformers.LlamaForCausalLM):
 
 class MovesCachedPositions(transformers.LlamaForCausalLM):
     @functools.wraps(transformers.LlamaForCausalLM.forward)
-    def forward(self, input_ids, past_key_values=None, **inputs):
-        if past_key_values is not None:
-            inputs["position_ids"] = torch.full_like(input_ids, past_key_values.get_seq_length() - 1)
-        return super().forward(input_ids=input_ids, past_key_values=past_key_values, **inputs)
+    def forward(self, input_ids, **inputs):
+        if (cache := cache_among(inputs)) is not None:
+            inputs["position_ids"] = torch.full_like(input_ids, cache.get_seq_length() - 1)
+        return super().forward(input_ids=input_ids, **inputs)
 
 
 class SeesItsBatch(transformers.LlamaForCausalLM):

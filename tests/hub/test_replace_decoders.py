@@ -22,10 +22,12 @@ from transformers import (
 )
 from transformers.cache_utils import DynamicLayer
 
+from megasparse import hub
 from megasparse.attention.observation import calls
 from megasparse.errors import ConfigError, HubError
+from megasparse.hub import replace
 from megasparse.hub.replace import ADAPTER, load_replaced, mechanisms, replace_attention, save_replaced
-from megasparse.hub.replaced_layer import IndexedLayer
+from megasparse.hub.replaced_layer import IndexedLayer, Mechanisms
 from megasparse.planning.passes import as_on_a_gpu
 from tests.helpers.launches import Counts, LaunchCounter
 from tests.hub import test_replace
@@ -322,6 +324,58 @@ def test_a_sketch_learns_the_next_token():
         model(given, labels=given, use_cache=False)
     targets = found[0].context.targets
     assert torch.equal(targets.values[:, :-1], given[:, 1:]) and targets.counted[0].tolist() == [True] * 39 + [False]
+
+
+def test_a_cache_under_an_unknown_name_is_an_error_before_the_model_is_used(monkeypatch):
+    """As if a version of transformers passed its cache to attention in a way that megasparse does not know."""
+    monkeypatch.setattr(replace, "_cache_among", lambda args, kwargs: None)
+    replace_attention(build(), {"pattern": ["full"]})  # needs no index of the cache
+    with pytest.raises(
+        HubError, match=f"no cache that megasparse can read from transformers {transformers.__version__}"
+    ):
+        replace_attention(build(), {"pattern": ["full", "local"], "local": {"chunk": 6}})
+
+
+def test_a_step_unlike_the_whole_pass_is_an_error_before_the_model_is_used(monkeypatch):
+    monkeypatch.setattr(
+        Mechanisms, "attend_cached", lambda self, parts, k, v, *rest: torch.zeros_like(parts[0].heads.q)
+    )
+    with pytest.raises(HubError, match="decodes from a cache unlike its whole pass"):
+        replace_attention(build(dtype=torch.float32), LOCAL)
+
+
+def test_an_untested_version_prints_one_line_once(monkeypatch, capsys):
+    monkeypatch.setattr(transformers, "__version__", "9.1.0")
+    hub.require_transformers.cache_clear()
+    hub.require_transformers()
+    hub.require_transformers()
+    hub.require_transformers.cache_clear()
+    assert capsys.readouterr().err.count("transformers: 9.1.0 is not tested with megasparse") == 1
+
+
+@pytest.mark.parametrize(
+    "attention", [{"pattern": ["full"]}, MIXED, LSH, RANKED], ids=["full", "mixed", "lsh", "ranked"]
+)
+def test_generation_under_autocast(attention):
+    """Rotated queries and keys are in fp32 there, values in bf16."""
+    model = replace_attention(build(dtype=torch.float32), attention)
+    options = {"max_new_tokens": 4, "do_sample": False, **inputs(batch=1)}
+    with torch.autocast("cpu", torch.bfloat16):
+        found = [model.generate(**options, use_cache=use) for use in (True, False)]
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("attention", [LOCAL, HEADS, RANKED], ids=["local", "sketch", "ranked"])
+def test_layers_offloaded_to_disk_generate_the_same_text(attention, tmp_path):
+    model = replace_attention(build(), attention)
+    model.save_pretrained(tmp_path / "model")
+    parts = ("model.embed_tokens", "model.layers.0", "model.norm", "model.rotary_emb", "lm_head")
+    places = {**dict.fromkeys(parts, "cpu"), "model.layers.1": "disk"}
+    options = {"device_map": places, "offload_folder": tmp_path / "weights"}
+    offloaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model", **options)
+    assert any(weight.is_meta for weight in offloaded.parameters())
+    found = [part.generate(**inputs(batch=1), max_new_tokens=5, do_sample=False) for part in (model, offloaded)]
+    assert torch.equal(*found)
 
 
 def test_an_adapter_trains_a_replaced_decoder_and_generates():
