@@ -325,7 +325,7 @@ def test_finished_shards_stay_unless_their_source_changed(make, books, tmp_path,
 @pytest.mark.parametrize(
     ("content", "options", "error", "message"),
     [
-        (b"good\n\xff\xfe", {"documents": True}, DataError, r"books/07\.txt: byte 5 is not UTF-8\. Convert it"),
+        (b"good\n\xff\xfe", {"documents": True}, DataError, r"books/07\.txt: byte 5 is not UTF-8\. If it is Latin-1"),
         (b"a\0b", {"documents": True}, DataError, r"books/07\.txt: byte 1 is 0, which stands between documents"),
         (b"", {"documents": True, "tokenizer": "words.txt"}, ConfigError, r'words\.txt" has no token that ends a doc'),
     ],

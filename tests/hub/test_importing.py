@@ -150,6 +150,7 @@ def test_a_run_starts_from_an_import_on_any_data_and_resumes(tmp_path, capsys, o
 
 
 def test_a_run_of_another_tokenizer_is_rejected(tmp_path, monkeypatch, capsys):
+    prepared(tmp_path)
     config, weights = configured()
     monkeypatch.setattr(importing, "identity", lambda config: {"name": "words", "sha256": "0"})
     path = write_checkpoint(config, readers(weights), tmp_path / "imported")
@@ -158,6 +159,7 @@ def test_a_run_of_another_tokenizer_is_rejected(tmp_path, monkeypatch, capsys):
 
 
 def test_a_start_that_does_not_fit_leaves_nothing(tmp_path, capsys):
+    prepared(tmp_path)
     config, weights = configured()
     path = write_checkpoint(config, readers(weights), tmp_path / "imported")
     for arguments, sections, message in (
