@@ -102,9 +102,7 @@ class AlignedRows:
         if positions is not None and bool((positions.diff(dim=-1) < 0).any()):
             hint = "Give one document per row, or train with model.document_separator"
             raise ValueError(f"position_ids restart: packed documents would attend to each other. {hint}")
-        if attention_mask is not None and attention_mask.dim() != 2:
-            shape = tuple(attention_mask.shape)
-            raise ValueError(f"attention_mask has shape {shape}, expected (batch, length), 0 for padding")
+        refuse_shape("attention_mask", attention_mask)
         self.padded = attention_mask is not None and not bool((attention_mask != 0).all())
         if not self.padded or attention_mask is None:
             self.tokens, self.real, self.lengths = input_ids, None, [input_ids.shape[1]] * len(input_ids)
@@ -158,13 +156,23 @@ class MegasparseCache:
         self.groups = groups
 
 
+def refuse_shape(name: str, mask: Tensor | None) -> None:
+    if mask is not None and mask.dim() != 2:
+        raise ValueError(f"{name} has shape {tuple(mask.shape)}, expected (batch, length), 0 for padding")
+
+
 def refuse_unsupported(arguments: dict[str, Any]) -> None:
     """Raise ValueError for an argument of Hugging Face models that would be ignored."""
-    if any(arguments.get(name) is not None for name in ("inputs_embeds", "decoder_inputs_embeds")):
-        raise ValueError("inputs_embeds is not supported: mechanisms may read token ids. Give input_ids")
+    for name in ("inputs_embeds", "decoder_inputs_embeds"):
+        if arguments.get(name) is not None:
+            hint = f"Give {name.replace('inputs_embeds', 'input_ids')}"
+            raise ValueError(f"{name} is not supported: mechanisms may read token ids. {hint}")
     for name in ("output_hidden_states", "output_attentions"):
         if arguments.get(name):
             raise ValueError(f"{name} is not supported: layers do not keep them. Omit it")
+    if not isinstance(cache := arguments.get("past_key_values"), MegasparseCache | None):
+        problem = f"past_key_values is a {type(cache).__name__}, which this model cannot read"
+        raise ValueError(f"{problem}. Omit it, or give the result of an earlier call")
 
 
 class MegasparsePreTrainedModel(PreTrainedModel):
@@ -194,8 +202,20 @@ class MegasparsePreTrainedModel(PreTrainedModel):
         self.post_init()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        refuse_unsupported(kwargs)
+        config = {name: getattr(self.config, name, None) for name in ("output_hidden_states", "output_attentions")}
+        refuse_unsupported(config | {name: value for name, value in kwargs.items() if value is not None})
         return super().__call__(*args, **kwargs)
+
+    def get_input_embeddings(self) -> nn.Module:
+        """Return the module that embeds input_ids. Its weight is (V, E); it also adds positions and a start vector."""
+        embedding: nn.Module = (self.model if self.settings.source is None else self.model.encoder).embedding
+        return embedding
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        raise NotImplementedError("set_input_embeddings: copy the weights into get_input_embeddings().weight instead")
+
+    def set_output_embeddings(self, value: nn.Module) -> None:
+        raise NotImplementedError("set_output_embeddings: copy the weights into model.head instead")
 
     def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Embedding:
         raise NotImplementedError("resize_token_embeddings: model.vocabulary is fixed. Train with a larger vocabulary")
@@ -307,7 +327,7 @@ class MegasparseWriter(MegasparsePreTrainedModel, GenerationMixin):
         **kwargs: Any,
     ) -> dict[str, Any]:
         """Return the arguments of the next call. input_ids: the decoder's tokens."""
-        refuse_unsupported({"inputs_embeds": inputs_embeds})
+        refuse_unsupported({"inputs_embeds": inputs_embeds, **kwargs})
         if past_key_values is not None:
             input_ids = input_ids[:, past_key_values.get_seq_length() :]
         options = {"attention_mask": attention_mask, **kwargs}
@@ -368,6 +388,7 @@ class MegasparseForCausalLM(MegasparseWriter):
             counted = counted & F.pad(rows.real, (0, 1), value=False)
         return Targets(values.masked_fill(~counted, 0), counted)
 
+    @torch.no_grad()  # with gradients, streams would not fill the caches
     def _into_cache(self, rows: AlignedRows, keep: int) -> CausalLMOutputWithPast:
         """Fill one cache per length. Rows keep their indices in the batch, because random draws may depend on them."""
         self.refuse_leaks()
@@ -529,6 +550,7 @@ class MegasparseForSeq2SeqLM(MegasparseWriter):
         """Return the mask of the target's real positions (B, n): from `mask`, else the first position and all up to the
         last label that is not ignored. None if all are real.
         """
+        refuse_shape("decoder_attention_mask", mask)
         if mask is not None:
             real = mask != 0
             if bool((real[:, 1:] & ~real[:, :-1]).any()):
@@ -548,6 +570,7 @@ class MegasparseForSeq2SeqLM(MegasparseWriter):
         total = F.cross_entropy(logits.flatten(0, 1), labels, reduction="sum", label_smoothing=smoothing)
         return total / (counted.sum().clamp_min(1) if divisor is None else divisor)
 
+    @torch.no_grad()  # with gradients, streams would not fill the caches
     def _into_cache(self, read: Tensor, source: EncoderOutput, keep: int) -> dict[str, Any]:
         self.refuse_leaks()
         cache = self.model.new_cache(len(read), self.config.seed, memory=source)

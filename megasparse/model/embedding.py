@@ -71,7 +71,7 @@ class Embedding(nn.Module):
         self.positions = Positions(config)
         self.norm = Norm(config) if config.style == "bert" else None
 
-    def forward(self, tokens: Tensor, first: int) -> Tensor:
+    def forward(self, tokens: Tensor, first: int = 0) -> Tensor:
         """Embed tokens. tokens: (B, n), tokens at the positions [first, first + n); in a decoder the token before each
         position, (B, n − 1) at first = 0, because the start is added.
 
