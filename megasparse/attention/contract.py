@@ -296,6 +296,10 @@ class Attention(nn.Module, ABC):
     """Weight of the auxiliary loss; `learn` divides it among the layers."""
     leak: str | None = None
     """Reason why a later token can change an earlier output (a paper's non-causal window); None if it cannot."""
+    computed_by_document: bool = False
+    """True if products have the size of a document, so that a later separator or padding before real tokens changes the
+    rounding of earlier outputs.
+    """
     decodes_alike: bool = False
     """True if activations select no keys, and decoding from a cache is bit-identical to `forward`."""
     normalises: bool = False

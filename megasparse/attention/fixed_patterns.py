@@ -114,6 +114,8 @@ class SparseTransformerAttention(FixedPatternAttention):
     merged form). Time grows as L·(S + L/S).
     """
 
+    computed_by_document = True
+
     def __init__(self, config: SparseTransformerAttentionConfig, spec: MechanismSpec):
         super().__init__(config, spec)
         self.stride = config.stride or round(spec.max_length**0.5)

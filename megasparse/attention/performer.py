@@ -54,6 +54,8 @@ class PerformerAttention(Attention):
     The projections are orthogonal Gaussians per head, redrawn at every training step and fixed in evaluation.
     """
 
+    computed_by_document = True
+
     def __init__(self, config: PerformerAttentionConfig, spec: MechanismSpec):
         super().__init__(config, spec)
         self.scale = spec.head_dim**-0.5

@@ -35,10 +35,10 @@ LONGEST_PAUSE = 30.0  # between two attempts: 1, 2, 4, ... seconds
 POLL_SECONDS = 0.1
 PIECE, BLOCK = 1 << 20, 8 << 20  # bytes read at once, and bytes of an object requested at once
 GIGABYTE = 10**9
-REMOTE = "'megasparse[remote]'"
+REMOTE = "-e '.[remote]'"
 STORES = {
     "http": ("aiohttp", REMOTE), "https": ("aiohttp", REMOTE), "s3": ("s3fs", REMOTE),
-    "gs": ("gcsfs", "'megasparse[gs]'"), "az": ("adlfs", "'megasparse[az]'"),
+    "gs": ("gcsfs", "-e '.[gs]'"), "az": ("adlfs", "-e '.[az]'"),
     "hf": ("huggingface_hub", "huggingface_hub"),
 }  # fmt: skip
 """Schemes of URLs: the module that fsspec needs for them, and its package."""

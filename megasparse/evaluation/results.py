@@ -301,8 +301,10 @@ def evaluate_decoder(
 
 def _no_code_length(decoder: Any, protocol: Protocol, ranks: Ranks) -> list[str]:
     """Return the reasons why scores are not code lengths of the text. They are if tests show that no later token
-    changes a bit of an earlier prediction, as for all strictly causal mechanisms of the package on CPU and GPU.
+    changes a bit of an earlier prediction, as for all strictly causal mechanisms of the package on CPU and GPU, except
+    some with packed documents or padding.
     """
+    special = [key for key in ("document_separator", "padding_token") if getattr(decoder.config, key) is not None]
     reasons = list(decoder.leaks)
     if not protocol.lossless:
         reasons.append("the tokenizer is not lossless")
@@ -310,11 +312,12 @@ def _no_code_length(decoder: Any, protocol: Protocol, ranks: Ranks) -> list[str]
         reasons.append(f"the first {protocol.score_from} tokens of each window are not scored")
     if ranks.sequence is not None:
         reasons.append("bit-exact causality is not tested for sequences split over ranks")
-    reasons += [
-        f"layer {layer}: bit-exact causality is not tested for {type(mechanism).__name__}"
-        for layer, mechanism in decoder.mechanisms()
-        if not type(mechanism).__module__.startswith("megasparse.")
-    ]
+    for layer, mechanism in decoder.mechanisms():
+        name = type(mechanism).__name__
+        if not type(mechanism).__module__.startswith("megasparse."):
+            reasons.append(f"layer {layer}: bit-exact causality is not tested for {name}")
+        elif special and mechanism.computed_by_document:
+            reasons.append(f"layer {layer}: a later model.{special[0]} changes the rounding of {name}")
     return reasons
 
 

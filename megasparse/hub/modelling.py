@@ -32,10 +32,10 @@ from megasparse.attention.cross import EncoderOutput
 from megasparse.attention.heads import Padding
 from megasparse.config.attention import predicts
 from megasparse.config.schema import ModelConfig
+from megasparse.hub.aligned_rows import AlignedRows, MegasparseCache, refuse_shape
 from megasparse.hub.formats import TASKS
 from megasparse.hub.replaced_layer import IGNORED, share_of_batch
 from megasparse.model.build import empty_model, initialise
-from megasparse.model.decoder import DecodingCache
 from megasparse.ops.random import EVALUATION_STEP, RngContext
 
 
@@ -89,82 +89,18 @@ class MegasparseConfig(PretrainedConfig):
         return int(self.model["max_length"]) - self.is_decoder
 
 
-class AlignedRows:
-    """A batch with the real tokens of each row moved to its start, and the inverse permutation."""
-
-    def __init__(
-        self, input_ids: Tensor, attention_mask: Tensor | None, padding: int = 0, positions: Tensor | None = None
-    ):
-        """Move real tokens to the front. input_ids: (B, n). attention_mask: (B, n), 0 for padding, or None without
-        padding. padding: token to write there in `tokens`. positions: transformers' position_ids, or None. Raises
-        ValueError if a row contains only padding, or if positions restart, which marks packed documents.
-        """
-        if positions is not None and bool((positions.diff(dim=-1) < 0).any()):
-            hint = "Give one document per row, or train with model.document_separator"
-            raise ValueError(f"position_ids restart: packed documents would attend to each other. {hint}")
-        if attention_mask is not None and attention_mask.dim() != 2:
-            shape = tuple(attention_mask.shape)
-            raise ValueError(f"attention_mask has shape {shape}, expected (batch, length), 0 for padding")
-        self.padded = attention_mask is not None and not bool((attention_mask != 0).all())
-        if not self.padded or attention_mask is None:
-            self.tokens, self.real, self.lengths = input_ids, None, [input_ids.shape[1]] * len(input_ids)
-            return
-        real = attention_mask != 0
-        if not bool(real.any(1).all()):
-            raise ValueError("attention_mask: a sequence contains only padding")
-        self._order = (~real).to(torch.int8).argsort(dim=1, stable=True)
-        self.lengths = [int(length) for length in real.sum(1)]
-        self.real = real.gather(1, self._order)
-        self.tokens = input_ids.gather(1, self._order).masked_fill(~self.real, padding)
-
-    def align(self, values: Tensor) -> Tensor:
-        """Reorder (B, n) or (B, n, E) from the order of the input to the order of `tokens`."""
-        return values.gather(1, self._like(values, self._order)) if self.padded else values
-
-    def restore(self, values: Tensor) -> Tensor:
-        """Reorder (B, n, E) from the order of `tokens` to the order of the input."""
-        return values.gather(1, self._like(values, self._order.argsort(dim=1))) if self.padded else values
-
-    def key_mask(self, start: bool) -> Tensor | None:
-        """Return the mask of real positions: (B, n), or (B, n + 1) with the start vector of a decoder."""
-        return F.pad(self.real, (1, 0), value=True) if start and self.real is not None else self.real
-
-    @staticmethod
-    def _like(values: Tensor, order: Tensor) -> Tensor:
-        return order if values.dim() == 2 else order.unsqueeze(-1).expand(values.shape)
-
-
-class MegasparseCache:
-    """Cache for generation: one decoding cache for the rows of each length, as a cache stores a single position."""
-
-    is_compileable = False
-
-    def __init__(self, groups: list[tuple[Tensor, DecodingCache]], length: int):
-        """Group the caches. groups: indices of rows, and their cache. length: number of cached columns."""
-        self.groups, self.length = groups, length
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        return self.length
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Select the rows `beam_idx`, (n,) int64 indices of the current rows, with repetitions."""
-        groups = []
-        for numbers, cache in self.groups:
-            same = beam_idx.to(numbers.device).unsqueeze(1) == numbers
-            rows = same.any(1).nonzero().squeeze(1)
-            if len(rows):
-                cache.select(same[rows].to(torch.int8).argmax(1))
-                groups.append((rows, cache))
-        self.groups = groups
-
-
 def refuse_unsupported(arguments: dict[str, Any]) -> None:
     """Raise ValueError for an argument of Hugging Face models that would be ignored."""
-    if any(arguments.get(name) is not None for name in ("inputs_embeds", "decoder_inputs_embeds")):
-        raise ValueError("inputs_embeds is not supported: mechanisms may read token ids. Give input_ids")
+    for name in ("inputs_embeds", "decoder_inputs_embeds"):
+        if arguments.get(name) is not None:
+            hint = f"Give {name.replace('inputs_embeds', 'input_ids')}"
+            raise ValueError(f"{name} is not supported: mechanisms may read token ids. {hint}")
     for name in ("output_hidden_states", "output_attentions"):
         if arguments.get(name):
             raise ValueError(f"{name} is not supported: layers do not keep them. Omit it")
+    if not isinstance(cache := arguments.get("past_key_values"), MegasparseCache | None):
+        problem = f"past_key_values is a {type(cache).__name__}, which this model cannot read"
+        raise ValueError(f"{problem}. Omit it, or give the result of an earlier call")
 
 
 class MegasparsePreTrainedModel(PreTrainedModel):
@@ -194,8 +130,20 @@ class MegasparsePreTrainedModel(PreTrainedModel):
         self.post_init()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        refuse_unsupported(kwargs)
+        config = {name: getattr(self.config, name, None) for name in ("output_hidden_states", "output_attentions")}
+        refuse_unsupported(config | {name: value for name, value in kwargs.items() if value is not None})
         return super().__call__(*args, **kwargs)
+
+    def get_input_embeddings(self) -> nn.Module:
+        """Return the module that embeds input_ids. Its weight is (V, E); it also adds positions and a start vector."""
+        embedding: nn.Module = (self.model if self.settings.source is None else self.model.encoder).embedding
+        return embedding
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        raise NotImplementedError("set_input_embeddings: copy the weights into get_input_embeddings().weight instead")
+
+    def set_output_embeddings(self, value: nn.Module) -> None:
+        raise NotImplementedError("set_output_embeddings: copy the weights into model.head instead")
 
     def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Embedding:
         raise NotImplementedError("resize_token_embeddings: model.vocabulary is fixed. Train with a larger vocabulary")
@@ -307,7 +255,7 @@ class MegasparseWriter(MegasparsePreTrainedModel, GenerationMixin):
         **kwargs: Any,
     ) -> dict[str, Any]:
         """Return the arguments of the next call. input_ids: the decoder's tokens."""
-        refuse_unsupported({"inputs_embeds": inputs_embeds})
+        refuse_unsupported({"inputs_embeds": inputs_embeds, **kwargs})
         if past_key_values is not None:
             input_ids = input_ids[:, past_key_values.get_seq_length() :]
         options = {"attention_mask": attention_mask, **kwargs}
@@ -368,6 +316,7 @@ class MegasparseForCausalLM(MegasparseWriter):
             counted = counted & F.pad(rows.real, (0, 1), value=False)
         return Targets(values.masked_fill(~counted, 0), counted)
 
+    @torch.no_grad()  # with gradients, streams would not fill the caches
     def _into_cache(self, rows: AlignedRows, keep: int) -> CausalLMOutputWithPast:
         """Fill one cache per length. Rows keep their indices in the batch, because random draws may depend on them."""
         self.refuse_leaks()
@@ -528,6 +477,7 @@ class MegasparseForSeq2SeqLM(MegasparseWriter):
         """Return the mask of the target's real positions (B, n): from `mask`, else the first position and all up to the
         last label that is not ignored. None if all are real.
         """
+        refuse_shape("decoder_attention_mask", mask)
         if mask is not None:
             real = mask != 0
             if bool((real[:, 1:] & ~real[:, :-1]).any()):
@@ -547,6 +497,7 @@ class MegasparseForSeq2SeqLM(MegasparseWriter):
         total = F.cross_entropy(logits.flatten(0, 1), labels, reduction="sum", label_smoothing=smoothing)
         return total / (counted.sum().clamp_min(1) if divisor is None else divisor)
 
+    @torch.no_grad()  # with gradients, streams would not fill the caches
     def _into_cache(self, read: Tensor, source: EncoderOutput, keep: int) -> dict[str, Any]:
         self.refuse_leaks()
         cache = self.model.new_cache(len(read), self.config.seed, memory=source)

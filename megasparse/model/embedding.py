@@ -99,7 +99,7 @@ class Embedding(nn.Module):
         self.ngrams = NgramEmbedding(config) if config.ngrams else None
         self.norm = Norm(config) if config.style == "bert" else None
 
-    def forward(self, tokens: Tensor, first: int, codes: Tensor | None = None) -> Tensor:
+    def forward(self, tokens: Tensor, first: int = 0, codes: Tensor | None = None) -> Tensor:
         """Embed tokens. tokens: (B, n), tokens at the positions [first, first + n); in a decoder the token before each
         position, (B, n − 1) at first = 0, because the start is added. codes: of their n-grams, for `model.ngrams`.
 

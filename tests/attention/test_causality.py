@@ -8,6 +8,7 @@ from functools import cache
 import pytest
 import torch
 
+from megasparse.attention.heads import build_mechanism
 from megasparse.model.build import build_model
 from megasparse.ops.random import RngContext
 from tests.helpers.models import (
@@ -29,7 +30,11 @@ PATTERNS = {name: named(name, dropout=0.1) for name in strict_names()} | {
 LEAKING = [name for name in causal_names() if name not in strict_names()]
 SHARED = ["lsh", "lha", "routing", "random", "ngram", "local"]
 IDS = {"document_separator": 10, "padding_token": 11}
-BY_DOCUMENT = [name for name in PATTERNS if kind_of(name) in ("sparse_transformer", "performer")]
+BY_DOCUMENT = [
+    name
+    for name in strict_names()
+    if build_mechanism(kind_of(name), small(attention=named(name)), 2).computed_by_document
+]
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 
 

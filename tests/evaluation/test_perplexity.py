@@ -41,8 +41,8 @@ class Model:
 
     leaks: list[str] = []  # noqa: RUF012
 
-    def __init__(self, nats: list[float], mechanisms: tuple[object, ...] = ()):
-        self.nats = torch.tensor(nats, dtype=torch.float64)
+    def __init__(self, nats: list[float], mechanisms: tuple[object, ...] = (), **config: int):
+        self.nats, self.config = torch.tensor(nats, dtype=torch.float64), small(**config)
         self.mechanisms = lambda: enumerate(mechanisms)
 
     def token_scores(self, tokens, rng):
@@ -50,8 +50,8 @@ class Model:
 
 
 def test_only_tested_setups_report_a_code_length():
-    def of(mechanism, **changed):
-        model, stream = Model([1.0] * 256, (mechanism,)), Stream(list(TEXT))
+    def of(mechanism, config=(), **changed):
+        model, stream = Model([1.0] * 256, (mechanism,), **dict(config)), Stream(list(TEXT))
         return evaluate(model, stream, protocol("bytes", **changed), 1, None, Ranks())["protocol"]
 
     packaged = build_mechanism("lsh", small(), 2)
@@ -59,6 +59,13 @@ def test_only_tested_setups_report_a_code_length():
     (reason,) = of(object())["no_code_length"]
     assert reason == "layer 0: bit-exact causality is not tested for object"
     assert of(packaged, score_from=3)["no_code_length"] == ["the first 3 tokens of each window are not scored"]
+    for kind in ("sparse_transformer", "performer"):  # their products are as large as a document
+        mechanism = build_mechanism(kind, small(), 2)
+        assert of(mechanism)["code_length"]
+        for key in ("document_separator", "padding_token"):
+            result, name = of(mechanism, {key: 0}), type(mechanism).__name__
+            assert not result["code_length"] and of(packaged, {key: 0})["code_length"]
+            assert result["no_code_length"] == [f"layer 0: a later model.{key} changes the rounding of {name}"]
 
 
 def protocol(tokenizer: str = "words", **changed) -> Protocol:

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
+from transformers import DynamicCache
 
 from megasparse.attention.heads import Padding
 from megasparse.evaluation.generate import BeamSettings, generate, search
@@ -13,13 +14,14 @@ from megasparse.hub.modelling import (
     MegasparseConfig,
     MegasparseForCausalLM,
     MegasparseForMaskedLM,
+    MegasparseForSeq2SeqLM,
     MegasparseForSequenceClassification,
     MegasparseModel,
 )
 from megasparse.model.build import build_model
 from megasparse.ops.random import RngContext
 from tests.helpers.hub import SEED, decoder, encoder, made
-from tests.helpers.models import NGRAMS, by_path, causal_names, encoder_names, random_tokens, strict_names
+from tests.helpers.models import NGRAMS, by_path, causal_names, encoder_names, random_tokens, small_pair, strict_names
 
 LENGTH = 40
 
@@ -99,8 +101,8 @@ def test_positions_of_packed_documents_are_an_error(kind):
 
 def test_a_cache_takes_several_more_tokens():
     hf, tokens = wrapped(MegasparseForCausalLM, decoder("lsh")), random_tokens(2, 30)
+    first = hf(tokens[:, :20], use_cache=True)  # with gradients enabled
     with torch.no_grad():
-        first = hf(tokens[:, :20], use_cache=True)
         later = hf(tokens[:, 20:], past_key_values=first.past_key_values)
         together = torch.cat([first.logits, later.logits], dim=1)
         torch.testing.assert_close(together, hf(tokens).logits, atol=1e-5, rtol=0)
@@ -246,3 +248,57 @@ def test_bad_inputs_are_rejected_in_one_line():
     with pytest.raises(ValueError, match="not strictly causal"):
         leaking.generate(random_tokens(1, 9), max_new_tokens=2)
     assert leaking.generate(random_tokens(1, 9), max_new_tokens=2, use_cache=False).shape == (1, 11)
+
+
+VECTORS, BLOCKS = torch.zeros(2, 4, 32), torch.ones(2, 1, 9, 9)
+UNSUPPORTED = {
+    "inputs_embeds": VECTORS,
+    "decoder_inputs_embeds": VECTORS,
+    "output_hidden_states": True,
+    "output_attentions": True,
+    "attention_mask": BLOCKS,
+    "past_key_values": DynamicCache(),
+}
+MODELS = {
+    MegasparseForCausalLM: decoder("local"),
+    MegasparseForMaskedLM: encoder("full"),
+    MegasparseForSeq2SeqLM: small_pair(("local",)),
+    MegasparseModel: decoder("local"),
+}
+
+
+@pytest.mark.parametrize("kind", MODELS, ids=lambda kind: kind.__name__)
+def test_unsupported_arguments_are_errors_that_name_them(kind):
+    hf, tokens = wrapped(kind, MODELS[kind]), random_tokens(2, 9)
+    pair = {}
+    if hf.config.is_encoder_decoder:
+        pair = {"decoder_input_ids": torch.full((2, 3), hf.config.decoder_start_token_id)}
+        with pytest.raises(ValueError, match="decoder_attention_mask has shape"):
+            hf(tokens, decoder_attention_mask=BLOCKS, **pair)
+    for name, value in UNSUPPORTED.items():
+        given = {name: value} if value is VECTORS else {name: value, "input_ids": tokens}
+        with pytest.raises(ValueError, match=name):
+            hf(**given, **pair)
+        if hf.can_generate():
+            with pytest.raises(ValueError, match=f"{name}|cache"):
+                hf.generate(**given, max_new_tokens=2)
+    for name in ("output_hidden_states", "output_attentions"):
+        setattr(hf.config, name, True)
+        with pytest.raises(ValueError, match=name):
+            hf(tokens, **pair)
+        setattr(hf.config, name, False)
+    assert hf.get_input_embeddings().weight.shape == (hf.config.vocab_size, hf.config.hidden_size)
+    for change in (hf.set_input_embeddings, hf.set_output_embeddings, hf.resize_token_embeddings):
+        with pytest.raises(NotImplementedError, match=change.__name__):
+            change(torch.nn.Embedding(9, 32))
+
+
+@pytest.mark.parametrize("method", ["PromptTuningConfig", "PromptEncoderConfig", "PrefixTuningConfig"])
+def test_tuning_of_prompts_is_an_error(method):
+    peft, tokens = pytest.importorskip("peft"), random_tokens(2, 9)
+    sizes = {"num_virtual_tokens": 4, "token_dim": 32, "num_layers": 2, "num_attention_heads": 2}
+    settings = getattr(peft, method)(task_type="CAUSAL_LM", **sizes)
+    tuned = peft.get_peft_model(wrapped(MegasparseForCausalLM, decoder("local")), settings)
+    for use in (tuned, lambda **given: tuned.generate(**given, max_new_tokens=2)):
+        with pytest.raises(ValueError, match=r"inputs_embeds is not supported|past_key_values is a DynamicCache"):
+            use(input_ids=tokens, attention_mask=torch.ones_like(tokens))

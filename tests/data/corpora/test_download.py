@@ -252,9 +252,9 @@ PINNED = f"hf://datasets/owner/name@{'0' * 40}/data/*.parquet"
 @pytest.mark.parametrize(
     ("location", "library", "package"),
     [
-        ("gs://bucket/a", "gcsfs", r"'megasparse\[gs\]'"),
-        ("az://bucket/a", "adlfs", r"'megasparse\[az\]'"),
-        ("s3://bucket/a", "s3fs", r"'megasparse\[remote\]'"),
+        ("gs://bucket/a", "gcsfs", r"-e '\.\[gs\]'"),
+        ("az://bucket/a", "adlfs", r"-e '\.\[az\]'"),
+        ("s3://bucket/a", "s3fs", r"-e '\.\[remote\]'"),
         (PINNED, "huggingface_hub", "huggingface_hub"),
     ],
 )

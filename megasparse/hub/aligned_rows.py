@@ -1,0 +1,82 @@
+"""Padded batches with the real tokens of each row at its start, and the caches of rows of several lengths.
+
+B batch, n length of the input, E width.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megasparse.model.decoder import DecodingCache
+
+
+def refuse_shape(name: str, mask: Tensor | None) -> None:
+    if mask is not None and mask.dim() != 2:
+        raise ValueError(f"{name} has shape {tuple(mask.shape)}, expected (batch, length), 0 for padding")
+
+
+class AlignedRows:
+    """A batch with the real tokens of each row moved to its start, and the inverse permutation."""
+
+    def __init__(
+        self, input_ids: Tensor, attention_mask: Tensor | None, padding: int = 0, positions: Tensor | None = None
+    ):
+        """Move real tokens to the front. input_ids: (B, n). attention_mask: (B, n), 0 for padding, or None without
+        padding. padding: token to write there in `tokens`. positions: transformers' position_ids, or None. Raises
+        ValueError if a row contains only padding, or if positions restart, which marks packed documents.
+        """
+        if positions is not None and bool((positions.diff(dim=-1) < 0).any()):
+            hint = "Give one document per row, or train with model.document_separator"
+            raise ValueError(f"position_ids restart: packed documents would attend to each other. {hint}")
+        refuse_shape("attention_mask", attention_mask)
+        self.padded = attention_mask is not None and not bool((attention_mask != 0).all())
+        if not self.padded or attention_mask is None:
+            self.tokens, self.real, self.lengths = input_ids, None, [input_ids.shape[1]] * len(input_ids)
+            return
+        real = attention_mask != 0
+        if not bool(real.any(1).all()):
+            raise ValueError("attention_mask: a sequence contains only padding")
+        self._order = (~real).to(torch.int8).argsort(dim=1, stable=True)
+        self.lengths = [int(length) for length in real.sum(1)]
+        self.real = real.gather(1, self._order)
+        self.tokens = input_ids.gather(1, self._order).masked_fill(~self.real, padding)
+
+    def align(self, values: Tensor) -> Tensor:
+        """Reorder (B, n) or (B, n, E) from the order of the input to the order of `tokens`."""
+        return values.gather(1, self._like(values, self._order)) if self.padded else values
+
+    def restore(self, values: Tensor) -> Tensor:
+        """Reorder (B, n, E) from the order of `tokens` to the order of the input."""
+        return values.gather(1, self._like(values, self._order.argsort(dim=1))) if self.padded else values
+
+    def key_mask(self, start: bool) -> Tensor | None:
+        """Return the mask of real positions: (B, n), or (B, n + 1) with the start vector of a decoder."""
+        return F.pad(self.real, (1, 0), value=True) if start and self.real is not None else self.real
+
+    @staticmethod
+    def _like(values: Tensor, order: Tensor) -> Tensor:
+        return order if values.dim() == 2 else order.unsqueeze(-1).expand(values.shape)
+
+
+class MegasparseCache:
+    """Cache for generation: one decoding cache for the rows of each length, as a cache stores a single position."""
+
+    is_compileable = False
+
+    def __init__(self, groups: list[tuple[Tensor, DecodingCache]], length: int):
+        """Group the caches. groups: indices of rows, and their cache. length: number of cached columns."""
+        self.groups, self.length = groups, length
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self.length
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Select the rows `beam_idx`, (n,) int64 indices of the current rows, with repetitions."""
+        groups = []
+        for numbers, cache in self.groups:
+            same = beam_idx.to(numbers.device).unsqueeze(1) == numbers
+            rows = same.any(1).nonzero().squeeze(1)
+            if len(rows):
+                cache.select(same[rows].to(torch.int8).argmax(1))
+                groups.append((rows, cache))
+        self.groups = groups
