@@ -297,7 +297,7 @@ class Attention(nn.Module, ABC):
     leak: str | None = None
     """Reason why a later token can change an earlier output (a paper's non-causal window); None if it cannot."""
     computed_by_document: bool = False
-    """True if products have the size of a document, so that a later separator or padding before real tokens changes the
+    """True if the size of products depends on documents, so that a later separator or padding before tokens changes the
     rounding of earlier outputs.
     """
     decodes_alike: bool = False

@@ -19,7 +19,6 @@ from typing import Any, NamedTuple, TypeGuard
 import numpy as np
 
 from megasparse.errors import DataError
-from megasparse.evaluation.outputs import COLOURS
 from megasparse.files import json_object, open_file, read_file
 from megasparse.training.checkpoints.manifest import flatten, list_checkpoints
 
@@ -325,6 +324,8 @@ BUCKETS = 200
 
 def chart(title: str, lines: Sequence[tuple[str, tuple[np.ndarray, np.ndarray]]], marks: Sequence[int]) -> str:
     """Return a figure with an SVG, in the page's text colour. lines: label and (steps, values) of each line."""
+    from megasparse.evaluation.outputs import COLOURS
+
     lines = [(label, (steps[np.isfinite(values)], values[np.isfinite(values)])) for label, (steps, values) in lines]
     bounds = [
         (float(min(part.min() for part in parts if len(part))), float(max(part.max() for part in parts if len(part))))
