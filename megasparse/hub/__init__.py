@@ -39,7 +39,6 @@ def __getattr__(name: str) -> Any:
     return getattr(importlib.import_module(f"megasparse.hub.{_PLACES[name]}"), name)
 
 
-@functools.cache  # so that the line is printed once
 def require_transformers() -> None:
     """Raise HubError if transformers is missing, or lacks the caches of the required version. Print one line if it is a
     version that was not tested.
@@ -55,7 +54,11 @@ def require_transformers() -> None:
     except ImportError:
         problem = "is not installed" if importlib.util.find_spec("transformers") is None else "has another version"
         raise HubError("transformers", problem, f'Install it: pip install "{requirement}"') from None
-    version = transformers.__version__
+    _report_untested(transformers.__version__, requirement)
+
+
+@functools.cache  # so that the line is printed once
+def _report_untested(version: str, requirement: str) -> None:
     if version not in TESTED_TRANSFORMERS:
         report_line("transformers", f"{version} is not tested with megasparse. Tested: {requirement}")
 

@@ -98,7 +98,8 @@ def refuse_unsupported(arguments: dict[str, Any]) -> None:
     for name in ("output_hidden_states", "output_attentions"):
         if arguments.get(name):
             raise ValueError(f"{name} is not supported: layers do not keep them. Omit it")
-    if not isinstance(cache := arguments.get("past_key_values"), MegasparseCache | None):
+    cache = arguments.get("cache", arguments.get("past_key_values"))
+    if not isinstance(cache, MegasparseCache | None):
         problem = f"past_key_values is a {type(cache).__name__}, which this model cannot read"
         raise ValueError(f"{problem}. Omit it, or give the result of an earlier call")
 
@@ -256,6 +257,7 @@ class MegasparseWriter(MegasparsePreTrainedModel, GenerationMixin):
     ) -> dict[str, Any]:
         """Return the arguments of the next call. input_ids: the decoder's tokens."""
         refuse_unsupported({"inputs_embeds": inputs_embeds, **kwargs})
+        past_key_values = kwargs.get("cache", past_key_values)  # its name since transformers 5.24
         if past_key_values is not None:
             input_ids = input_ids[:, past_key_values.get_seq_length() :]
         options = {"attention_mask": attention_mask, **kwargs}
@@ -285,6 +287,7 @@ class MegasparseForCausalLM(MegasparseWriter):
         after left padding). past_key_values: returned by an earlier call; input_ids are then the tokens after it.
         logits_to_keep: number of last positions; 0 keeps all.
         """
+        past_key_values = kwargs.get("cache", past_key_values)  # its name since transformers 5.24
         if past_key_values is not None:
             logits = self.from_cache(input_ids, past_key_values)
             return CausalLMOutputWithPast(logits=logits, past_key_values=past_key_values)
@@ -416,6 +419,7 @@ class MegasparseForSeq2SeqLM(MegasparseWriter):
             if labels is None:
                 raise ValueError("an encoder-decoder needs decoder_input_ids or labels")
             decoder_input_ids = self.prepare_decoder_input_ids_from_labels(labels)
+        past_key_values = kwargs.get("cache", past_key_values)  # its name since transformers 5.24
         if past_key_values is not None:
             logits = self.from_cache(decoder_input_ids, past_key_values)
             return Seq2SeqLMOutput(logits=logits, past_key_values=past_key_values)

@@ -115,7 +115,7 @@ def replace_attention(
         model.generation_config.disable_compile = True  # a compiled pass would be compiled again for every length
     for key, value in replacement(config, seed).items():
         setattr(model.config, key, value)
-    if config.kind == "decoder":
+    if config.kind == "decoder" and config.max_length > 1:
         _require_same_step(model, min(CHECKED_TOKENS, config.max_length))
     return model
 
@@ -204,7 +204,7 @@ def _require_same_step(model: PreTrainedModel, length: int) -> None:
     tokens = torch.arange(length, device=model.device)[None] % model.config.vocab_size
     with _evaluating(model), torch.no_grad():
         whole = base(input_ids=tokens, use_cache=False)[0][:, -1]
-        name, before = cache_name(base), base(input_ids=tokens[:, :-1], use_cache=True)
+        name, before = cache_name(base), base(input_ids=tokens[:, :-1], use_cache=True, return_dict=True)
         step = base(input_ids=tokens[:, -1:], use_cache=True, **{name: getattr(before, name)})[0][:, -1]
     exact = whole.dtype in (torch.float32, torch.float64)  # else rounding can change which keys are selected
     if exact and (step - whole).abs().max() > 1e-3 * whole.abs().max():
