@@ -99,11 +99,14 @@ def test_positions_of_packed_documents_are_an_error(kind):
         hf(tokens, position_ids=positions % 17)
 
 
-def test_a_cache_takes_several_more_tokens():
+@pytest.mark.parametrize("name", ["past_key_values", "cache"])  # before and since transformers 5.24
+def test_a_cache_takes_several_more_tokens(name):
     hf, tokens = wrapped(MegasparseForCausalLM, decoder("lsh")), random_tokens(2, 30)
     first = hf(tokens[:, :20], use_cache=True)  # with gradients enabled
     with torch.no_grad():
-        later = hf(tokens[:, 20:], past_key_values=first.past_key_values)
+        cache = {name: first.past_key_values}
+        assert hf.prepare_inputs_for_generation(tokens, **cache)["input_ids"].equal(tokens[:, 20:])
+        later = hf(tokens[:, 20:], **cache)
         together = torch.cat([first.logits, later.logits], dim=1)
         torch.testing.assert_close(together, hf(tokens).logits, atol=1e-5, rtol=0)
     assert later.past_key_values.get_seq_length() == 30

@@ -336,6 +336,14 @@ def test_a_cache_under_an_unknown_name_is_an_error_before_the_model_is_used(monk
         replace_attention(build(), {"pattern": ["full", "local"], "local": {"chunk": 6}})
 
 
+@pytest.mark.parametrize(("length", "as_dictionary"), [(1, True), (64, False)])
+def test_the_cached_step_is_checked_for_any_length_and_form_of_outputs(length, as_dictionary):
+    model = build()
+    model.config.return_dict = as_dictionary
+    replace_attention(model, {"pattern": ["full"]}, max_length=length)
+    assert model.config.return_dict is as_dictionary
+
+
 def test_a_step_unlike_the_whole_pass_is_an_error_before_the_model_is_used(monkeypatch):
     monkeypatch.setattr(
         Mechanisms, "attend_cached", lambda self, parts, k, v, *rest: torch.zeros_like(parts[0].heads.q)

@@ -162,7 +162,7 @@ def test_a_started_target_is_continued():
     begun = torch.tensor([[PADDING, *prompt[0].tolist()]])
     with torch.no_grad():
         first = hf(source, decoder_input_ids=begun, use_cache=True)
-        later = hf(decoder_input_ids=torch.tensor([own]), past_key_values=first.past_key_values)
+        later = hf(decoder_input_ids=torch.tensor([own]), cache=first.past_key_values)  # since transformers 5.24
         whole = hf(source, decoder_input_ids=torch.cat([begun, torch.tensor([own])], dim=1))
     together = torch.cat([first.logits, later.logits], dim=1)
     torch.testing.assert_close(together, whole.logits, atol=1e-5, rtol=0)
