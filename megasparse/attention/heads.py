@@ -18,8 +18,8 @@ from megasparse.attention.contract import Attention, AttentionContext, Attention
 from megasparse.attention.initial_weights import initialise
 from megasparse.attention.sequence_part import WHOLE, Edges, SequencePart
 from megasparse.attention.sinks import merge
-from megasparse.config.attention import MECHANISMS, heads_of_layer, layers_with
-from megasparse.config.schema import ModelConfig, PositionsConfig
+from megasparse.config.attention import MECHANISMS
+from megasparse.config.schema import ModelConfig, PositionsConfig, heads_of_layer, layers_with
 from megasparse.ops.normalize import layer_norm, unit_keys
 from megasparse.ops.operator import Linear, autocast_off
 from megasparse.ops.positions import rotate

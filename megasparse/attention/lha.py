@@ -10,7 +10,7 @@ B batch, H heads, L length, D head dim, N buckets, M chunk, W clusters, S sample
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -44,6 +44,7 @@ from megasparse.attention.lha_hash import (
     scores_of,
 )
 from megasparse.config.attention import MechanismSection, mechanism
+from megasparse.config.schema import ModelConfig
 from megasparse.config.section import Count, Positive
 from megasparse.errors import ConfigError
 from megasparse.ops import hash_learning
@@ -52,9 +53,6 @@ from megasparse.ops.hash_learning import Draws
 from megasparse.ops.operator import Linear, at_least_fp32, implementation
 from megasparse.ops.positions import sinusoids
 from megasparse.ops.random import random_bits
-
-if TYPE_CHECKING:
-    from megasparse.config.schema import ModelConfig
 
 
 class Assignment(NamedTuple):
@@ -122,7 +120,7 @@ class LHAAttentionConfig(MechanismSection):
     normalize: bool = False
     """Layer-normalise the queries and keys of each head, without gain and bias, as in the released code."""
 
-    def check(self, key: str, model: "ModelConfig") -> None:
+    def check(self, key: str, model: ModelConfig) -> None:
         check_band(key, self.window, self.local, self.sinks)
         if self.utility == "collisions" and self.joint and model.kind != "encoder":
             problem = '"collisions" needs separate hashes of queries and keys, but joint = true adds them'

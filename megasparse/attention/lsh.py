@@ -4,7 +4,7 @@ B batch, H heads, R rounds, L length, D head dim.
 """
 
 import math
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -19,16 +19,14 @@ from megasparse.attention.contract import (
     MechanismSpec,
     Passes,
 )
-from megasparse.config.attention import MechanismSection, heads_of_layer, mechanism
+from megasparse.config.attention import MechanismSection, mechanism
 from megasparse.config.messages import show
+from megasparse.config.schema import ModelConfig, heads_of_layer
 from megasparse.config.section import Count, Positive
 from megasparse.errors import ConfigError
 from megasparse.ops.bucketed_attention import Window
 from megasparse.ops.hashing import angular_hash
 from megasparse.ops.random import rotations
-
-if TYPE_CHECKING:
-    from megasparse.config.schema import ModelConfig
 
 
 class LSHAttentionConfig(MechanismSection):
@@ -67,7 +65,7 @@ class LSHAttentionConfig(MechanismSection):
     def causal_only(self) -> str | None:  # type: ignore[override]
         return "with shifted_keys it attends to the tokens that followed earlier ones" if self.shifted_keys else None
 
-    def check(self, key: str, model: "ModelConfig") -> None:
+    def check(self, key: str, model: ModelConfig) -> None:
         if self.chunk > model.max_length:
             problem = f"{self.chunk} is longer than model.max_length = {model.max_length}"
             raise ConfigError(f"{key}.chunk", problem, f"Set it to {model.max_length} or less")
@@ -98,7 +96,7 @@ class LSHAttentionConfig(MechanismSection):
             problem = f"{error}, and one rotation of that size would cost too much"
             raise ConfigError(key, problem, "Use a multiple of 4") from None
 
-    def _check_shifted_keys(self, key: str, model: "ModelConfig") -> None:
+    def _check_shifted_keys(self, key: str, model: ModelConfig) -> None:
         if not self.shared_qk or self.window != "band":
             problem = f'true is given, but shared_qk = {show(self.shared_qk)} and window = "{self.window}"'
             raise ConfigError(key, problem, 'Set shared_qk to true and window to "band"')

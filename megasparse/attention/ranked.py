@@ -8,7 +8,7 @@ per bucket, T queries per tile, C candidates per query.
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, cast
+from typing import Annotated, Any, ClassVar, cast
 
 import torch
 from pydantic import Field
@@ -18,13 +18,11 @@ from megasparse.attention.contract import AttentionContext, AttentionInputs, Mec
 from megasparse.attention.far_attention import SAMPLES, imbalance
 from megasparse.attention.smart_bird import SmartBirdAttention, check_sketch
 from megasparse.config.attention import MechanismSection, mechanism
+from megasparse.config.schema import ModelConfig
 from megasparse.config.section import Count, Positive
 from megasparse.errors import ConfigError
 from megasparse.ops.operator import without_autocast
 from megasparse.ops.sketch import gathered_products, rounded_ranks
-
-if TYPE_CHECKING:
-    from megasparse.config.schema import ModelConfig
 
 _TILE = {"cpu": 1 << 14, "cuda": 1 << 23}
 """Candidates of a tile of queries; on a CPU their vectors fit its cache."""
@@ -66,7 +64,7 @@ class RankedAttentionConfig(MechanismSection):
     evaluation: ClassVar[str] = "top_k"
     labels: ClassVar[None] = None
 
-    def check(self, key: str, model: "ModelConfig") -> None:
+    def check(self, key: str, model: ModelConfig) -> None:
         if self.probes > self.buckets:
             problem = f"{self.probes} is more than the {self.buckets} buckets"
             raise ConfigError(f"{key}.probes", problem, "Set it to at most buckets")

@@ -5,7 +5,7 @@ B batch, H heads, L length, D head dim, E width of the layer's input, d width of
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -27,7 +27,8 @@ from megasparse.attention.full import Cache, KeyValueCache
 from megasparse.attention.local import cached_window
 from megasparse.attention.sequence_part import WHOLE, SequencePart
 from megasparse.attention.sinks import DocumentRanks, merge, sink_index, without_seen
-from megasparse.config.attention import MechanismSection, heads_of_layer, mechanism
+from megasparse.config.attention import MechanismSection, mechanism
+from megasparse.config.schema import ModelConfig, heads_of_layer
 from megasparse.config.section import Count, Positive
 from megasparse.errors import ConfigError
 from megasparse.ops.bucketed_attention import BucketedAttentionSpec, Window
@@ -37,15 +38,11 @@ from megasparse.ops.positions import sinusoids
 from megasparse.ops.sketch import KeyChoiceSpec, Noise, chosen_keys, exact_projection, sketched_attention
 from megasparse.ops.tiled import tiled
 
-if TYPE_CHECKING:
-    from megasparse.config.schema import ModelConfig
-
-
 ASKED = {"token": "one token per position", "pooled": "one label per sequence", "answer": "the tokens of an answer"}
 """Descriptions of a sketch's targets, by objective."""
 
 
-def check_sketch(config: Any, kind: str, key: str, model: "ModelConfig") -> None:
+def check_sketch(config: Any, kind: str, key: str, model: ModelConfig) -> None:
     """Raise ConfigError unless `sketch_heads` divides the heads of this kind in every layer of `model`, and signs fill
     bytes.
     """
@@ -100,7 +97,7 @@ class SmartBirdAttentionConfig(MechanismSection):
     """First tokens of each document that all later ones (in an encoder all) attend to, in the same softmax, each
     once."""
 
-    def check(self, key: str, model: "ModelConfig") -> None:
+    def check(self, key: str, model: ModelConfig) -> None:
         if (self.objective == "pooled") != (self.labels is not None):
             labels = "null" if self.labels is None else self.labels
             problem = f'{labels} does not match objective = "{self.objective}"'

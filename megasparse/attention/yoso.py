@@ -5,7 +5,7 @@ B batch, H heads, L length, D head dim, m hashes, τ code bits, S kernel size.
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -24,14 +24,12 @@ from megasparse.attention.contract import (
 from megasparse.attention.full import Cache, KeyValueCache
 from megasparse.attention.sequence_part import WHOLE, SequencePart
 from megasparse.config.attention import MechanismSection, mechanism
+from megasparse.config.schema import ModelConfig
 from megasparse.config.section import Positive
 from megasparse.errors import ConfigError
 from megasparse.ops.hash_table_attention import HashTableAttentionSpec, expected_attention, hash_table_attention
 from megasparse.ops.hashing import sign_codes
 from megasparse.ops.normalize import unit_vectors
-
-if TYPE_CHECKING:
-    from megasparse.config.schema import ModelConfig
 
 
 @dataclass
@@ -76,7 +74,7 @@ class YOSOAttentionConfig(MechanismSection):
             )
         return values
 
-    def check(self, key: str, model: "ModelConfig") -> None:
+    def check(self, key: str, model: ModelConfig) -> None:
         if self.code_bits is not None and self.code_bits > 30:
             problem = f"{self.code_bits} bits do not fit a 32-bit code"
             raise ConfigError(f"{key}.code_bits", problem, "Set it to 30 or less, or to null")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from megasparse.errors import ConfigError, DataError, HubError, whole
 
 if TYPE_CHECKING:
-    from megasparse.config.load import Settings
+    from megasparse.settings.load import Settings
 
 
 def add_config(parser: argparse.ArgumentParser) -> None:
@@ -102,7 +102,7 @@ def config_from(args: argparse.Namespace, kind: "type[Settings]") -> "Settings":
 
     Raises the errors of `load_settings`.
     """
-    from megasparse.config.load import load_settings
+    from megasparse.settings.load import load_settings
 
     base = None
     if getattr(args, "start", None) is not None:

@@ -12,8 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megasparse.attention.heads import LLAMA3_TURNS, YARN_TURNS
-from megasparse.config.attention import kinds
-from megasparse.config.schema import Config, ModelConfig, PositionsConfig
+from megasparse.config.schema import Config, ModelConfig, PositionsConfig, kinds
 from megasparse.errors import HubError
 from megasparse.hub.formats import (
     Exported,

@@ -28,8 +28,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from megasparse.attention.contract import Attention, AttentionContext, AttentionInputs, CachedTokens, Targets
 from megasparse.attention.full import FullAttention
 from megasparse.attention.heads import Padding, build_mechanism, split_heads_by_mechanism
-from megasparse.config.attention import AttentionConfig, heads_of_layer
-from megasparse.config.schema import ModelConfig
+from megasparse.config.attention import AttentionConfig
+from megasparse.config.schema import ModelConfig, heads_of_layer
 from megasparse.errors import HubError
 from megasparse.hub import TESTED_TRANSFORMERS
 from megasparse.ops.gathered_attention import gathered_attention

@@ -12,8 +12,7 @@ import torch
 from megasparse.attention.contract import Attention, Passes, product
 from megasparse.attention.cross import CrossAttention
 from megasparse.attention.heads import build_mechanism, ranks_with_the_same_heads
-from megasparse.config.attention import heads_of_layer
-from megasparse.config.schema import GATED, ModelConfig, encoder_part
+from megasparse.config.schema import GATED, ModelConfig, encoder_part, heads_of_layer
 from megasparse.errors import ConfigError
 from megasparse.training.ranks import Ranks
 

@@ -76,7 +76,7 @@ def runs_of(
     an unknown arm or an invalid configuration.
     """
     names, runs = chosen(arms, comparison["arms"], "--arms"), []
-    from megasparse.config.load import load_config  # imports torch, for which a wrong name should not wait
+    from megasparse.settings.load import load_config  # imports torch, for which a wrong name should not wait
 
     for seed in seeds:
         for arm in names:

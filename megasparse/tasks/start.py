@@ -18,11 +18,10 @@ from torch import Tensor, nn
 
 from megasparse.attention.contract import Targets
 from megasparse.attention.heads import Padding
-from megasparse.config.attention import AttentionConfig, evaluation_rounds, kinds, predicts
-from megasparse.config.checks import check_model
+from megasparse.config.attention import AttentionConfig
 from megasparse.config.finetuning import FinetuneConfig
 from megasparse.config.messages import show
-from megasparse.config.schema import LoRAConfig, ModelConfig
+from megasparse.config.schema import LoRAConfig, ModelConfig, evaluation_rounds, kinds, predicts
 from megasparse.data.tokenizers import NAMED, Tokenizer, build_tokenizer, words_of
 from megasparse.errors import CheckpointError, ConfigError, FileError, HubError
 from megasparse.files import file_sha256, read_file, write_file
@@ -31,6 +30,7 @@ from megasparse.model.build import empty_model, initialise
 from megasparse.model.embedding import initialise_from_glove
 from megasparse.model.stack import Stack
 from megasparse.ops.random import RngContext
+from megasparse.settings.checks import check_model
 from megasparse.tasks.batches import Padded
 from megasparse.training.checkpoints.checkpoint import (
     Checkpoint,

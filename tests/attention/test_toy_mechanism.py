@@ -8,10 +8,10 @@ import torch
 import megasparse
 from megasparse.attention.contract import Attention, AttentionOutput, Passes
 from megasparse.config.attention import MECHANISMS, AttentionConfig, MechanismSection, mechanism, rebuild_schemas
-from megasparse.config.load import build_config
 from megasparse.errors import ConfigError
 from megasparse.model.build import build_model
 from megasparse.planning.flops import known_flops_per_token, model_flops_per_token
+from megasparse.settings.load import build_config
 from tests.helpers.commands import refusal
 from tests.helpers.models import random_tokens, training_draws
 

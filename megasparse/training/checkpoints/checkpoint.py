@@ -20,12 +20,12 @@ from pydantic import ValidationError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from megasparse.config.checks import check_model
 from megasparse.config.finetuning import FinetuneConfig
 from megasparse.config.schema import Config, LoRAConfig, ModelConfig, RunSettings
 from megasparse.data.tokenizers import NAMED
 from megasparse.errors import CheckpointError, ConfigError
 from megasparse.files import Progress, file_sha256, silent
+from megasparse.settings.checks import check_model
 from megasparse.training.checkpoints.manifest import MANIFEST, RESTORE, find_checkpoint, read_manifest, size_of
 
 FORGED = "Do not trust it"

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from megasparse.config.checks import check
 from megasparse.config.schema import Config
 from megasparse.data import urls
 from megasparse.errors import CheckpointError, ConfigError, StorageError
 from megasparse.files import silent
+from megasparse.settings.checks import check
 from megasparse.training.checkpoints import bucket as bucket_module
 from megasparse.training.checkpoints.bucket import Bucket
 from megasparse.training.checkpoints.checkpoint import Checkpoint

@@ -7,12 +7,12 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
-from megasparse.config.checks import check
 from megasparse.config.files import ConfigFile, merge, parse_json, read_files
 from megasparse.config.finetuning import FinetuneConfig
 from megasparse.config.messages import as_config_error, dotted, show
 from megasparse.config.schema import Config, RunSettings
 from megasparse.errors import ConfigError
+from megasparse.settings.checks import check
 
 Settings = TypeVar("Settings", bound=RunSettings)
 
