@@ -18,7 +18,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
-from megasparse.errors import DataError
+from megasparse.errors import CheckpointError, DataError
 
 Progress = Callable[[str], None]
 """Called with a description of the current work whenever it advances."""
@@ -267,6 +267,26 @@ def cut_lines(path: Path, last_step: int | None) -> None:
         if not all(map(valid, lines)):
             with replacing(path) as out:
                 out.writelines(filter(valid, lines))
+
+
+LONGEST_LINE = 1 << 24
+"""Longest line that is read, bytes."""
+
+
+def read_line(path: Path, step: int) -> tuple[int, dict[str, Any]]:
+    """Return the last step with a complete line (0 if there is none), and the line of `step` ({} if there is none)."""
+    last, match = b"", b""
+    with suppress(FileNotFoundError), open_file(path) as file:
+        while line := file.readline(LONGEST_LINE):
+            if line.endswith(b"\n"):
+                last = line
+                if line.startswith(b'{"step": %d,' % step):
+                    match = line
+    last_step = json_object(last).get("step") if last else 0
+    if type(last_step) is not int or not 0 <= last_step < 1 << 63:
+        problem = f"its last line contains no step: {last.strip()[:40].decode(errors='replace')}"
+        raise CheckpointError(path, problem, "Remove that line, or move the file away")
+    return last_step, json_object(match)
 
 
 def file_sha256(file: str | os.PathLike[str] | int, progress: Callable[[], None] = lambda: None) -> str:

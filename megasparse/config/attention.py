@@ -8,7 +8,7 @@ settings/checks.py.
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar, get_args
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, model_validator
 from pydantic.fields import FieldInfo
 
 from megasparse.config.section import Positive, Rate, Section
@@ -131,8 +131,11 @@ class AttentionConfig(Section):
     """Number of groups of each mechanism's heads that attend one after another, backward included, to save memory.
     Losses do not change."""
 
-    def model_post_init(self, context: Any, /) -> None:
+    @model_validator(mode="before")
+    @classmethod
+    def _require_mechanisms(cls, values: Any) -> Any:
         assert MECHANISMS, "import megasparse.attention first: its mechanisms register themselves"
+        return values
 
     if TYPE_CHECKING:
 

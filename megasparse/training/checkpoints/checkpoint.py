@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from pydantic import ValidationError
@@ -53,6 +53,16 @@ class Fragment:
     @property
     def numel(self) -> int:
         return self.memory.numel()
+
+
+class StateOwner(Protocol):
+    """Owner of weights and optimizer state, such as an engine."""
+
+    def fragments(self) -> list[Fragment]:
+        """Return the fragments that this rank saves."""
+
+    def steps_done(self) -> int:
+        """Return the number of optimizer updates applied so far."""
 
 
 class Checkpoint:

@@ -13,7 +13,7 @@ from typing import Any
 
 from megasparse.config.schema import Config, RunSettings
 from megasparse.errors import CheckpointError, ConfigError
-from megasparse.files import Progress, json_object, open_file, read_file
+from megasparse.files import Progress, read_file, read_line
 from megasparse.training.checkpoints.bucket import fetch_newest
 from megasparse.training.checkpoints.checkpoint import Checkpoint
 from megasparse.training.checkpoints.manifest import (
@@ -191,10 +191,6 @@ def _set_aside_later(directory: Path, checkpoint: Checkpoint) -> None:
             print(f"{path} is later than the checkpoint to resume from: renamed to {aside}", file=sys.stderr)
 
 
-LONGEST_LINE = 1 << 24
-"""Longest line that is read, bytes."""
-
-
 def check_records(directory: Path, start: Checkpoint | None, resume: str) -> None:
     """Check that `directory`/metrics.jsonl and the checkpoint to resume from belong to the same run.
 
@@ -229,22 +225,6 @@ def _last_loss(checkpoint: Checkpoint) -> float | None:
     guard = checkpoint.state.get("loss_guard", {})
     losses = guard.get("losses")
     return losses[-1] if losses and not guard.get("skipped_in_a_row") else None
-
-
-def read_line(path: Path, step: int) -> tuple[int, dict[str, Any]]:
-    """Return the last step with a complete line (0 if there is none), and the line of `step` ({} if there is none)."""
-    last, match = b"", b""
-    with suppress(FileNotFoundError), open_file(path) as file:
-        while line := file.readline(LONGEST_LINE):
-            if line.endswith(b"\n"):
-                last = line
-                if line.startswith(b'{"step": %d,' % step):
-                    match = line
-    last_step = json_object(last).get("step") if last else 0
-    if type(last_step) is not int or not 0 <= last_step < 1 << 63:
-        problem = f"its last line contains no step: {last.strip()[:40].decode(errors='replace')}"
-        raise CheckpointError(path, problem, "Remove that line, or move the file away")
-    return last_step, json_object(match)
 
 
 def _saved_for_certain(directory: Path, last: int) -> int:

@@ -7,7 +7,7 @@ import statistics
 
 import pytest
 
-from megasparse.training.loop import DEVIATIONS, FEWEST, HISTORY, LossGuard, Selection
+from megasparse.training.state import DEVIATIONS, FEWEST, HISTORY, LossGuard, Selection
 
 
 def after(losses: list[float]) -> LossGuard:
