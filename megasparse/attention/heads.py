@@ -139,6 +139,7 @@ class AttentionLayer(nn.Module):
                     mechanism.fill_cache(x, inputs, cache[kind], local)
             outs.append(start_to_tokens(output, local.part)())
             if (loss := output.auxiliary_loss) is not None:
+                assert mechanism.has_auxiliary_loss, f"{kind} returns an auxiliary loss: set its has_auxiliary_loss"
                 auxiliary = loss if auxiliary is None else auxiliary + loss
             statistics |= {f"{kind}/{name}": value for name, value in output.statistics.items()}
         return AttentionOutput(self._merge(outs), auxiliary, statistics)

@@ -143,6 +143,7 @@ class LHAAttention(BandAttention):
     query and key into the same bucket (Eq. 18). Number and size of buckets follow from max_length.
     """
 
+    has_auxiliary_loss = True
     auxiliary_weight = WEIGHT
 
     def __init__(self, config: LHAAttentionConfig, spec: MechanismSpec):

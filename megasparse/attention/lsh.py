@@ -59,7 +59,8 @@ class LSHAttentionConfig(MechanismSection):
     attends to the tokens that followed equal ones, at any distance. The first key of a document is 0, in bucket 0. Such
     layers do not use rotary positions."""
 
-    rounds_key = "rounds"
+    def hash_rounds(self, training: bool) -> int:
+        return self.rounds if training else self.evaluation_rounds or self.rounds
 
     @property
     def causal_only(self) -> str | None:  # type: ignore[override]
@@ -237,4 +238,4 @@ class LSHAttention(BandAttention):
         return work.pairs(keys) * (self.config.rounds + self.local) + work.pairs(self.sinks) + Passes(codes)
 
     def cached_rounds(self, rounds: int | None) -> int:
-        return rounds or self.config.rounds_in_evaluation
+        return rounds or self.config.hash_rounds(training=False)

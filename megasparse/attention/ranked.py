@@ -86,6 +86,9 @@ class RankedAttention(SmartBirdAttention):
     Two losses train it: the divergence of the sketch from the heads' full attention, and `bucket_loss`.
     """
 
+    # With larger weights one bucket gets almost all probability, so gradients vanish.
+    initial_deviations = dict.fromkeys(("query_buckets.weight", "key_buckets.weight"), 0.02)
+
     def __init__(self, config: RankedAttentionConfig, spec: MechanismSpec):
         super().__init__(cast(Any, config), spec)  # with a sketch's settings
         self.index_width += 2

@@ -149,6 +149,8 @@ class SmartBirdAttention(Attention):
     "transformer" separate token embeddings, with "heads" the queries and keys of `sketch_heads` heads.
     """
 
+    has_auxiliary_loss = True
+
     def __init__(self, config: SmartBirdAttentionConfig, spec: MechanismSpec):
         super().__init__(config, spec)
         window = Window("chunk", min(config.chunk, spec.max_length), ahead=not spec.causal)

@@ -23,7 +23,9 @@ class SMYRFAttentionConfig(MechanismSection):
     """Queries, and keys, per cluster."""
 
     bidirectional_only = "its balanced clusters depend on all tokens"
-    rounds_key = "rounds"
+
+    def hash_rounds(self, training: bool) -> int:
+        return self.rounds
 
 
 @mechanism("smyrf", SMYRFAttentionConfig)

@@ -60,8 +60,10 @@ class YOSOAttentionConfig(MechanismSection):
     chunk: Positive = 128
     """Decoders on a CPU only: tokens per chunk. Tables are updated per chunk; inside a chunk, pairs are compared."""
 
-    rounds_key = "hashes"
     no_probabilities = True
+
+    def hash_rounds(self, training: bool) -> int:
+        return self.hashes if training else self.evaluation_hashes or self.hashes
 
     @model_validator(mode="before")
     @classmethod
@@ -163,7 +165,7 @@ class YOSOAttention(Attention):
         recent = like.new_zeros(batch, spec.heads, (self.config.convolution or 1) - 1, width)
         if self.config.expectation:
             return YOSOCache(None, KeyValueCache.empty(batch, spec, spec.max_length, like), recent)
-        hashes = rounds or self.config.rounds_in_evaluation
+        hashes = rounds or self.config.hash_rounds(training=False)
         dtype = torch.promote_types(like.dtype, torch.float32)
         tables = torch.zeros(batch, spec.heads, hashes, 1 << self.code_bits, width, dtype=dtype, device=like.device)
         return YOSOCache(tables, None, recent)

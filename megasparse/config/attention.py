@@ -25,15 +25,11 @@ class MechanismSection(Section):
     """Reason why encoders cannot use it; None if they can."""
     no_probabilities: ClassVar[bool] = False
     """True if it computes no softmax over keys, so that dropout of probabilities does not apply."""
-    rounds_key: ClassVar[str | None] = None
-    """Key of the hash rounds (YOSO: hashes) in training, fewer of which take less memory; None without rounds."""
 
-    @property
-    def rounds_in_evaluation(self) -> Any:
-        """Hash rounds (YOSO: hashes) in evaluation and generation: the value of `evaluation_` + `rounds_key`, or the
-        rounds of training if it is null or missing. None without rounds."""
-        key = self.rounds_key
-        return None if key is None else getattr(self, f"evaluation_{key}", None) or getattr(self, key)
+    def hash_rounds(self, training: bool) -> int | None:
+        """Return the hash rounds (YOSO: hashes) of a pass, in training or else in evaluation and generation; None if
+        the mechanism does not hash in rounds."""
+        return None
 
     @property
     def joined(self) -> str | None:

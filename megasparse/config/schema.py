@@ -363,7 +363,7 @@ def kinds(model: ModelConfig) -> list[str]:
 
 def evaluation_rounds(model: ModelConfig) -> dict[str, int]:
     """Return mechanism -> hash rounds (YOSO: hashes) in evaluation, for mechanisms of the model that hash."""
-    rounds = {kind: getattr(model.attention, kind).rounds_in_evaluation for kind in kinds(model)}
+    rounds = {kind: getattr(model.attention, kind).hash_rounds(training=False) for kind in kinds(model)}
     return {kind: number for kind, number in rounds.items() if number is not None}
 
 

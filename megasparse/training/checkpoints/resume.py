@@ -11,6 +11,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+from megasparse.config.attention import MECHANISMS
 from megasparse.config.schema import Config, RunSettings
 from megasparse.errors import CheckpointError, ConfigError
 from megasparse.files import Progress, read_file, read_line
@@ -146,8 +147,7 @@ def _check_config(checkpoint: Checkpoint, config: RunSettings, allow_changed: bo
     # Keys that follow from other keys are compared by these: the warm-up is a fraction of the steps, which may change.
     derived = ("optimizer.warmup_steps",) * bool(now.get("optimizer.warmup_fraction"))
     patterns = json.dumps([value for key, value in now.items() if key.endswith("attention.pattern")])
-    # Their auxiliary losses are means over a micro-batch, so its size affects results.
-    averages = any(f'"{kind}"' in patterns for kind in ("ranked", "lha", "smart_bird"))
+    averages = any(f'"{kind}"' in patterns for kind, cls in MECHANISMS.items() if cls.has_auxiliary_loss)
     free_keys = [key for key in (*FREE_TO_CHANGE, *derived) if key != "training.micro_batch" or not averages]
     conflicts = [key for key in changed if not any(key == free or key.startswith(f"{free}.") for free in free_keys)]
     if checkpoint.manifest["data_fingerprint"] == NO_DATA:  # nothing has been computed yet
