@@ -43,8 +43,7 @@ class DeepSpeedEngine(Engine):
                 weights.fill(ranks.device)
             else:
                 self._partition(weights, settings)
-            trained, shapes = self._trained.values(), self._shapes.values()
-            self.optimizer = build_optimizer(trained, config.optimizer, self._stage > 0, shapes)
+            self.optimizer = build_optimizer(self._trained, config.optimizer, self._stage > 0, self._shapes)
             groups = enumerate(self.optimizer.param_groups)
             self._group_of = {self._names[id(p)]: number for number, group in groups for p in group["params"]}
             self._engine = deepspeed.initialize(model=model, optimizer=self.optimizer, config=settings)[0]
