@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim import Adafactor, AdamW, Optimizer
 
 from megasparse.errors import ConfigError
-from megasparse.optimizers.muon import Muon, is_hidden
+from megasparse.optimizers.muon import BATCH, BYTES_PER_NUMBER, Muon, is_hidden
 from megasparse.optimizers.partitioned_adafactor import PartitionedAdafactor
 
 
@@ -63,8 +63,8 @@ class OptimizerSpec(ABC):
         """Bytes of state for a weight of this name and shape, excluding its counter."""
         return self.bytes_per_weight * math.prod(shape)
 
-    def scratch_bytes(self, shape: Sequence[int]) -> int:
-        """Bytes of temporaries while a weight of this shape is updated."""
+    def scratch_bytes(self, shapes: Mapping[str, Sequence[int]]) -> int:
+        """Peak bytes of temporaries of an update. shapes: of the weights, by name."""
         return 0
 
 
@@ -104,8 +104,8 @@ class AdafactorSpec(OptimizerSpec):
     def state_bytes(self, name: str, shape: Sequence[int]) -> int:
         return 4 * sum(math.prod(part) for part in _state_shapes(shape).values())
 
-    def scratch_bytes(self, shape: Sequence[int]) -> int:
-        return 4 * math.prod(shape)  # the update of one weight
+    def scratch_bytes(self, shapes: Mapping[str, Sequence[int]]) -> int:
+        return 4 * max(map(math.prod, shapes.values()))  # the update of one weight
 
 
 class MuonSpec(AdamWSpec):
@@ -116,11 +116,12 @@ class MuonSpec(AdamWSpec):
     def build(self, groups: list[dict[str, Any]], settings: Settings) -> Optimizer:
         return Muon(groups, settings.betas, settings.eps)
 
-    def build_partitioned(self, groups: list[dict[str, Any]], settings: Settings) -> Optimizer:
-        raise ConfigError("optimizer.name", '"muon" does not support ZeRO 1 to 3', 'Set run.engine="torch"')
-
     def state_bytes(self, name: str, shape: Sequence[int]) -> int:
         return (4 if is_hidden(name, shape) else self.bytes_per_weight) * math.prod(shape)
+
+    def scratch_bytes(self, shapes: Mapping[str, Sequence[int]]) -> int:
+        sizes = [math.prod(shape) for name, shape in shapes.items() if is_hidden(name, shape)]
+        return BYTES_PER_NUMBER * max(min(BATCH, sum(sizes)), max(sizes, default=0))
 
 
 def _state_shapes(shape: Sequence[int]) -> dict[str, tuple[int, ...]]:

@@ -196,7 +196,7 @@ class ConfiguredPass:
                 moments += size
             else:
                 factors += size
-        scratch = max(optimizer.scratch_bytes(weight.shape) for weight in trained.values())
+        scratch = optimizer.scratch_bytes({name: weight.shape for name, weight in trained.items()})
         frozen = sum(weight.numel() for weight in weights) - number
         rounded = self.config.training.precision == "bf16"
         return States(number, frozen, largest, moments, rounded, scratch, factors)
