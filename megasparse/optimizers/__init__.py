@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim import Adafactor, AdamW, Optimizer
 
 from megasparse.errors import ConfigError
-from megasparse.optimizers.muon import BATCH, BYTES_PER_NUMBER, Muon, is_hidden
+from megasparse.optimizers.muon import Muon, is_hidden, scratch_bytes
 from megasparse.optimizers.partitioned_adafactor import PartitionedAdafactor
 
 
@@ -120,8 +120,7 @@ class MuonSpec(AdamWSpec):
         return (4 if is_hidden(name, shape) else self.bytes_per_weight) * math.prod(shape)
 
     def scratch_bytes(self, shapes: Mapping[str, Sequence[int]]) -> int:
-        sizes = [math.prod(shape) for name, shape in shapes.items() if is_hidden(name, shape)]
-        return BYTES_PER_NUMBER * max(min(BATCH, sum(sizes)), max(sizes, default=0))
+        return scratch_bytes([shape for name, shape in shapes.items() if is_hidden(name, shape)])
 
 
 def _state_shapes(shape: Sequence[int]) -> dict[str, tuple[int, ...]]:

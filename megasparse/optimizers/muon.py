@@ -10,6 +10,7 @@ orthogonalises the whole and returns the pieces. The momentum stays with the pie
 
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, groupby
@@ -26,8 +27,6 @@ COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Defaults of torch.optim.Muon."""
 BATCH = 1 << 22
 """Numbers that a rank orthogonalises at a time, or one matrix if it is larger; bounds the temporaries."""
-BYTES_PER_NUMBER = 24
-"""Bytes of temporaries per number of a batch: the update, its matrices, two iterates and two Gram matrices in fp32."""
 
 Span = tuple[int, int]
 """First number and length of a rank's piece of a matrix."""
@@ -129,21 +128,19 @@ class Muon(AdamW):
     def _orthogonalised(self, owned: Sequence[Sequence[_Matrix]]) -> list[Tensor]:
         """Return this rank's pieces of the updates of a round. owned: the matrices of each owner."""
         own, empty = owned[self._rank], next(chain.from_iterable(owned)).gradient.new_empty(0)
-        lengths = [[matrix.spans[rank][1] for matrix in own] for rank in range(len(owned))]
-        parts = [torch.cat([empty, *(matrix.update() for matrix in matrices)]) for matrices in owned]
-        parts = self._exchange(parts, [sum(numbers) for numbers in lengths])
-        sizes = [matrix.piece.size for matrix in own]
-        whole = parts[0].new_empty(sum(sizes))
-        pairs = list(zip(own, whole.split(sizes), strict=True))
-        for rank, numbers in enumerate(lengths):
-            for (matrix, update), part in zip(pairs, parts[rank].split(numbers), strict=True):
-                update.narrow(0, *matrix.spans[rank]).copy_(part)
-        del parts
+        whole = _assembled(
+            own,
+            self._exchange(
+                [torch.cat([empty, *(matrix.update() for matrix in matrices)]) for matrices in owned],
+                [sum(matrix.spans[rank][1] for matrix in own) for rank in range(len(owned))],
+            ),
+        )
         first = 0
         for shape, group in groupby(matrix.piece.shape for matrix in own):
             stack = whole[first:].narrow(0, 0, len(list(group)) * math.prod(shape)).view(-1, *shape)
             stack.copy_(orthogonalise(stack))
             first += stack.numel()
+        pairs = list(zip(own, whole.split([matrix.piece.size for matrix in own]), strict=True))
         parts = [
             torch.cat([whole[:0], *(update.narrow(0, *matrix.spans[rank]) for matrix, update in pairs)])
             for rank in range(len(owned))
@@ -151,6 +148,17 @@ class Muon(AdamW):
         lengths = [[matrix.piece.numel for matrix in matrices] for matrices in owned]
         parts = self._exchange(parts, [sum(numbers) for numbers in lengths])
         return [update for part, numbers in zip(parts, lengths, strict=True) for update in part.split(numbers)]
+
+
+def _assembled(matrices: Sequence[_Matrix], parts: Sequence[Tensor]) -> Tensor:
+    """Return the updates of whole matrices, one after the other. parts: of each rank, its pieces of them."""
+    whole = parts[0].new_empty(sum(matrix.piece.size for matrix in matrices))
+    updates = whole.split([matrix.piece.size for matrix in matrices])
+    for rank, part in enumerate(parts):
+        pieces = part.split([matrix.spans[rank][1] for matrix in matrices])
+        for matrix, update, piece in zip(matrices, updates, pieces, strict=True):
+            update.narrow(0, *matrix.spans[rank]).copy_(piece)
+    return whole
 
 
 def _rounds(matrices: Sequence[_Matrix]) -> Iterator[list[list[_Matrix]]]:
@@ -195,3 +203,15 @@ def orthogonalise(matrices: Tensor) -> Tensor:
         gram = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x.mT if tall else x
+
+
+def scratch_bytes(shapes: Sequence[Sequence[int]]) -> int:
+    """Return the peak bytes of temporaries of an update of matrices: a batch, and two iterates and two Gram matrices of
+    its largest stack, in fp32.
+    """
+    sizes = [math.prod(shape) for shape in shapes]
+    stacks = [
+        min(count, max(1, BATCH // math.prod(shape))) * (math.prod(shape) + min(shape) ** 2)
+        for shape, count in Counter(map(tuple, shapes)).items()
+    ]
+    return 4 * (max(*sizes, min(BATCH, sum(sizes))) + 2 * max(stacks))

@@ -1,4 +1,7 @@
-"""Muon against torch's and against its definition by singular values; the weights that it updates."""
+"""Muon against torch's and its definition by singular values, on pieces of weights, and the weights that it updates."""
+
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
 
 import pytest
 import torch
@@ -9,7 +12,9 @@ from megasparse.config.schema import ModelConfig, OptimizerConfig
 from megasparse.errors import ConfigError
 from megasparse.model.build import empty_model
 from megasparse.optimizers import build_optimizer
-from megasparse.optimizers.muon import is_hidden, orthogonalise
+from megasparse.optimizers import muon as implementation
+from megasparse.optimizers.muon import Muon, is_hidden, orthogonalise
+from tests.optimizers.test_partitioned_adafactor import RANKS, cut
 
 SHAPES = {"blocks.0.up": (12, 5), "blocks.0.gate": (12, 5), "blocks.0.down": (5, 12), "blocks.1.query": (6, 6)}
 CONFIG = OptimizerConfig(name="muon", weight_decay=0.3, betas=(0.8, 0.9), eps=1e-6)
@@ -37,6 +42,52 @@ def test_five_steps_are_those_of_torch():
     for name, start in drawn(0).items():
         update, expected = ours[name] - start, theirs[name] - start
         assert (update - expected).norm() < 0.01 * expected.norm() * (name in SHAPES) + 1e-6, name
+
+
+@pytest.mark.parametrize("batch", [50, 1000])
+@pytest.mark.parametrize("ends", [[40, 83, 216], [3, 4, 216], [60, 216, 216], [216, 216, 216]])
+def test_matrices_in_pieces_are_updated_as_whole_ones(ends, batch, monkeypatch):
+    """The ranks are threads. batch: numbers orthogonalised at a time, less than a matrix or more than all."""
+    monkeypatch.setattr(implementation, "BATCH", batch)
+    barrier, sent = Barrier(RANKS), [list[Tensor]()] * RANKS
+    flat = {step: torch.cat([drawn(step)[name].flatten() for name in SHAPES]) for step in range(4)}
+    spans = {
+        piece[0].name: [(part.start, part.numel) for part in piece]
+        for piece in zip(*(cut(SHAPES, ends, rank)[2] for rank in range(RANKS)), strict=True)
+    }
+
+    def train(rank: int) -> tuple[Tensor, Tensor]:
+        def exchange(vectors: list[Tensor], lengths: list[int]) -> list[Tensor]:
+            sent[rank] = vectors
+            barrier.wait()
+            received = [sent[other][rank] for other in range(RANKS)]
+            barrier.wait()
+            assert [len(vector) for vector in received] == lengths
+            return received
+
+        begin, end, pieces = cut(SHAPES, ends, rank)
+        vector = flat[0][begin:end].clone().requires_grad_()
+        optimizer = Muon([{"params": [vector], "weight_decay": 0.3, "hidden": True, "lr": 0.1}], (0.9, 0.9), 1e-8)
+        vector.grad = torch.ones_like(vector)
+        optimizer.step()  # not attached yet: nothing to do
+        optimizer.attach({vector: pieces}, spans, rank, exchange)
+        for step in range(1, 4):
+            vector.grad = flat[step][begin:end].clone()
+            optimizer.step()
+        return vector.detach(), optimizer.state[vector]["momentum_buffer"]
+
+    with ThreadPoolExecutor(RANKS) as pool:
+        vectors, momenta = (torch.cat(parts) for parts in zip(*pool.map(train, range(RANKS)), strict=True))
+    whole = {name: weight.requires_grad_() for name, weight in drawn(0).items() if name in SHAPES}
+    optimizer = build_optimizer(whole, CONFIG)
+    optimizer.param_groups[0]["lr"] = 0.1
+    for step in range(1, 4):
+        for name, weight in whole.items():
+            weight.grad = drawn(step)[name]
+        optimizer.step()
+    torch.testing.assert_close(vectors, torch.cat([weight.detach().flatten() for weight in whole.values()]))
+    buffers = [optimizer.state[weight]["momentum_buffer"].flatten() for weight in whole.values()]
+    torch.testing.assert_close(momenta, torch.cat(buffers))
 
 
 @pytest.mark.parametrize("shape", [(3, 4, 9), (1, 5, 5), (2, 1, 3)])
