@@ -13,15 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megasparse.attention.contract import (
-    Attention,
-    AttentionContext,
-    AttentionInputs,
-    AttentionOutput,
-    CachedTokens,
-    MechanismSpec,
-)
-from megasparse.attention.full import Cache, KeyValueCache
+from megasparse.attention.cache import Cache, CachedTokens, KeyValueCache
+from megasparse.attention.contract import Attention, AttentionContext, AttentionInputs, AttentionOutput, MechanismSpec
 from megasparse.attention.sequence_part import WHOLE, SequencePart
 from megasparse.attention.sinks import DocumentRanks, cached_sinks, merge, sink_attention
 from megasparse.errors import ConfigError

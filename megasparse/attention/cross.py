@@ -8,8 +8,10 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from megasparse.attention.contract import AttentionContext, Passes, product
-from megasparse.attention.full import Cache, attend_to_all
+from megasparse.attention.cache import Cache
+from megasparse.attention.contract import AttentionContext
+from megasparse.attention.flops import Flops, product
+from megasparse.attention.full import attend_to_all
 from megasparse.attention.heads import head_dim, merge_heads, projection, split_heads
 from megasparse.config.schema import ModelConfig
 from megasparse.ops.random import PairDropout
@@ -63,7 +65,7 @@ class CrossAttention(nn.Module):
         k, v = part.to_heads(*(split_heads(side(states), self.head_dim) for side in (self.key, self.value)))
         return SourceKeys(k, v, source.key_mask)
 
-    def flops(self, source: int, target: int) -> Passes:
+    def flops(self, source: int, target: int) -> Flops:
         """Return the FLOPs of a whole sequence, including projections: queries and outputs of the target, keys and
         values of the source, and their pairs.
         """

@@ -8,16 +8,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from megasparse.attention.contract import (
-    Attention,
-    AttentionContext,
-    AttentionInputs,
-    AttentionOutput,
-    CachedTokens,
-    MechanismSpec,
-    Passes,
-)
-from megasparse.attention.full import Cache, KeyValueCache
+from megasparse.attention.cache import Cache, CachedTokens, KeyValueCache
+from megasparse.attention.contract import Attention, AttentionContext, AttentionInputs, AttentionOutput, MechanismSpec
+from megasparse.attention.flops import Flops
 from megasparse.attention.sequence_part import WHOLE, SequencePart
 from megasparse.attention.sinks import cached_sinks, merge, sink_attention
 from megasparse.config.attention import MechanismSection, mechanism
@@ -120,7 +113,7 @@ class LocalAttention(Attention):
         window, scale = Window("chunk", self.chunk, ahead=not causal), self.spec.head_dim**-0.5
         return BucketedAttentionSpec(window, causal, scale, exclude_self=False, self_at_last=False, share=share)
 
-    def flops(self, length: int) -> Passes:
+    def flops(self, length: int) -> Flops:
         """Relative positions add separate scores, 6·D per key."""
         work = self.spec.workload(length)
         keys = work.chunks(self.chunk) + work.beyond(self.chunk, self.sinks)

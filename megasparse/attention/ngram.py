@@ -12,6 +12,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from megasparse.attention.band import BandCache
+from megasparse.attention.cache import Cache
 from megasparse.attention.contract import (
     Attention,
     AttentionContext,
@@ -19,9 +20,8 @@ from megasparse.attention.contract import (
     AttentionOutput,
     Buckets,
     MechanismSpec,
-    Passes,
 )
-from megasparse.attention.full import Cache
+from megasparse.attention.flops import Flops
 from megasparse.attention.local import cached_window
 from megasparse.attention.sequence_part import WHOLE, SequencePart
 from megasparse.attention.sinks import cached_sinks, merge, sink_attention
@@ -177,7 +177,7 @@ class NGramAttention(Attention):
         cache.recent = torch.cat([cache.recent, context.tokens], dim=1)[:, -size:] if size else cache.recent
         cache.newest = codes
 
-    def flops(self, length: int) -> Passes:
+    def flops(self, length: int) -> Flops:
         work, rounds = self.spec.workload(length), len(self.config.lengths)
         chunk = self.near.window.chunk
         near = work.chunks(chunk) + work.beyond(chunk, self.config.sinks)

@@ -14,8 +14,9 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from megasparse.attention.contract import AttentionContext, AttentionInputs, MechanismSpec, Passes
+from megasparse.attention.contract import AttentionContext, AttentionInputs, MechanismSpec
 from megasparse.attention.far_attention import SAMPLES, imbalance
+from megasparse.attention.flops import Flops
 from megasparse.attention.smart_bird import SmartBirdAttention, check_sketch
 from megasparse.config.attention import MechanismSection, mechanism
 from megasparse.config.section import Count, Positive
@@ -132,7 +133,7 @@ class RankedAttention(SmartBirdAttention):
         chosen = ranked_keys(q, k, probes, codes, *limits, inputs.causal, real, documents, first_query)
         return chosen.unflatten(0, (-1, count))
 
-    def _sketch_flops(self, length: int, visible: float) -> Passes:
+    def _sketch_flops(self, length: int, visible: float) -> Flops:
         """Count the scores of candidates instead of all keys, 2·P/N of them as learned buckets are unequal, and of the
         buckets; in training also of the buckets of samples, and their cross-entropy with all keys.
         """
@@ -142,7 +143,7 @@ class RankedAttention(SmartBirdAttention):
         )
         learned = config.buckets * (config.sketch_dim * (1 + sampled) + visible * sampled)
         scores = config.sketch_dim * (candidates - visible + 2 * config.buckets)
-        return super()._sketch_flops(length, visible) + Passes(scores + learned, learned) * (2.0 * self.groups)
+        return super()._sketch_flops(length, visible) + Flops(scores + learned, learned) * (2.0 * self.groups)
 
 
 def bucket_numbers(k: Tensor) -> Tensor:

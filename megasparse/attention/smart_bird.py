@@ -11,19 +11,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megasparse.attention.cache import Cache, CachedTokens, KeyValueCache
 from megasparse.attention.contract import (
     Attention,
     AttentionContext,
     AttentionInputs,
     AttentionOutput,
-    CachedTokens,
     MechanismSpec,
-    Passes,
     Targets,
-    product,
 )
 from megasparse.attention.far_attention import SAMPLES, drawn_positions, far_attention, far_pairs, sketch_divergence
-from megasparse.attention.full import Cache, KeyValueCache
+from megasparse.attention.flops import Flops, product
 from megasparse.attention.local import cached_window
 from megasparse.attention.sequence_part import WHOLE, SequencePart
 from megasparse.attention.sinks import DocumentRanks, merge, sink_index, without_seen
@@ -297,12 +295,12 @@ class SmartBirdAttention(Attention):
     def _whole(self, x: Tensor, part: SequencePart) -> Tensor:
         return x if self.reads_tokens else part.gather(x, 1)
 
-    def flops(self, length: int) -> Passes:
+    def flops(self, length: int) -> Flops:
         work = self.spec.workload(length)
         window = work.pairs(work.chunks(self.near.window.chunk)) * self.config.local
         return work.pairs(self.config.keys + self.config.sinks) + window + self._sketch_flops(length, work.visible)
 
-    def _sketch_flops(self, length: int, visible: float) -> Passes:
+    def _sketch_flops(self, length: int, visible: float) -> Flops:
         """One sketch for all heads: 12·d per key, 2·d more for the selection, its projections of a detached input (4
         per weight), the rest of its layer, and its objective's output over the vocabulary. Sketches that learn
         attention: 2·d per key for the selection, two projections, and for a sample of the queries the detached scores
@@ -312,12 +310,12 @@ class SmartBirdAttention(Attention):
         if self.config.objective == "attention":
             heads, dim, sampled = self.spec.heads, self.spec.head_dim, min(SAMPLES, length) / length
             width = heads * dim if self.config.sketch == "heads" else width
-            scores = (Passes(2.0 * visible) + product(2.0 * visible * sampled)) * (wide * self.groups)
-            return Passes(4.0 * width, 4.0 * width) * wide + scores + Passes(2.0 * dim * heads * visible * sampled)
+            scores = (Flops(2.0 * visible) + product(2.0 * visible * sampled)) * (wide * self.groups)
+            return Flops(4.0 * width, 4.0 * width) * wide + scores + Flops(2.0 * dim * heads * visible * sampled)
         outputs = self.spec.vocabulary if self.config.objective == "token" else 0
-        attended = product(4.0 * visible) + Passes(2.0 * visible)
+        attended = product(4.0 * visible) + Flops(2.0 * visible)
         layer = 9 * width if self.layer is not None else 0
-        return (attended + Passes(6.0 * width, 6.0 * width) + product(2.0 * (outputs + layer))) * wide
+        return (attended + Flops(6.0 * width, 6.0 * width) + product(2.0 * (outputs + layer))) * wide
 
     def new_cache(self, batch: int, like: Tensor, rounds: int | None, part: SequencePart = WHOLE) -> SketchCache:
         capacity, groups = self.spec.max_length, self.groups if self.groups == 1 else self.groups // part.shares

@@ -7,8 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megasparse.attention.contract import Attention, AttentionContext, AttentionInputs, AttentionOutput, Passes
+from megasparse.attention.contract import Attention, AttentionContext, AttentionInputs, AttentionOutput
 from megasparse.attention.documents import ClusterIndices, Document, clusters_by_document
+from megasparse.attention.flops import Flops
 from megasparse.config.attention import MechanismSection, mechanism
 from megasparse.config.section import Positive
 from megasparse.ops.cluster_attention import ClusterAttentionSpec, cluster_attention
@@ -60,9 +61,9 @@ class SMYRFAttention(Attention):
         out, lse = cluster_attention(inputs.q, inputs.k, inputs.v, queries, keys, spec, dropout=inputs.dropout)
         return AttentionOutput(out, None, {}, None if share is None else lse)
 
-    def flops(self, length: int) -> Passes:
+    def flops(self, length: int) -> Flops:
         """Per round, one cluster and the projection of q and k, widened by two numbers, to one dimension."""
-        codes = Passes(self.spec.heads * 2 * 2.0 * (self.spec.head_dim + 2))
+        codes = Flops(self.spec.heads * 2 * 2.0 * (self.spec.head_dim + 2))
         return (self.spec.workload(length).pairs(self.config.chunk) + codes) * self.config.rounds
 
 
