@@ -31,7 +31,7 @@ class AttentionInputs(NamedTuple):
     causal: bool
     dropout: PairDropout | None = None
 
-    def of_one_dtype(self) -> "AttentionInputs":
+    def with_query_dtype(self) -> "AttentionInputs":
         """Cast k and v to the dtype of q; torch.autocast leaves some tensors in bf16 and some in fp32."""
         return self._replace(k=self.k.to(self.q.dtype), v=self.v.to(self.q.dtype))
 
@@ -148,7 +148,7 @@ class MechanismSpec:
     """Dropout rate of attention probabilities in training."""
 
     def on_rank(self, part: SequencePart) -> "MechanismSpec":
-        return replace(self, heads=self.heads // part.shares)
+        return replace(self, heads=self.heads // part.head_shards)
 
     def workload(self, length: int) -> Workload:
         """Return the workload of these heads at a sequence length, for FLOP counts."""
@@ -192,8 +192,8 @@ class Attention(nn.Module, ABC):
     normalises: bool = False
     """True if each output is scaled to length 1 and therefore not linear in the values."""
     shares_pairs: bool = False
-    """True if ranks with the same heads divide the query-key pairs (`context.part.share`); `forward` then also returns
-    a log-sum-exp. If False, each of these ranks computes its heads in full.
+    """True if ranks with the same heads divide the query-key pairs (`context.part.pair_shard`); `forward` then also
+    returns a log-sum-exp. If False, each of these ranks computes its heads in full.
     """
 
     def __init__(self, config: Any, spec: MechanismSpec):

@@ -78,6 +78,6 @@ class CrossAttention(nn.Module):
         if not rng.training or self.dropout == 0.0:
             return None
         key = rng.key(context.layer, "cross-attention probability dropout")
-        first = context.part.of_heads(self.heads).way * q.shape[1]
+        first = context.part.of_heads(self.heads).head_rank * q.shape[1]
         heads = range(first, first + q.shape[1])
         return PairDropout.of(self.dropout, key, rng.at(0).rows(q.shape[2], q.device), heads)

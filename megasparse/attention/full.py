@@ -55,7 +55,7 @@ class FullAttention(KeyValueAttention):
         return q + positions, k + positions
 
     def forward(self, x: Tensor, inputs: AttentionInputs, context: AttentionContext) -> AttentionOutput:
-        inputs = inputs.of_one_dtype()
+        inputs = inputs.with_query_dtype()
         scale = 1.0 if self.shared_qk else inputs.q.shape[3] ** -0.5
         if inputs.dropout is not None:  # a window of all tokens, because SDPA's dropout uses the global generator
             window = Window("band", inputs.q.shape[2])
@@ -104,9 +104,9 @@ def attend_to_all(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, drop
         return cluster_attention(q, k, v, queries, keys, spec, key_mask, dropout=dropout)[0]
     if key_mask is None:
         return F.scaled_dot_product_attention(q, k, v)
-    blind = ~key_mask.any(-1)[:, None, None, None]  # a softmax of nothing would be NaN
-    mask = key_mask[:, None, None] | blind
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask).masked_fill(blind, 0.0)
+    no_visible_key = ~key_mask.any(-1)[:, None, None, None]  # a softmax of nothing would be NaN
+    mask = key_mask[:, None, None] | no_visible_key
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask).masked_fill(no_visible_key, 0.0)
 
 
 def _masked(inputs: AttentionInputs, scale: float, exclude_self: bool) -> Tensor:

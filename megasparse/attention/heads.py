@@ -41,7 +41,7 @@ def build_mechanism(kind: str, model: ModelConfig, heads: int) -> Attention:
 
 def ranks_with_the_same_heads(mechanism: Attention, model: ModelConfig, ranks: int) -> int:
     """Return how many of the ranks that share a sequence compute the same heads of a mechanism."""
-    return mechanism.part_of(SequencePart(size=ranks), mechanism.spec.heads // model.attention.head_groups).copies
+    return mechanism.part_of(SequencePart(size=ranks), mechanism.spec.heads // model.attention.head_groups).replicas
 
 
 def head_dim(model: ModelConfig) -> int:
@@ -237,7 +237,7 @@ def start_exchange(
     part = mechanism.part_of(padding.part, heads)
     q, k = mechanism.prepare(q, k, first_position)
     edges, arrive = part.start_to_heads(*((q, v) if mechanism.shared_qk else (q, k, v)))
-    offset = context.head_offset + part.way * (heads // part.ways)
+    offset = context.head_offset + part.head_rank * (heads // part.head_ranks)
     local = dataclasses.replace(context, head_offset=offset, rng=context.rng.at(0), part=part)
 
     def arrived() -> tuple[AttentionInputs, AttentionContext]:

@@ -318,7 +318,7 @@ class SmartBirdAttention(Attention):
         return (attended + Flops(6.0 * width, 6.0 * width) + product(2.0 * (outputs + layer))) * wide
 
     def new_cache(self, batch: int, like: Tensor, rounds: int | None, part: SequencePart = WHOLE) -> SketchCache:
-        capacity, groups = self.spec.max_length, self.groups if self.groups == 1 else self.groups // part.shares
+        capacity, groups = self.spec.max_length, self.groups if self.groups == 1 else self.groups // part.head_shards
         sketch = like.new_zeros(batch, capacity, groups * self.index_width, dtype=torch.float64)
         return SketchCache(KeyValueCache.empty(batch, self.spec.on_rank(part), capacity, like), sketch)
 
@@ -423,7 +423,7 @@ class HeadProjection(nn.Module):
 
     def forward(self, x: Tensor, part: SequencePart, exactly: bool = False) -> Tensor:
         """Project this rank's heads x (B, H, L, D) to (B, G, L, d); see `exact_projection`."""
-        weights = part.local_part(self.weight, 0).unflatten(0, (self.groups // part.shares, -1))
+        weights = part.local_part(self.weight, 0).unflatten(0, (self.groups // part.head_shards, -1))
         grouped = x.unflatten(1, (len(weights), -1)).transpose(2, 3).flatten(3)  # (B, G, L, W)
         if exactly:
             return exact_projection(grouped, weights)

@@ -45,7 +45,7 @@ class LinformerAttention(Attention):
         self.values = SequenceProjection(config.projected, spec.max_length)
 
     def forward(self, x: Tensor, inputs: AttentionInputs, context: AttentionContext) -> AttentionOutput:
-        inputs = inputs.of_one_dtype()
+        inputs = inputs.with_query_dtype()
         keys, values = (side(inputs.k.shape[2], inputs.k.dtype) for side in (self.keys, self.values))
 
         def attend(inputs: AttentionInputs) -> Tensor:

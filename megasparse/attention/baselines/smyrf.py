@@ -55,11 +55,11 @@ class SMYRFAttention(Attention):
     def forward(self, x: Tensor, inputs: AttentionInputs, context: AttentionContext) -> AttentionOutput:
         queries, keys = context.recompute.keep(lambda: self.assign(inputs, context))
         spec = ClusterAttentionSpec(causal=False, scale=inputs.q.shape[-1] ** -0.5, count_clusters=False)
-        share = context.part.share
-        if share is not None:
-            queries, keys = (x[:, :, share[0] :: share[1]] for x in (queries, keys))
+        shard = context.part.pair_shard
+        if shard is not None:
+            queries, keys = (x[:, :, shard[0] :: shard[1]] for x in (queries, keys))
         out, lse = cluster_attention(inputs.q, inputs.k, inputs.v, queries, keys, spec, dropout=inputs.dropout)
-        return AttentionOutput(out, None, {}, None if share is None else lse)
+        return AttentionOutput(out, None, {}, None if shard is None else lse)
 
     def flops(self, length: int) -> Flops:
         """Per round, one cluster and the projection of q and k, widened by two numbers, to one dimension."""

@@ -54,12 +54,14 @@ class SparseTransformerAttention(FixedPatternAttention):
         """Attend to the other tokens nearer than S; the token itself is in the strided pattern."""
         spec = BucketedAttentionSpec(Window("band", self.stride), inputs.causal, inputs.q.shape[-1] ** -0.5)
         out, lse = inputs.in_buckets(None, spec)
-        blind = torch.arange(lse.shape[-1], device=lse.device) == 0
+        no_visible_key = torch.arange(lse.shape[-1], device=lse.device) == 0
         if self.stride == 1 or lse.shape[-1] == 1:
-            blind = torch.ones_like(blind)
+            no_visible_key = torch.ones_like(no_visible_key)
         elif not inputs.causal:
-            blind = torch.zeros_like(blind)
-        return out, lse.masked_fill(blind, -torch.inf)  # without other keys, the operator returns the token's own value
+            no_visible_key = torch.zeros_like(no_visible_key)
+        return out, lse.masked_fill(
+            no_visible_key, -torch.inf
+        )  # without other keys, the operator returns the token's own value
 
     def flops(self, length: int) -> Flops:
         """The last S positions (bidirectional: S on either side) and every S-th one."""
