@@ -14,6 +14,7 @@ from typing import Any
 from megasparse.config.schema import Config, RunSettings
 from megasparse.errors import CheckpointError, ConfigError
 from megasparse.files import Progress, json_object, open_file, read_file
+from megasparse.optimizers import decay_start
 from megasparse.training.checkpoints.bucket import fetch_newest
 from megasparse.training.checkpoints.checkpoint import Checkpoint
 from megasparse.training.checkpoints.manifest import (
@@ -162,7 +163,12 @@ def _check_config(checkpoint: Checkpoint, config: RunSettings, allow_changed: bo
     if conflicts:
         ranks.say(f"resuming with a changed configuration, as requested: {listed}")
     schedule = now["optimizer.schedule"]
-    moved = [key for key in changed if key in derived or (key == "training.steps" and schedule in ("linear", "cosine"))]
+    # wsd depends on the number of steps only once it decays.
+    stable = "training.steps" in changed and all(
+        checkpoint.step <= decay_start(values["training.steps"], config.optimizer) for values in (then, now)
+    )
+    fixed = ("constant", "inverse_sqrt") + ("wsd",) * stable
+    moved = [key for key in changed if key in derived or (key == "training.steps" and schedule not in fixed)]
     if moved and checkpoint.step:
         line = f"the {schedule} schedule changes with it, so the learning rate differs from this step on"
         ranks.say(f"{_listed(then, now, moved)}; {line}")
