@@ -28,7 +28,7 @@ class RunConfig(Section):
 
 
 class RotaryScalingConfig(Section):
-    """Scaling of rotary frequencies to sequences longer than the model was trained on, see attention/heads.py."""
+    """Scaling of rotary frequencies to sequences longer than the model was trained on, see ops/positions.py."""
 
     kind: Literal["linear", "ntk", "yarn", "llama3"]
     """Formula of the scaling, as in transformers."""
