@@ -19,7 +19,6 @@ from megasparse.config.schema import (
     encoder_part,
 )
 from megasparse.errors import ConfigError
-from megasparse.optimizers import OPTIMIZERS
 
 
 def check(config: RunSettings) -> None:
@@ -50,6 +49,8 @@ def check(config: RunSettings) -> None:
         hint = "Make it a multiple of training.micro_batch times the number of ranks"
         raise ConfigError("training.global_batch", problem, hint)
     deepspeed_section.check_keys(config.deepspeed)
+    from megasparse.optimizers import OPTIMIZERS  # imports torch, see `load_settings`
+
     if name not in OPTIMIZERS:
         hint = f"It must be {' or '.join(map(show, OPTIMIZERS))}"
         raise ConfigError("optimizer.name", f"{show(name)} does not fit", hint)
@@ -60,7 +61,8 @@ def check(config: RunSettings) -> None:
 BUCKETS = ("s3://", "gs://", "az://", "file:///")
 
 
-def _check_start(config: FinetuneConfig) -> None:
+def check_start(config: FinetuneConfig) -> list[str]:
+    """Return the keys that name the initial model. Raises ConfigError unless it is one key."""
     start = config.start
     present = {
         "model": config.model is not None,
@@ -74,6 +76,11 @@ def _check_start(config: FinetuneConfig) -> None:
     if len(names) > 1:
         hint = f"Keep one of them, and set the other to null, such as --set {names[-1]}=null"
         raise ConfigError("start", f"{' and '.join(names)} given", hint)
+    return names
+
+
+def _check_start(config: FinetuneConfig) -> None:
+    start, names = config.start, check_start(config)
     if config.model is None:
         if start.glove is not None:
             hint = f"Set it to null, or replace {names[0]} with `model`"
