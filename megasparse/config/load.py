@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
-from megasparse.config.checks import check, check_start
+from megasparse.config.checks import check, check_run
 from megasparse.config.files import ConfigFile, merge, parse_json, read_files
 from megasparse.config.finetuning import FinetuneConfig
 from megasparse.config.messages import as_config_error, dotted, show
@@ -52,8 +52,8 @@ def load_settings(
         overrides: Texts of the form `section.key=value`, applied in order. The value is JSON or an unquoted text.
         kind: `Config` or `FinetuneConfig`.
         base: Values that apply to keys missing in all files, such as the model that a run starts from.
-        mechanisms: False checks only keys and types outside `attention`, and returns the default attention. It does
-            not import the mechanisms, which takes a second.
+        mechanisms: False returns the default attention and checks only other keys, with the rules of `check_run`. It
+            does not import the mechanisms, which takes a second.
 
     Raises:
         ConfigError: A file, key, value or override is invalid. One line: the key, the value, the hint.
@@ -117,10 +117,7 @@ def build_settings(
         config = kind.model_validate(values)
     except ValidationError as error:
         raise as_config_error(error, kind, values) from None
-    if mechanisms:
-        check(config)
-    elif isinstance(config, FinetuneConfig):
-        check_start(config)
+    (check if mechanisms else check_run)(config)
     return config
 
 
