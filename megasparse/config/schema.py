@@ -5,10 +5,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from megasparse.config import attention
 from megasparse.config.attention import AttentionConfig
 from megasparse.config.section import JSON_LIST, Count, Location, Positive, Rate, Section
 
-importlib.import_module("megasparse.attention")  # registers the mechanisms of the package; their files import `config`
+if not attention.POSTPONE:  # register the mechanisms of the package; their files import `config`
+    importlib.import_module("megasparse.attention")
 
 
 class RunConfig(Section):
