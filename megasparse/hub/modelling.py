@@ -109,7 +109,7 @@ class MegasparsePreTrainedModel(PreTrainedModel):
     base_model_prefix = ""
     main_input_name = "input_ids"
     input_modalities = "text"
-    supports_gradient_checkpointing = False
+    supports_gradient_checkpointing = True
     kinds: ClassVar[tuple[str, ...]] = ("decoder", "encoder")
     """Kinds of models that the class supports."""
 

@@ -305,3 +305,24 @@ def test_tuning_of_prompts_is_an_error(method):
     for use in (tuned, lambda **given: tuned.generate(**given, max_new_tokens=2)):
         with pytest.raises(ValueError, match=r"inputs_embeds is not supported|past_key_values is a DynamicCache"):
             use(input_ids=tokens, attention_mask=torch.ones_like(tokens))
+
+
+@pytest.mark.parametrize("blocks", ["reversible", "ordinary"])
+@pytest.mark.parametrize("kind", [*list(MODELS)[:3], MegasparseForSequenceClassification], ids=lambda kind: kind.__name__)
+def test_adapters_on_all_linear_layers_learn_with_recomputed_activations(kind, blocks):
+    peft, tokens, gradients = pytest.importorskip("peft"), random_tokens(2, 30), []
+    labels = torch.tensor([0, 1]) if kind is MegasparseForSequenceClassification else tokens
+    config = {**MODELS, MegasparseForSequenceClassification: encoder("full")}[kind]
+    for recomputed in (False, True):
+        settings = {"blocks": blocks, "activations": "stored"}
+        if recomputed and blocks == "reversible":
+            settings["activations"] = "reversible"
+        torch.manual_seed(0)
+        hf = wrapped(kind, config.model_copy(update=settings)).train()
+        if recomputed and blocks == "ordinary":
+            hf.gradient_checkpointing_enable()
+        tuned = peft.get_peft_model(hf, peft.LoraConfig(target_modules="all-linear", init_lora_weights=False))
+        tuned(input_ids=tokens, labels=labels).loss.backward()
+        gradients.append({name: x.grad for name, x in tuned.named_parameters() if x.requires_grad})
+    assert len(gradients[0]) > 8 and all(x.abs().sum() > 0 for x in gradients[0].values())
+    torch.testing.assert_close(*gradients, atol=1e-5, rtol=1e-4)
