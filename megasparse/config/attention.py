@@ -8,7 +8,7 @@ settings/checks.py.
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar, get_args
 
-from pydantic import BaseModel, Field, model_validator
+from pydantic import BaseModel, Field
 from pydantic.fields import FieldInfo
 
 from megasparse.config.section import Positive, Rate, Section
@@ -81,14 +81,21 @@ def mechanism(kind: str, section: type[MechanismSection]) -> Callable[[Mechanism
     def register(cls: Mechanism) -> Mechanism:
         MECHANISMS[kind] = cls
         AttentionConfig.__pydantic_fields__[kind] = FieldInfo(annotation=section, default=section())
-        rebuild_schemas()
+        if _complete:
+            rebuild_schemas()
         return cls
 
     return register
 
 
+_complete = False
+"""True once the mechanisms of the package are registered: each later one changes the schemas."""
+
+
 def rebuild_schemas() -> None:
-    """Apply a change of the mechanisms to `AttentionConfig` and, if they are in use, to all schemas that contain it."""
+    """Add the registered mechanisms to `AttentionConfig`, and to all schemas in use that contain it."""
+    global _complete
+    _complete = True
     kinds: Any = Literal[tuple(MECHANISMS)]
     split: Any = Annotated[dict[kinds, Positive], Field(min_length=1)]
     AttentionConfig.__pydantic_fields__["pattern"].annotation = list[kinds | split]  # type: ignore[assignment]
@@ -126,12 +133,6 @@ class AttentionConfig(Section):
     head_groups: Positive = 1
     """Number of groups of each mechanism's heads that attend one after another, backward included, to save memory.
     Losses do not change."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _require_mechanisms(cls, values: Any) -> Any:
-        assert MECHANISMS, "import megasparse.attention first: its mechanisms register themselves"
-        return values
 
     if TYPE_CHECKING:
 

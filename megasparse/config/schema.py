@@ -25,7 +25,7 @@ class RunConfig(Section):
 
 
 class RotaryScalingConfig(Section):
-    """Scaling of rotary frequencies to sequences longer than the model was trained on, see attention/heads.py."""
+    """Scaling of rotary frequencies to sequences longer than the model was trained on, see ops/positions.py."""
 
     kind: Literal["linear", "ntk", "yarn", "llama3"]
     """Formula of the scaling, as in transformers."""
@@ -222,13 +222,13 @@ class TrainingConfig(Section):
 
 class OptimizerConfig(Section):
     name: str = "adamw"
-    """"adamw" or "adafactor"."""
+    """"adamw", "adafactor" or "muon" (matrices of attention and feed-forward by Muon, all other weights by AdamW)."""
     learning_rate: Annotated[float, Field(gt=0.0)] = 5e-4
     """Peak learning rate, after the warm-up."""
     betas: Annotated[tuple[Rate, Rate], JSON_LIST] = (0.9, 0.98)
-    """AdamW only."""
+    """AdamW only, also for the weights that Muon leaves to AdamW."""
     eps: Annotated[float, Field(gt=0.0)] = 1e-8
-    """AdamW only."""
+    """AdamW only, as `betas`."""
     weight_decay: Annotated[float, Field(ge=0.0)] = 0.0
     """Decoupled weight decay, times the learning rate, of all weights with two dimensions or more."""
     schedule: Literal["constant", "linear", "cosine", "inverse_sqrt", "wsd"] = "cosine"

@@ -2,5 +2,3 @@
 
 Above `attention`, whose mechanisms add their sections to the schema when they are imported.
 """
-
-import megasparse.attention  # noqa: F401

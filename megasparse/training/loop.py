@@ -61,7 +61,8 @@ def train(run: TrainingRun) -> RunResult:
         rate = learning_rate(step, steps, config.optimizer)
         result = run.engine.train_step(data.micro_batches, step, rate, run.hooks.progress)
         state.step, state.sequences = step, data.position
-        spike = state.guard.note(result.loss, result.applied)
+        state.loss = result.loss if math.isfinite(result.loss) else None
+        state.skipped_in_a_row = 0 if result.applied else state.skipped_in_a_row + 1
 
         scalars = _scalars(run, state, result) | {
             "optimizer/learning_rate": rate,
@@ -73,11 +74,9 @@ def train(run: TrainingRun) -> RunResult:
         if not result.applied:
             problem = f"(not finite): loss {result.loss}, gradient norm {result.grad_norm}"
             tracker.event(step, f"STEP {step} SKIPPED on all ranks {problem}")
-        elif spike:
-            tracker.event(step, f"step {step}: loss spike, {result.loss}")
-        if state.guard.skipped_in_a_row >= MAX_SKIPPED:
+        if state.skipped_in_a_row >= MAX_SKIPPED:
             raise TrainingError(
-                f"step {step}: {state.guard.skipped_in_a_row} steps in a row were not applied, "
+                f"step {step}: {state.skipped_in_a_row} steps in a row were not applied, "
                 f"the last with loss {result.loss} and gradient norm {result.grad_norm}. "
                 "Lower optimizer.learning_rate, or use a longer warm-up"
             )
@@ -155,7 +154,6 @@ def _scalars(run: TrainingRun, state: LoopState, result: StepResult) -> dict[str
     scalars = {
         "train/loss": result.loss,
         "train/skipped_steps": state.step - run.engine.steps_done(),
-        "train/loss_spikes": state.guard.spikes,
         "optimizer/gradient_norm": result.grad_norm,
         **{f"model/{name}": x for name, x in result.statistics.items() if by_layer or "/layer_" not in name},
         **memory_scalars(run.ranks.device, result.held),

@@ -1,8 +1,6 @@
-"""The part of the training loop's state that checkpoints store: step, position in the data, losses, best value."""
+"""The part of the training loop's state that checkpoints store: step, position in the data, last loss, best value."""
 
 import json
-import math
-from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,52 +9,6 @@ from megasparse.files import write_file
 from megasparse.training.checkpoints.checkpoint import Checkpoint
 from megasparse.training.checkpoints.saving import Saver
 from megasparse.training.engines.contract import Engine
-
-HISTORY = 128
-"""Number of applied losses in the baseline of the spike test."""
-FEWEST = 32
-"""Fewest losses in the baseline; with fewer, no loss is a spike."""
-DEVIATIONS = 6.0
-SMALLEST_DEVIATION = 1e-3
-"""Smallest standard deviation, relative to the mean; otherwise rounding noise on a constant loss would be a spike."""
-
-
-class LossGuard:
-    """Detector of loss spikes (OLMo 2's rule, arXiv:2501.00656). Tests a loss before its update is applied.
-
-    Its decisions are the same on every rank and after a resume.
-    """
-
-    def __init__(self, state: Mapping[str, Any] | None = None):
-        """Restore the result of `state()`; None starts with no losses."""
-        state = state or {}
-        self.skipped_in_a_row: int = state.get("skipped_in_a_row", 0)
-        """Number of steps since the last applied one."""
-        self.spikes: int = state.get("spikes", 0)
-        """Number of spikes so far, applied or not."""
-        self._losses = deque[float](state.get("losses", []), maxlen=HISTORY)
-
-    def is_spike(self, loss: float) -> bool:
-        """True if `loss` is finite and more than 6 standard deviations above the mean of the last 128 applied ones."""
-        if len(self._losses) < FEWEST or not math.isfinite(loss):
-            return False
-        mean = math.fsum(self._losses) / len(self._losses)
-        deviation = math.hypot(*(x - mean for x in self._losses)) / math.sqrt(len(self._losses))
-        return loss > mean + DEVIATIONS * max(deviation, SMALLEST_DEVIATION * abs(mean))
-
-    def note(self, loss: float, applied: bool) -> bool:
-        """Record a step's loss. Return True if it is a spike."""
-        spike = self.is_spike(loss)
-        self.spikes += spike
-        self.skipped_in_a_row = 0 if applied else self.skipped_in_a_row + 1
-        if applied and math.isfinite(loss):
-            self._losses.append(loss)
-        return spike
-
-    def state(self) -> dict[str, Any]:
-        """Return the state as JSON, which stores finite floats exactly."""
-        return {"losses": list(self._losses), "skipped_in_a_row": self.skipped_in_a_row, "spikes": self.spikes}
-
 
 KEPT = ("step", "value", "scalars", "without_better")
 """Attributes of a Selection that checkpoints store."""
@@ -113,7 +65,7 @@ class Selection:
 
 
 class LoopState:
-    """Step, position in the data, loss guard and selection, restored from the checkpoint `start`."""
+    """Step, position in the data, last loss and selection, restored from the checkpoint `start`."""
 
     def __init__(self, start: Checkpoint | None, selection: Selection | None):
         state: dict[str, Any] = start.state if start else {}
@@ -121,7 +73,10 @@ class LoopState:
         self.sequences = start.sequences if start else 0
         """Position in the data."""
         self.pending: bool = state.get("evaluation_pending", False)  # a stop interrupted the evaluation of this step
-        self.guard = LossGuard(state.get("loss_guard"))
+        self.loss: float | None = state.get("loss")
+        """Loss of the last step; None if it is not finite."""
+        self.skipped_in_a_row: int = state.get("skipped_in_a_row", 0)
+        """Number of steps since the last applied one."""
         self.selection = selection or Selection("")  # no scalar has this name
         self.selection.restore(state.get("selection") or {})
 
@@ -135,7 +90,12 @@ class LoopState:
     def state(self) -> dict[str, Any]:
         """Return the state that a checkpoint stores, as JSON."""
         selection = self.selection.state() if self.selection.scalar else None
-        return {"loss_guard": self.guard.state(), "selection": selection, "evaluation_pending": self.pending}
+        return {
+            "loss": self.loss,
+            "skipped_in_a_row": self.skipped_in_a_row,
+            "selection": selection,
+            "evaluation_pending": self.pending,
+        }
 
     def save(self, engine: Engine, saver: Saver) -> None:
         """Save this step, unless its checkpoint exists or is being written."""

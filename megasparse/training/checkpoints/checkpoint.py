@@ -26,6 +26,7 @@ from megasparse.data.tokenizers import NAMED
 from megasparse.errors import CheckpointError, ConfigError
 from megasparse.files import Progress, file_sha256, silent
 from megasparse.settings.checks import check_model
+from megasparse.settings.load import validated
 from megasparse.training.checkpoints.manifest import MANIFEST, RESTORE, find_checkpoint, read_manifest, size_of
 
 FORGED = "Do not trust it"
@@ -164,7 +165,7 @@ class Checkpoint:
         """Configuration of the run that wrote it. Raises CheckpointError if this version cannot read it."""
         kind = FinetuneConfig if "task" in self.manifest["config"] else Config
         try:
-            return kind.model_validate(self.manifest["config"])
+            return validated(self.manifest["config"], kind)
         except ValidationError as error:
             first = error.errors()[0]
             problem = f"its configuration is from another version: {'.'.join(map(str, first['loc']))}: {first['msg']}"
