@@ -198,7 +198,7 @@ def test_the_first_batch_reads_as_much_late_as_early(tmp_path, monkeypatch):
         verify(path, *rest)
 
     monkeypatch.setattr(os, "preadv", counting)
-    monkeypatch.setattr(reader, "verify_shard", noting)
+    monkeypatch.setattr(shard_file, "verify_shard", noting)
     for position in (0, 12 * 7, 12 * 60, 12 * 10_000, 12 * 10**12):
         read.clear()
         verified.clear()
