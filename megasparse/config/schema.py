@@ -5,10 +5,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from megasparse.config import attention
 from megasparse.config.attention import AttentionConfig
 from megasparse.config.section import JSON_LIST, Count, Location, Positive, Rate, Section
 
-importlib.import_module("megasparse.attention")  # registers the mechanisms of the package; their files import `config`
+if not attention.POSTPONE:  # register the mechanisms of the package; their files import `config`
+    importlib.import_module("megasparse.attention")
 
 
 class RunConfig(Section):
@@ -225,13 +227,13 @@ class TrainingConfig(Section):
 
 class OptimizerConfig(Section):
     name: str = "adamw"
-    """"adamw" or "adafactor"."""
+    """"adamw", "adafactor" or "muon" (matrices of attention and feed-forward by Muon, all other weights by AdamW)."""
     learning_rate: Annotated[float, Field(gt=0.0)] = 5e-4
     """Peak learning rate, after the warm-up."""
     betas: Annotated[tuple[Rate, Rate], JSON_LIST] = (0.9, 0.98)
-    """AdamW only."""
+    """AdamW only, also for the weights that Muon leaves to AdamW."""
     eps: Annotated[float, Field(gt=0.0)] = 1e-8
-    """AdamW only."""
+    """AdamW only, as `betas`."""
     weight_decay: Annotated[float, Field(ge=0.0)] = 0.0
     """Decoupled weight decay, times the learning rate, of all weights with two dimensions or more."""
     schedule: Literal["constant", "linear", "cosine", "inverse_sqrt", "wsd"] = "cosine"

@@ -5,13 +5,15 @@ To add one, subclass OptimizerSpec and add an entry to OPTIMIZERS.
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.optim import Adafactor, AdamW, Optimizer
 
+from megasparse.errors import ConfigError
+from megasparse.optimizers.muon import Muon, is_hidden, scratch_bytes
 from megasparse.optimizers.partitioned_adafactor import PartitionedAdafactor
 
 
@@ -37,6 +39,8 @@ class OptimizerSpec(ABC):
     state_per_number: bool = True
     """True if a weight's state contains a number per weight number, so that ZeRO 1 to 3 partition it like the weights.
     If False, each rank stores all of it."""
+    separates_hidden: bool = False
+    """True if hidden matrices are updated differently: parameter groups then have a key "hidden"."""
 
     @abstractmethod
     def build(self, groups: list[dict[str, Any]], settings: Settings) -> Optimizer:
@@ -56,12 +60,12 @@ class OptimizerSpec(ABC):
         It contains the counter "step"; checkpoints store every other tensor under its name.
         """
 
-    def state_bytes(self, shape: Sequence[int]) -> int:
-        """Bytes of state for a weight of this shape, excluding its counter."""
+    def state_bytes(self, name: str, shape: Sequence[int]) -> int:
+        """Bytes of state for a weight of this name and shape, excluding its counter."""
         return self.bytes_per_weight * math.prod(shape)
 
-    def scratch_bytes(self, shape: Sequence[int]) -> int:
-        """Bytes of temporaries while a weight of this shape is updated."""
+    def scratch_bytes(self, shapes: Mapping[str, Sequence[int]]) -> int:
+        """Peak bytes of temporaries of an update. shapes: of the weights, by name."""
         return 0
 
 
@@ -98,11 +102,26 @@ class AdafactorSpec(OptimizerSpec):
             state[name] = torch.zeros(shape, dtype=torch.float32, device=weight.device)
         return state
 
-    def state_bytes(self, shape: Sequence[int]) -> int:
+    def state_bytes(self, name: str, shape: Sequence[int]) -> int:
         return 4 * sum(math.prod(part) for part in _state_shapes(shape).values())
 
-    def scratch_bytes(self, shape: Sequence[int]) -> int:
-        return 4 * math.prod(shape)  # the update of one weight
+    def scratch_bytes(self, shapes: Mapping[str, Sequence[int]]) -> int:
+        return 4 * max(map(math.prod, shapes.values()))  # the update of one weight
+
+
+class MuonSpec(AdamWSpec):
+    """Muon for hidden matrices, with one fp32 momentum per weight, and AdamW for the others."""
+
+    separates_hidden = True
+
+    def build(self, groups: list[dict[str, Any]], settings: Settings) -> Optimizer:
+        return Muon(groups, settings.betas, settings.eps)
+
+    def state_bytes(self, name: str, shape: Sequence[int]) -> int:
+        return (4 if is_hidden(name, shape) else self.bytes_per_weight) * math.prod(shape)
+
+    def scratch_bytes(self, shapes: Mapping[str, Sequence[int]]) -> int:
+        return scratch_bytes([shape for name, shape in shapes.items() if is_hidden(name, shape)])
 
 
 def _state_shapes(shape: Sequence[int]) -> dict[str, tuple[int, ...]]:
@@ -111,29 +130,39 @@ def _state_shapes(shape: Sequence[int]) -> dict[str, tuple[int, ...]]:
     return {"row_var": (*shape[:-1], 1), "col_var": (*shape[:-2], 1, shape[-1])}
 
 
-OPTIMIZERS: dict[str, OptimizerSpec] = {"adamw": AdamWSpec(), "adafactor": AdafactorSpec()}
+OPTIMIZERS: dict[str, OptimizerSpec] = {"adamw": AdamWSpec(), "adafactor": AdafactorSpec(), "muon": MuonSpec()}
 
 
 def build_optimizer(
-    parameters: Iterable[Tensor], config: Settings, partitioned: bool = False,
-    shapes: Iterable[Sequence[int]] | None = None,
+    parameters: Mapping[str, Tensor], config: Settings, partitioned: bool = False,
+    shapes: Mapping[str, Sequence[int]] | None = None,
 ) -> Optimizer:  # fmt: skip
-    """Build an optimizer over `parameters`. Matrices decay, vectors (norms, biases) do not.
+    """Build an optimizer over `parameters`, by name. Matrices decay, vectors (norms, biases) do not.
 
     partitioned: True if it will update vectors that contain pieces of them, as under ZeRO 1 to 3. shapes: of the whole
-    parameters, if these are already pieces.
+    parameters, if these are already pieces. Raises ConfigError if the optimizer needs hidden matrices and finds none.
 
     Its learning rate is 0: the engine sets it before every step. An engine that steps once to create its state (as
     DeepSpeed does in some settings) thus changes no weight.
     """
-    parameters = list(parameters)
-    dims = [p.ndim for p in parameters] if shapes is None else [len(shape) for shape in shapes]
-    pairs = list(zip(parameters, dims, strict=True))
-    groups = [
-        {"params": [p for p, dim in pairs if dim >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p, dim in pairs if dim < 2], "weight_decay": 0.0},
-    ]
     spec = OPTIMIZERS[config.name]
+    hidden, matrices, vectors = list[Tensor](), list[Tensor](), list[Tensor]()
+    for name, parameter in parameters.items():
+        shape = parameter.shape if shapes is None else shapes[name]
+        if spec.separates_hidden and is_hidden(name, shape):
+            hidden.append(parameter)
+        else:
+            (matrices if len(shape) >= 2 else vectors).append(parameter)
+    groups: list[dict[str, Any]] = [
+        {"params": hidden, "weight_decay": config.weight_decay},
+        {"params": matrices, "weight_decay": config.weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
+    if spec.separates_hidden:
+        if not hidden:
+            problem = f'"{config.name}" updates the matrices of megasparse\'s blocks, and none is trained'
+            raise ConfigError("optimizer.name", problem, 'Set it to "adamw"')
+        groups = [{**group, "hidden": group["params"] is hidden} for group in groups]
     build = spec.build_partitioned if partitioned else spec.build
     return build([group for group in groups if group["params"]], config)
 
@@ -180,7 +209,7 @@ def steps_done(optimizer: Optimizer) -> int:
 
 def create_state(optimizer: Optimizer, name: str, weight: Tensor) -> None:
     """Give `weight` the initial state of the optimizer `name`, for a checkpoint to fill."""
-    spec = optimizer if isinstance(optimizer, PartitionedAdafactor) else OPTIMIZERS[name]
+    spec = optimizer if isinstance(optimizer, PartitionedAdafactor | Muon) else OPTIMIZERS[name]
     optimizer.state[weight] = spec.initial_state(weight)
 
 
