@@ -448,7 +448,7 @@ def test_transformers_loads_a_saved_decoder_with_either_attention(tmp_path, kind
     assert "attention by megasparse: lha" in (tmp_path / "model" / "README.md").read_text()
     model.save_pretrained(tmp_path / "model")
     for load in (AutoModelForCausalLM.from_pretrained, load_replaced):
-        with pytest.raises(HubError, match="Delete megasparse.safetensors to use the newer tensors"):
+        with pytest.raises(HubError, match=r"Delete megasparse\.safetensors to use the newer tensors"):
             load(tmp_path / "model")
     monkeypatch.delitem(transformers.AttentionInterface._global_mapping, "megasparse")  # transformers alone
     with pytest.raises(ValueError, match='attn_implementation="megasparse"` is not supported'):
