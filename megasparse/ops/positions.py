@@ -45,8 +45,10 @@ def rotate(x: Tensor, first_position: int, frequency: Tensor, scale: float = 1.0
     angle = position[:, None] * frequency  # (L, D/2)
     wide = at_least_fp32(x)
     wide = wide if scale == 1.0 else wide * scale
-    cosine, sine = torch.cos(angle).to(wide.dtype), torch.sin(angle).to(wide.dtype)
-    first, second = wide[..., :half], wide[..., half:]
+    cosine = torch.cos(angle).to(wide.dtype)
+    sine = torch.sin(angle).to(wide.dtype)
+    first = wide[..., :half]
+    second = wide[..., half:]
     return torch.cat([first * cosine - second * sine, first * sine + second * cosine], dim=-1).to(x.dtype)
 
 
