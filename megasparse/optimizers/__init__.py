@@ -25,6 +25,7 @@ class Settings(Protocol):
     schedule: Any
     warmup_steps: int
     final_fraction: float
+    decay_fraction: float
     weight_decay: float
     betas: tuple[float, float]
     eps: float
@@ -173,6 +174,7 @@ def learning_rate(step: int, steps: int, config: Settings) -> float:
     constant:      peak
     cosine:        peak·(f + (1 − f)·(1 + cos(π·t))/2), f = `final_fraction`, t from 0 after the warm-up to 1 at the end
     linear:        peak·(1 − (1 − f)·t), with the same f and t
+    wsd:           peak (stable), then linear to f·peak over the last `decay_fraction` of all steps (Hu et al. 2024)
     inverse_sqrt:  peak·√(warm-up/step), with a warm-up of at least 1.
     """
     peak, warmup = config.learning_rate, config.warmup_steps
@@ -182,9 +184,15 @@ def learning_rate(step: int, steps: int, config: Settings) -> float:
         return peak
     if config.schedule == "inverse_sqrt":
         return peak * math.sqrt(max(1, warmup) / max(1, step))
-    progress = min(1.0, (step - warmup) / max(1, steps - warmup))
-    share = 1 - progress if config.schedule == "linear" else (1 + math.cos(math.pi * progress)) / 2
+    start = max(warmup, decay_start(steps, config)) if config.schedule == "wsd" else warmup
+    progress = min(1.0, max(0, step - start) / max(1, steps - start))
+    share = (1 + math.cos(math.pi * progress)) / 2 if config.schedule == "cosine" else 1 - progress
     return peak * (config.final_fraction + (1 - config.final_fraction) * share)
+
+
+def decay_start(steps: int, config: Settings) -> int:
+    """Return the last step of schedule "wsd" at the peak: steps up to it are the same for every longer run."""
+    return steps - round(config.decay_fraction * steps)
 
 
 def state_tensors(state: dict[str, Any]) -> dict[str, Tensor]:

@@ -143,7 +143,7 @@ def scheduled(**values: object) -> OptimizerConfig:
     return OptimizerConfig.model_validate({"learning_rate": 0.002, "warmup_steps": 10, **values})
 
 
-@pytest.mark.parametrize("schedule", ["constant", "cosine", "inverse_sqrt", "linear"])
+@pytest.mark.parametrize("schedule", ["constant", "cosine", "inverse_sqrt", "linear", "wsd"])
 def test_warmup_is_linear_from_zero_to_the_peak(schedule):
     settings = scheduled(schedule=schedule)
     for step in range(11):
@@ -160,6 +160,7 @@ def test_warmup_is_linear_from_zero_to_the_peak(schedule):
         ("inverse_sqrt", 0.25, lambda step: math.sqrt(10 / step)),
         ("linear", 0.1, lambda step: 0.1 + 0.9 * (100 - step) / 90),
         ("linear", 0.0, lambda step: (100 - step) / 90),
+        ("wsd", 0.25, lambda step: 1.0 if step < 80 else 1 - 0.75 * (step - 80) / 20),
     ],
 )
 def test_after_it_comes_the_formula(schedule, final, share):

@@ -21,8 +21,9 @@ from megasparse.ops.positions import cached_sinusoids
 from megasparse.ops.random import RngContext
 from megasparse.planning.dry_run import trial_engine
 from megasparse.planning.flops import hardware_flops_by_part
+from megasparse.planning.hardware import GPUS, hardware, parse_bytes
 from megasparse.planning.passes import PERIODS, ConfiguredPass, count_pass, dummy_records
-from megasparse.planning.plan import GPUS, RESERVE, Plan, hardware, parse_bytes
+from megasparse.planning.plan import RESERVE, Plan
 from megasparse.planning.states import BUCKET, MemoryPool, States, Zero, memory, require_fit
 from megasparse.training.engines import build_engine
 from megasparse.training.ranks import Ranks, start_ranks
