@@ -40,6 +40,9 @@ def check(config: RunSettings) -> None:
     if (name := config.optimizer.name) not in OPTIMIZERS:
         hint = f"It must be {' or '.join(map(show, OPTIMIZERS))}"
         raise ConfigError("optimizer.name", f"{show(name)} does not fit", hint)
+    if OPTIMIZERS[name].separates_hidden and getattr(config, "lora", None) is not None:
+        problem = f"{show(name)} updates whole matrices, and lora trains only adapters"
+        raise ConfigError("optimizer.name", problem, 'Set it to "adamw", or remove lora')
     if config.run.engine == "deepspeed":  # the torch engine must work without DeepSpeed installed
         deepspeed_section.check_values(config.deepspeed)
 
