@@ -313,7 +313,9 @@ def test_tuning_of_prompts_is_an_error(method, task):
 
 
 @pytest.mark.parametrize("blocks", ["reversible", "ordinary"])
-@pytest.mark.parametrize("kind", [*list(MODELS)[:3], MegasparseForSequenceClassification], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize(
+    "kind", [*list(MODELS)[:3], MegasparseForSequenceClassification], ids=lambda kind: kind.__name__
+)
 def test_adapters_on_all_linear_layers_learn_with_recomputed_activations(kind, blocks):
     peft, tokens, gradients = pytest.importorskip("peft"), random_tokens(2, 30), []
     labels = torch.tensor([0, 1]) if kind is MegasparseForSequenceClassification else tokens
