@@ -25,7 +25,8 @@ from transformers.cache_utils import (
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from megasparse.attention.contract import Attention, AttentionContext, AttentionInputs, CachedTokens, Targets
+from megasparse.attention.cache import CachedTokens
+from megasparse.attention.contract import Attention, AttentionContext, AttentionInputs, Targets
 from megasparse.attention.full import FullAttention
 from megasparse.attention.heads import Padding, build_mechanism, split_heads_by_mechanism
 from megasparse.config.attention import AttentionConfig, heads_of_layer
