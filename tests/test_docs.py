@@ -236,9 +236,10 @@ def test_counts_equal_their_tables():
     assert "three of four corpora" in index and len(corpora) == 4 and min(GAINS) >= 0.1
 
 
-def test_files_of_the_packages_exist():
+def test_files_and_folders_of_the_packages_exist():
     packages = (ROOT / "docs/architecture.md").read_text(encoding="utf-8").split("## Packages")[1].split("## ")[0]
     for item in re.split(r"\n(?=- |\n)", packages):
         if package := re.match(r"- `(\w+)/`", item):
-            names = re.findall(r"`([\w*]+\.(?:py|json))`", item)
-            assert not [name for name in names if not [*(ROOT / "megasparse" / package[1]).rglob(name)]], item
+            names = re.findall(r"`([\w*]+(?:\.py|\.json|(?=/)))/?`", item)[1:]  # files and folders inside it
+            folder = ROOT / "megasparse" / package[1]
+            assert not [name for name in names if not [*folder.rglob(name), *folder.parent.glob(name)]], item

@@ -154,11 +154,13 @@ class LSHAttention(BandAttention):
         self.factors = lsh_buckets(config, spec.max_length)
         self.buckets = math.prod(self.factors)
         scale = 1.0 if self.shared_qk else spec.head_dim**-0.5
-        self.shifted_keys, self.rotated = config.shifted_keys, not config.shifted_keys
+        self.shifted_keys = config.shifted_keys
+        self.rotated = not config.shifted_keys
         excludes_self = self.shared_qk and not self.shifted_keys
         self.rule = {"scale": scale, "exclude_self": excludes_self, "count_rounds": config.count_rounds}
         self.window = Window(config.window, min(config.chunk, spec.max_length), config.same_bucket)
-        self.local, self.sinks = config.local, config.sinks
+        self.local = config.local
+        self.sinks = config.sinks
         self._rotations: tuple[Any, Tensor] | None = None  # cached: evaluation never redraws them
         if config.window == "chunk":
             self.leak = (
@@ -167,7 +169,8 @@ class LSHAttention(BandAttention):
 
     def assign(self, inputs: AttentionInputs, context: AttentionContext) -> Codes:
         numbers = range(context.head_offset, context.head_offset + inputs.q.shape[1])
-        key, rounds = context.rng.key(context.layer, "lsh rotation"), self.rounds(context.rng)
+        key = context.rng.key(context.layer, "lsh rotation")
+        rounds = self.rounds(context.rng)
         draws = key, numbers, rounds, inputs.q.device
         if self._rotations is None or self._rotations[0] != draws:
             self._rotations = draws, rotations(key, numbers, rounds, inputs.q.shape[3], self.factors, inputs.q.device)
@@ -211,8 +214,10 @@ class LSHAttention(BandAttention):
         shifted = self._shifted(inputs)  # a first token: its key and buckets are 0
         if self.shifted_keys:
             if cache.next_key is not None:
-                shifted, keys = inputs._replace(k=cache.next_key), cache.next_codes
-            cache.next_key, cache.next_codes = inputs.k, queries
+                shifted = inputs._replace(k=cache.next_key)
+                keys = cache.next_codes
+            cache.next_key = inputs.k
+            cache.next_codes = queries
         return self.decode_codes(shifted, cache, position, queries, keys)
 
     def exact(self) -> "LSHAttention | None":
@@ -225,9 +230,11 @@ class LSHAttention(BandAttention):
         """Pairs in windows. Codes, forward only: in each round 2·D for each rotation vector, of which there are half as
         many as the sum of the bucket factors, for queries and, with separate QK, for keys.
         """
-        hashed, width = 1 if self.shared_qk else 2, self.spec.heads * self.spec.head_dim
+        hashed = 1 if self.shared_qk else 2
+        width = self.spec.heads * self.spec.head_dim
         codes = float(self.config.rounds * hashed * width * sum(self.factors))
-        work, chunk = self.spec.workload(length), self.config.chunk
+        work = self.spec.workload(length)
+        chunk = self.config.chunk
         keys = work.band(chunk, self.shared_qk) if self.config.window == "band" else work.chunks(chunk)
         return work.pairs(keys) * (self.config.rounds + self.local) + work.pairs(self.sinks) + Flops(codes)
 

@@ -1,6 +1,7 @@
 """Options that several subcommands share."""
 
 import argparse
+import json
 import os
 import sys
 from collections.abc import Sequence
@@ -173,6 +174,11 @@ def config_from(args: argparse.Namespace, kind: "type[Settings]") -> "Settings":
         base = base_values(args.start)
     config = load_settings(args.config or args.name, args.set, kind, base)
     if args.print_config:
-        print(config.model_dump_json(indent=2))
+        text = config.model_dump_json(indent=2)
+        try:
+            text.encode(sys.stdout.encoding or "utf-8")
+        except UnicodeEncodeError:  # print valid JSON on a terminal in ASCII
+            text = json.dumps(json.loads(text), indent=2)
+        print(text)
         sys.exit(0)
     return config

@@ -126,6 +126,12 @@ def test_a_terminal_in_ascii_shows_every_help():
     assert (shown.returncode, shown.stderr) == (0, "") and shown.stdout.isascii()
 
 
+def test_a_configuration_with_umlauts_is_printed_as_json_in_ascii():
+    words = ("pretrain", "quickstart", "--set", "run.directory=rüns", "--print-config")
+    printed = start(*words, PYTHONIOENCODING="ascii", PYTHONUTF8="0")
+    assert printed.stdout.isascii() and json.loads(printed.stdout)["run"]["directory"] == "rüns"
+
+
 @pytest.mark.parametrize("name", COMMANDS)
 def test_the_help_of_a_subcommand_has_examples_that_it_accepts(name, capsys):
     code, shown, _ = ended(capsys, *name.split(), "--help")
