@@ -1,30 +1,29 @@
 """Hash, then rank: buckets find candidate keys, a sketch ranks them, exact softmax attention reads the best.
 
-The four papers in one mechanism: learned hashes (LHA) propose, a narrow sketch (Smart Bird) scores, and the K best keys
-enter one softmax together with a window and sinks. Only the pairs of a query and the keys in its buckets are scored.
+Learned hashes as in LHA propose, a narrow sketch as in Smart Bird scores, and the K best keys enter one softmax
+together with a window and sinks. Only the pairs of a query and the keys in its buckets are scored.
 
 B batch, L length, Lq queries, S sampled queries, d width of the sketch, N buckets, P probes, K keys, M newest members
 per bucket, T queries per tile, C candidates per query.
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, cast
+from typing import Annotated, Any
 
 import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from megasparse.attention.contract import AttentionContext, AttentionInputs, MechanismSpec, Passes
+from megasparse.attention.contract import AttentionContext, AttentionInputs, MechanismSpec
 from megasparse.attention.far_attention import SAMPLES, imbalance
-from megasparse.attention.smart_bird import SmartBirdAttention, check_sketch
+from megasparse.attention.flops import Flops
+from megasparse.attention.taught_sketch import TaughtSketch, check_sketch, repeated_masks
 from megasparse.config.attention import MechanismSection, mechanism
+from megasparse.config.schema import ModelConfig
 from megasparse.config.section import Count, Positive
 from megasparse.errors import ConfigError
 from megasparse.ops.operator import without_autocast
 from megasparse.ops.sketch import gathered_products, rounded_ranks
-
-if TYPE_CHECKING:
-    from megasparse.config.schema import ModelConfig
 
 _TILE = {"cpu": 1 << 14, "cuda": 1 << 23}
 """Candidates of a tile of queries; on a CPU their vectors fit its cache."""
@@ -60,17 +59,11 @@ class RankedAttentionConfig(MechanismSection):
     sinks: Count = 0
     """First tokens of each document, which every later token reads (in an encoder every token)."""
 
-    sketch: ClassVar[str] = "heads"
-    objective: ClassVar[str] = "attention"
-    sampling: ClassVar[str] = "top_k"
-    evaluation: ClassVar[str] = "top_k"
-    labels: ClassVar[None] = None
-
     def check(self, key: str, model: "ModelConfig") -> None:
         if self.probes > self.buckets:
             problem = f"{self.probes} is more than the {self.buckets} buckets"
             raise ConfigError(f"{key}.probes", problem, "Set it to at most buckets")
-        check_sketch(self, "ranked", key, model)
+        check_sketch(self, key, model)
 
     @property
     def heads_together(self) -> int:
@@ -78,7 +71,7 @@ class RankedAttentionConfig(MechanismSection):
 
 
 @mechanism("ranked", RankedAttentionConfig)
-class RankedAttention(SmartBirdAttention):
+class RankedAttention(TaughtSketch):
     """Softmax attention to the K best of the keys in a query's P buckets, ranked by a sketch.
 
     With q′ = W_q·q and k′ = W_k·k, of the heads that share a sketch: a key is in bucket argmax_b (c_b·k′ + γ_b). A
@@ -88,8 +81,11 @@ class RankedAttention(SmartBirdAttention):
     Two losses train it: the divergence of the sketch from the heads' full attention, and `bucket_loss`.
     """
 
+    # With larger weights one bucket gets almost all probability, so gradients vanish.
+    initial_deviations = dict.fromkeys(("query_buckets.weight", "key_buckets.weight"), 0.02)
+
     def __init__(self, config: RankedAttentionConfig, spec: MechanismSpec):
-        super().__init__(cast(Any, config), spec)  # with a sketch's settings
+        super().__init__(config, spec)
         self.index_width += 2
         self.query_buckets, self.key_buckets = (
             BucketScores(self.groups, config.sketch_dim, config.buckets) for _ in range(2)
@@ -102,7 +98,7 @@ class RankedAttention(SmartBirdAttention):
     def sketches(
         self, x: Tensor, inputs: AttentionInputs, context: AttentionContext, exactly: bool = True
     ) -> tuple[Tensor, Tensor]:
-        """Append the key's bucket // 256 and % 256 to the d numbers of exact keys; else as `smart_bird`."""
+        """Append the key's bucket // 256 and % 256 to the d numbers of exact keys; else as `TaughtSketch`."""
         q, k = super().sketches(x, inputs, context, exactly)
         if not exactly:
             return q, k
@@ -122,27 +118,28 @@ class RankedAttention(SmartBirdAttention):
     def _choose(
         self, sketches: tuple[Tensor, Tensor], inputs: AttentionInputs, context: AttentionContext, first_query: int = 0
     ) -> Tensor:
-        count, config = sketches[0].shape[1], self.config
+        config = self.config
+        count = sketches[0].shape[1]
         probes = self.query_buckets(sketches[0], context).topk(config.probes, dim=-1).indices.flatten(0, 1)
-        q, k = (x.flatten(0, 1) for x in sketches)
-        k, codes = self.unpacked(k[..., :-2]), bucket_numbers(k)
-        masks = (inputs.key_mask, inputs.segments)
-        real, documents = (None if x is None else x.repeat_interleave(count, dim=0) for x in masks)
+        q, k = (x.flatten(0, 1) for x in sketches)  # (B·S, Lq or L, d or d + 2)
+        codes = bucket_numbers(k)
+        k = self.unpacked(k[..., :-2])
         limits = config.buckets, config.members, config.keys
-        chosen = ranked_keys(q, k, probes, codes, *limits, inputs.causal, real, documents, first_query)
+        chosen = ranked_keys(q, k, probes, codes, *limits, inputs.causal, *repeated_masks(inputs, count), first_query)
         return chosen.unflatten(0, (-1, count))
 
-    def _sketch_flops(self, length: int, visible: float) -> Passes:
+    def _sketch_flops(self, length: int, visible: float) -> Flops:
         """Count the scores of candidates instead of all keys, 2·P/N of them as learned buckets are unequal, and of the
         buckets; in training also of the buckets of samples, and their cross-entropy with all keys.
         """
-        config, sampled = self.config, min(SAMPLES, length) / length
+        config = self.config
+        sampled = min(SAMPLES, length) / length
         candidates = min(
             visible, 2 * visible * config.probes / config.buckets, config.probes * (config.members or length)
         )
         learned = config.buckets * (config.sketch_dim * (1 + sampled) + visible * sampled)
         scores = config.sketch_dim * (candidates - visible + 2 * config.buckets)
-        return super()._sketch_flops(length, visible) + Passes(scores + learned, learned) * (2.0 * self.groups)
+        return super()._sketch_flops(length, visible) + Flops(scores + learned, learned) * (2.0 * self.groups)
 
 
 def bucket_numbers(k: Tensor) -> Tensor:
@@ -182,7 +179,8 @@ def bucket_loss(query_scores: Tensor, key_scores: Tensor, shares: Tensor, real: 
         shares: (B, G, S, L), attention a_ij.
         real: (B, S) and (B, L) bool, real queries and keys, or None if no token is padding.
     """
-    of_query, of_key = torch.log_softmax(query_scores, dim=-1), torch.softmax(key_scores, dim=-1)
+    of_query = torch.log_softmax(query_scores, dim=-1)
+    of_key = torch.softmax(key_scores, dim=-1)
     total = shares.sum((0, 2, 3), keepdim=True).clamp_min(torch.finfo(shares.dtype).tiny)
     missed = -((shares / total).to(of_key.dtype) @ of_key * of_query).sum((0, 2, 3))
     uneven = imbalance(of_query.exp(), real[0]) + 2 * imbalance(of_key, real[1])
@@ -223,12 +221,13 @@ def ranked_keys(
         return chosen.unflatten(0, (batch, queries))
     if segments is not None:  # a bucket per document
         of_queries = segments[:, first_query : first_query + queries, None]
-        codes, probes = codes + buckets * segments, probes + buckets * of_queries
+        codes = codes + buckets * segments
+        probes = probes + buckets * of_queries
         buckets *= 1 + int(segments.max())
     if key_mask is not None:
         codes = codes.masked_fill(~key_mask, buckets)
     order = codes.argsort(dim=1, stable=True)  # by bucket, then by position
-    slots = codes.gather(1, order) * length + order
+    slots = codes.gather(1, order) * length + order  # (B, L), ascending
     positions = first_query + torch.arange(queries, device=device)
     ends = (positions + 1).unsqueeze(-1) if causal else length
     first, last = (torch.searchsorted(slots, (probes * length + end).flatten(1)).view_as(probes) for end in (0, ends))
@@ -237,10 +236,13 @@ def ranked_keys(
     sums = (last - first).cumsum(-1)  # (B, Lq, P)
     by_number = sums[..., -1].flatten().argsort()  # tiles of queries with about equally many candidates
     sums, starts = (x.flatten(0, 1)[by_number] for x in (sums, last - sums))
-    q, k, order = q.flatten(0, 1)[by_number], k.flatten(0, 1), order.flatten()
+    q = q.flatten(0, 1)[by_number]
+    k = k.flatten(0, 1)
+    order = order.flatten()
     step = max(1, _TILE[device.type] // max(1, int(sums.max())))
     for tile in torch.arange(batch * queries, device=device).split(step):
-        rows, total = by_number[tile], sums[tile]
+        rows = by_number[tile]
+        total = sums[tile]
         offset = (rows // queries * length).unsqueeze(-1)  # of the query's sequence
         number = torch.arange(max(1, int(total.max())), device=device).expand(len(tile), -1).contiguous()
         probe = torch.searchsorted(total, number, right=True).clamp_max_(total.shape[-1] - 1)

@@ -47,7 +47,8 @@ def sink_index(sinks: int, inputs: AttentionInputs, *, exclude_self: bool = Fals
     the token's own chunk of this many tokens and in neighbouring chunks.
     """
     order, number, rank = (x.unsqueeze(-1) for x in DocumentRanks.of(inputs))
-    length, sink = rank.shape[1], torch.arange(sinks, device=rank.device)
+    length = rank.shape[1]
+    sink = torch.arange(sinks, device=rank.device)
     position = number - rank + sink  # index of the sinks in `order`
     token = order[..., 0].gather(-1, position.clamp(0, length - 1).flatten(1)).view(position.shape)
     of_document = rank[..., 0].gather(-1, token.flatten(1)).view(position.shape) == sink
@@ -67,15 +68,17 @@ def sink_attention(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Compute softmax attention to the sinks of `sink_index`, for `merge`: output (B, H, L, D) and log-sum-exp (B, H,
     L), 0 and −∞ for tokens without a visible sink. If ranks with the same heads divide the pairs, the log-sum-exp is
-    also −∞ for tokens that this rank does not answer for.
+    also −∞ for tokens that this rank does not own.
     """
-    q, k, v = inputs.of_one_dtype()[:3]
+    q, k, v = inputs.with_query_dtype()[:3]
     index = sink_index(sinks, inputs, exclude_self=exclude_self, chunk=chunk)
     if inputs.segments is not None or inputs.dropout is not None or q.dtype not in (torch.float32, torch.float64):
         out, lse = gathered_attention(q, k, v, index, scale=scale, dropout=inputs.dropout)
     else:
         out, lse = _shared_sinks(q, k, v, index, scale)
-    return out, lse if part.share is None else lse.masked_fill(~part.answered(lse.shape[2], lse.device), -torch.inf)
+    if part.pair_shard is not None:
+        lse = lse.masked_fill(~part.owned_tokens(lse.shape[2], lse.device), -torch.inf)
+    return out, lse
 
 
 def cached_sinks(
@@ -102,9 +105,10 @@ def _shared_sinks(q: Tensor, k: Tensor, v: Tensor, index: Tensor, scale: float) 
     q = at_least_rows(q, 2 * ROWS)
     index = F.pad(index, (0, max(0, 2 - index.shape[3]), 0, q.shape[2] - queries), value=-1)
     shared = index.amax(2).clamp_min(0).long().unsqueeze(-1)
-    keys, values = (x.gather(2, shared.expand(*x.shape[:2], -1, x.shape[3])) for x in (k, v))
+    keys, values = (x.gather(2, shared.expand(*x.shape[:2], -1, x.shape[3])) for x in (k, v))  # (B, H, n, D) each
     nothing = (index < 0).all(-1, keepdim=True)
-    score = (scale * (q @ keys.transpose(-1, -2))).masked_fill(index < 0, -torch.inf).masked_fill(nothing, 0.0)
+    score = scale * (q @ keys.transpose(-1, -2))  # (B, H, L, n)
+    score = score.masked_fill(index < 0, -torch.inf).masked_fill(nothing, 0.0)
     out = torch.softmax(score, dim=-1).masked_fill(nothing, 0.0) @ values
     lse = torch.logsumexp(score, dim=-1).masked_fill(nothing.squeeze(-1), -torch.inf)
     return out[:, :, :queries], lse[:, :, :queries]

@@ -5,33 +5,24 @@ B batch, H heads, L length, D head dim, m hashes, τ code bits, S kernel size.
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from pydantic import model_validator
 from torch import Tensor, nn
 
-from megasparse.attention.contract import (
-    Attention,
-    AttentionContext,
-    AttentionInputs,
-    AttentionOutput,
-    MechanismSpec,
-    Passes,
-    product,
-)
-from megasparse.attention.full import Cache, KeyValueCache
+from megasparse.attention.cache import Cache, KeyValueCache
+from megasparse.attention.contract import Attention, AttentionContext, AttentionInputs, AttentionOutput, MechanismSpec
+from megasparse.attention.flops import Flops, product
 from megasparse.attention.sequence_part import WHOLE, SequencePart
 from megasparse.config.attention import MechanismSection, mechanism
+from megasparse.config.schema import ModelConfig
 from megasparse.config.section import Positive
 from megasparse.errors import ConfigError
 from megasparse.ops.hash_table_attention import HashTableAttentionSpec, expected_attention, hash_table_attention
 from megasparse.ops.hashing import sign_codes
 from megasparse.ops.normalize import unit_vectors
-
-if TYPE_CHECKING:
-    from megasparse.config.schema import ModelConfig
 
 
 @dataclass
@@ -62,8 +53,10 @@ class YOSOAttentionConfig(MechanismSection):
     chunk: Positive = 128
     """Decoders on a CPU only: tokens per chunk. Tables are updated per chunk; inside a chunk, pairs are compared."""
 
-    rounds_key = "hashes"
     no_probabilities = True
+
+    def hash_rounds(self, training: bool) -> int:
+        return self.hashes if training else self.evaluation_hashes or self.hashes
 
     @model_validator(mode="before")
     @classmethod
@@ -76,7 +69,7 @@ class YOSOAttentionConfig(MechanismSection):
             )
         return values
 
-    def check(self, key: str, model: "ModelConfig") -> None:
+    def check(self, key: str, model: ModelConfig) -> None:
         if self.code_bits is not None and self.code_bits > 30:
             problem = f"{self.code_bits} bits do not fit a 32-bit code"
             raise ConfigError(f"{key}.code_bits", problem, "Set it to 30 or less, or to null")
@@ -148,7 +141,7 @@ class YOSOAttention(Attention):
         real = mask.sum() if mask is not None else matches[:, 0].numel()
         return AttentionOutput(out.to(inputs.q.dtype), None, {"collisions": matches.sum() / (real * matches.shape[1])})
 
-    def flops(self, length: int) -> Passes:
+    def flops(self, length: int) -> Flops:
         """Codes of q and k; 2·D to add a value to a table and to read it, and again for the gradient of v. Gradients of
         q and k: the cheaper of tables, 4·D² each, and the 1/2^τ of pairs that collide at random, 6·D each.
         """
@@ -157,7 +150,7 @@ class YOSOAttention(Attention):
             return work.pairs(work.visible)
         bit = 3.0 * math.log2(max(2, dim)) if yoso.projection == "hadamard" else 2.0 * dim
         gradient = min(8.0 * dim * dim, 6.0 * dim * work.visible / 2**self.code_bits)
-        hashing = Passes(2 * self.code_bits * bit + 2.0 * dim, 2.0 * dim + gradient)
+        hashing = Flops(2 * self.code_bits * bit + 2.0 * dim, 2.0 * dim + gradient)
         return (hashing * yoso.hashes + product(2.0 * dim * (yoso.convolution or 0))) * work.heads
 
     def new_cache(self, batch: int, like: Tensor, rounds: int | None, part: SequencePart = WHOLE) -> YOSOCache:
@@ -165,7 +158,7 @@ class YOSOAttention(Attention):
         recent = like.new_zeros(batch, spec.heads, (self.config.convolution or 1) - 1, width)
         if self.config.expectation:
             return YOSOCache(None, KeyValueCache.empty(batch, spec, spec.max_length, like), recent)
-        hashes = rounds or self.config.rounds_in_evaluation
+        hashes = rounds or self.config.hash_rounds(training=False)
         dtype = torch.promote_types(like.dtype, torch.float32)
         tables = torch.zeros(batch, spec.heads, hashes, 1 << self.code_bits, width, dtype=dtype, device=like.device)
         return YOSOCache(tables, None, recent)

@@ -1,14 +1,11 @@
 """The typed schema of a run's JSON file. Every default of the project lives here and nowhere else."""
 
-import importlib
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from megasparse.config.attention import AttentionConfig
+from megasparse.config.attention import MECHANISMS, AttentionConfig
 from megasparse.config.section import JSON_LIST, Count, Location, Positive, Rate, Section
-
-importlib.import_module("megasparse.attention")  # registers the mechanisms of the package; their files import `config`
 
 
 class RunConfig(Section):
@@ -28,7 +25,7 @@ class RunConfig(Section):
 
 
 class RotaryScalingConfig(Section):
-    """Scaling of rotary frequencies to sequences longer than the model was trained on, see attention/heads.py."""
+    """Scaling of rotary frequencies to sequences longer than the model was trained on, see ops/positions.py."""
 
     kind: Literal["linear", "ntk", "yarn", "llama3"]
     """Formula of the scaling, as in transformers."""
@@ -225,21 +222,24 @@ class TrainingConfig(Section):
 
 class OptimizerConfig(Section):
     name: str = "adamw"
-    """"adamw" or "adafactor"."""
+    """"adamw", "adafactor" or "muon" (matrices of attention and feed-forward by Muon, all other weights by AdamW)."""
     learning_rate: Annotated[float, Field(gt=0.0)] = 5e-4
     """Peak learning rate, after the warm-up."""
     betas: Annotated[tuple[Rate, Rate], JSON_LIST] = (0.9, 0.98)
-    """AdamW only."""
+    """AdamW only, also for the weights that Muon leaves to AdamW."""
     eps: Annotated[float, Field(gt=0.0)] = 1e-8
-    """AdamW only."""
+    """AdamW only, as `betas`."""
     weight_decay: Annotated[float, Field(ge=0.0)] = 0.0
     """Decoupled weight decay, times the learning rate, of all weights with two dimensions or more."""
-    schedule: Literal["constant", "linear", "cosine", "inverse_sqrt"] = "cosine"
-    """Learning rate after the warm-up."""
+    schedule: Literal["constant", "linear", "cosine", "inverse_sqrt", "wsd"] = "cosine"
+    """Learning rate after the warm-up. "wsd" stays at the peak and decays linearly at the end, so that one run serves
+    several budgets: resume a checkpoint of the stable part with another run.directory and fewer training.steps."""
     warmup_steps: Count = 0
     """Steps of linear warm-up from 0."""
     final_fraction: Annotated[float, Field(ge=0.0, le=1.0)] = 0.1
-    """Cosine and linear: learning rate of the last step as a fraction of `learning_rate`."""
+    """Cosine, linear and wsd: learning rate of the last step as a fraction of `learning_rate`."""
+    decay_fraction: Annotated[float, Field(gt=0.0, le=1.0)] = 0.2
+    """wsd: fraction of `training.steps`, at the end, over which the learning rate decays."""
 
 
 class EvaluationConfig(Section):
@@ -337,3 +337,36 @@ def encoder_part(model: ModelConfig) -> ModelConfig:
 def decoder_part(model: ModelConfig) -> ModelConfig:
     """Return the configuration of an encoder–decoder's decoder without cross-attention, which predicts the target."""
     return model.model_copy(update={"kind": "decoder", "source": None})
+
+
+def heads_of_layer(model: ModelConfig, layer: int) -> dict[str, int]:
+    """Return mechanism -> number of heads for a layer, the first heads first.
+
+    They are in registration order, because the keys of a JSON object are unordered and checkpoints sort them.
+    """
+    entry = model.attention.pattern[layer % len(model.attention.pattern)]
+    if isinstance(entry, str):
+        return {entry: model.heads}
+    return {kind: entry[kind] for kind in MECHANISMS if kind in entry}
+
+
+def layers_with(model: ModelConfig, kind: str) -> int:
+    """Return the number of layers with heads of this kind."""
+    return sum(kind in heads_of_layer(model, layer) for layer in range(model.layers))
+
+
+def kinds(model: ModelConfig) -> list[str]:
+    """Return the mechanisms of a model without duplicates, in the order of their first layers."""
+    layers = range(min(model.layers, len(model.attention.pattern)))
+    return list(dict.fromkeys(kind for layer in layers for kind in heads_of_layer(model, layer)))
+
+
+def evaluation_rounds(model: ModelConfig) -> dict[str, int]:
+    """Return mechanism -> hash rounds (YOSO: hashes) in evaluation, for mechanisms of the model that hash."""
+    rounds = {kind: getattr(model.attention, kind).hash_rounds(training=False) for kind in kinds(model)}
+    return {kind: number for kind, number in rounds.items() if number is not None}
+
+
+def predicts(model: ModelConfig, target: str) -> bool:
+    """Return True if a mechanism of the model learns to predict this target, see `MechanismSection.predicts`."""
+    return any(getattr(model.attention, kind).predicts == target for kind in kinds(model))

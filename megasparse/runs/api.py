@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from megasparse.config.finetuning import FinetuneConfig
-from megasparse.config.load import load_settings
 from megasparse.config.schema import Config
 from megasparse.data.reader import EvaluationStream
 from megasparse.data.tokenizers import Tokenizer
@@ -21,6 +20,7 @@ from megasparse.model.build import Model
 from megasparse.model.decoder import Causal
 from megasparse.model.encoder import Encoder
 from megasparse.runs.data import open_folder
+from megasparse.settings.load import load_settings
 
 if TYPE_CHECKING:
     from megasparse.planning.plan import Plan
@@ -214,6 +214,7 @@ def plan(config: Config, gpus: int = 1, gpu_memory: str = "80GiB", gpu: str = "A
         >>> plan.fits, plan.peak < 80 * 2**30, plan.step_seconds > 0
         (True, True, True)
     """
-    from megasparse.planning.plan import Plan, hardware, parse_bytes
+    from megasparse.planning.hardware import hardware, parse_bytes
+    from megasparse.planning.plan import Plan
 
     return Plan(config, hardware(gpu, None), gpus, gpus_per_node, parse_bytes("gpu_memory", gpu_memory))

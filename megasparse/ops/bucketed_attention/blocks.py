@@ -112,23 +112,28 @@ class _BucketedAttention(Function):
         else:
             layout = RangeLayout.of(codes, key_codes, spec, key_mask, segments)
         for rows in row_groups(layout, q, k, v, spec, ctx.shared_codes, dropout):
-            row_out, row_lse2 = out.flatten(0, 1)[rows.index], lse2.flatten(0, 1)[rows.index]
+            row_out = out.flatten(0, 1)[rows.index]
+            row_lse2 = lse2.flatten(0, 1)[rows.index]
             _attend(rows, rows.layout.blocks(rows), row_out, row_lse2)
-        blind = lse2 < 0.5 * LOWEST
-        lse = (lse2 / _LOG2_E).masked_fill_(blind, -torch.inf)
-        lonely = None
+        no_visible_key = lse2 < 0.5 * LOWEST
+        lse = (lse2 / _LOG2_E).masked_fill_(no_visible_key, -torch.inf)
+        self_only = None
         # Queries with no visible key attend to themselves.
         if spec.self_at_last and (spec.exclude_self or key_codes is not None):
-            lonely = (blind if key_mask is None else blind & key_mask[:, None]).nonzero(as_tuple=True)
-            out[lonely] = _own_value(v[lonely].to(dtype), lonely, dropout, v.shape[2])
-            lse[lonely] = (q[lonely].to(dtype) * k[lonely]).sum(-1) * spec.scale
+            alone = no_visible_key if key_mask is None else no_visible_key & key_mask[:, None]
+            self_only = alone.nonzero(as_tuple=True)
+            out[self_only] = _own_value(v[self_only].to(dtype), self_only, dropout, v.shape[2])
+            lse[self_only] = (q[self_only].to(dtype) * k[self_only]).sum(-1) * spec.scale
         if key_mask is not None:
             out.masked_fill_(~key_mask[:, None, :, None], 0.0)
             lse.masked_fill_(~key_mask[:, None], -torch.inf)
-            blind |= ~key_mask[:, None]
-        lse2.masked_fill_(blind, torch.inf)  # exp2(score − ∞) = 0: no gradient from tiles
+            no_visible_key |= ~key_mask[:, None]
+        lse2.masked_fill_(no_visible_key, torch.inf)  # exp2(score − ∞) = 0: no gradient from tiles
         out = out.to(q.dtype)
-        ctx.spec, ctx.lonely, ctx.dropout, ctx.layout = spec, lonely, dropout, type(layout)
+        ctx.spec = spec
+        ctx.self_only = self_only
+        ctx.dropout = dropout
+        ctx.layout = type(layout)
         ctx.save_for_backward(q, k, v, key_mask, out, lse, lse2, *layout)
         return out, lse
 
@@ -148,8 +153,10 @@ class _BucketedAttention(Function):
             row_dq, row_dk, row_dv = (x.flatten(0, 1)[rows.index] for x in (dq, dk, dv))
             delta = (row_grad.to(rows.dtype) * row_out).sum(-1).sub_(row_grad_lse)  # (G, L)
             for block in rows.layout.blocks(rows):
-                block_q, grad = block.queries(rows.q).mul_(spec.scale * _LOG2_E), block.queries(row_grad)
-                block_k, block_v = block.keys(rows.k), block.keys(rows.v)
+                block_q = block.queries(rows.q).mul_(spec.scale * _LOG2_E)
+                grad = block.queries(row_grad)
+                block_k = block.keys(rows.k)
+                block_v = block.keys(rows.v)
                 weight = block.scores(block_q, block_k).sub_(block.real_lse(row_lse2).unsqueeze(-1)).exp2_()
                 score_grad, dropped = torch.bmm(grad, block_v.transpose(1, 2)), weight  # (n, T, K)
                 if rows.dropout is not None:
@@ -162,12 +169,12 @@ class _BucketedAttention(Function):
                 block.add_to_keys(row_dk, score_grad, block_q)
             row_dq.mul_(spec.scale)
             row_dk.div_(_LOG2_E)
-        if ctx.lonely is not None:  # for these tokens out = v and lse = scale·q·k
-            lonely = ctx.lonely
-            slope = grad_lse[lonely].unsqueeze(-1) * spec.scale
-            dq[lonely] += slope * k[lonely]
-            dk[lonely] += slope * q[lonely]
-            dv[lonely] += _own_value(grad_out[lonely], lonely, ctx.dropout, v.shape[2])
+        if ctx.self_only is not None:  # for these tokens out = v and lse = scale·q·k
+            self_only = ctx.self_only
+            slope = grad_lse[self_only].unsqueeze(-1) * spec.scale
+            dq[self_only] += slope * k[self_only]
+            dk[self_only] += slope * q[self_only]
+            dv[self_only] += _own_value(grad_out[self_only], self_only, ctx.dropout, v.shape[2])
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None, None, None, None
 
 
@@ -210,9 +217,12 @@ class QueryBlock(TileBlock):
         self._rows = len(rows)
         if len(rows) == 1:  # bmm may sum a single matrix in a different order
             rows, tokens, hidden = (x.repeat_interleave(2, 0) for x in (rows, tokens, hidden))
-        self.first_round, self._columns, self.dtype = first_round, hidden, at_least_fp32(like[:0]).dtype
+        self.first_round = first_round
+        self._columns = hidden
+        self.dtype = at_least_fp32(like[:0]).dtype
         # With at least 8 rows, a row of a product does not depend on their number.
-        self.query_tokens, self.key_tokens = rows[:, None].expand(-1, min(tile, 8)), rows[:, None] * keys + tokens
+        self.query_tokens = rows[:, None].expand(-1, min(tile, 8))
+        self.key_tokens = rows[:, None] * keys + tokens
 
     def hidden(self) -> Tensor:
         return self._columns[:, None].repeat(1, self.query_tokens.shape[1], 1)
@@ -256,9 +266,9 @@ def _power(x: Tensor) -> Tensor:
     return x.mul_(_LN_2).exp_()
 
 
-def _own_value(x: Tensor, lonely: tuple[Tensor, ...], dropout: PairDropout | None, keys: int) -> Tensor:
-    """Apply dropout to the values (n, D) of the tokens `lonely`, which attend to themselves with probability 1."""
+def _own_value(x: Tensor, self_only: tuple[Tensor, ...], dropout: PairDropout | None, keys: int) -> Tensor:
+    """Apply dropout to the values (n, D) of the tokens `self_only`, which attend to themselves with probability 1."""
     if dropout is None:
         return x
-    factors = dropout.factors(dropout.queries[lonely], dropout.keys(keys)[lonely[2]], x.dtype)
+    factors = dropout.factors(dropout.queries[self_only], dropout.keys(keys)[self_only[2]], x.dtype)
     return x * factors.unsqueeze(-1)

@@ -180,6 +180,26 @@ def straight(tmp_path):
     return losses_of(config_of(tmp_path / "straight"))
 
 
+def test_a_shorter_run_branches_from_the_stable_part_of_wsd(tmp_path, capsys):
+    def run(name: str, steps: int, resume: str = "auto") -> list[str]:
+        values = {"schedule": "wsd", "decay_fraction": 0.5}
+        config = tiny_config(
+            tmp_path / name, training={"steps": steps}, optimizer=values, checkpoint={"every": 2, "keep": 5}
+        )
+        with tiny_run(config, resume=resume) as opened:
+            train(opened)
+        return [float(row["train/loss"]).hex() for row in metrics(config)]
+
+    run("long", 8)
+    short = run("short", 4)
+    message = "the learning rate differs from this step on"
+    capsys.readouterr()
+    assert run("branch", 4, str(tmp_path / "long/checkpoints/00000002")) == short[2:]
+    assert message not in capsys.readouterr().err
+    run("late", 6, str(tmp_path / "long/checkpoints/00000004"))
+    assert message in capsys.readouterr().err
+
+
 def lines(folder: Path) -> list[bytes]:
     return (folder / "metrics.jsonl").read_bytes().splitlines(keepends=True)
 

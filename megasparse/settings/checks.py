@@ -6,7 +6,6 @@ from typing import Any
 from pydantic import BaseModel
 
 from megasparse.config import deepspeed_section
-from megasparse.config.attention import check_attention, check_heads, check_targets
 from megasparse.config.finetuning import FinetuneConfig
 from megasparse.config.messages import show
 from megasparse.config.schema import (
@@ -17,22 +16,15 @@ from megasparse.config.schema import (
     RunSettings,
     decoder_part,
     encoder_part,
+    heads_of_layer,
+    kinds,
 )
 from megasparse.errors import ConfigError
-from megasparse.optimizers import OPTIMIZERS
 
 
 def check(config: RunSettings) -> None:
     """Raise ConfigError for the first rule that `config` breaks. Rules that need a slow import are checked last."""
-    check_sizes("", config)
-    if "://" in config.run.directory:
-        problem = f"{show(config.run.directory)} is a URL: object storage can neither rename a folder nor lock a file"
-        hint = "Choose a folder of a file system, such as NFS or Lustre, and set checkpoint.bucket to the URL"
-        raise ConfigError("run.directory", problem, hint)
-    bucket = config.checkpoint.bucket
-    if bucket is not None and not bucket.startswith(BUCKETS):
-        problem = f"{show(bucket)} is not a URL of an object store"
-        raise ConfigError("checkpoint.bucket", problem, f"It must start with {' or '.join(BUCKETS)}")
+    check_run(config)
     if isinstance(config, Config):
         check_model(config.model)
         _check_tokenizer(config)
@@ -44,23 +36,44 @@ def check(config: RunSettings) -> None:
         check_parallel(config)
     elif isinstance(config, FinetuneConfig):
         _check_start(config)
-    training, name = config.training, config.optimizer.name
+    from megasparse.optimizers import OPTIMIZERS  # imports torch
+
+    if (name := config.optimizer.name) not in OPTIMIZERS:
+        hint = f"It must be {' or '.join(map(show, OPTIMIZERS))}"
+        raise ConfigError("optimizer.name", f"{show(name)} does not fit", hint)
+    if OPTIMIZERS[name].separates_hidden and getattr(config, "lora", None) is not None:
+        problem = f"{show(name)} updates whole matrices, and lora trains only adapters"
+        raise ConfigError("optimizer.name", problem, 'Set it to "adamw", or remove lora')
+    if config.run.engine == "deepspeed":  # the torch engine must work without DeepSpeed installed
+        deepspeed_section.check_values(config.deepspeed)
+
+
+def check_run(config: RunSettings) -> None:
+    """Raise ConfigError for the first rule that `config` breaks, of the rules that need no attention mechanisms."""
+    check_sizes("", config)
+    if "://" in config.run.directory:
+        problem = f"{show(config.run.directory)} is a URL: object storage can neither rename a folder nor lock a file"
+        hint = "Choose a folder of a file system, such as NFS or Lustre, and set checkpoint.bucket to the URL"
+        raise ConfigError("run.directory", problem, hint)
+    bucket = config.checkpoint.bucket
+    if bucket is not None and not bucket.startswith(BUCKETS):
+        problem = f"{show(bucket)} is not a URL of an object store"
+        raise ConfigError("checkpoint.bucket", problem, f"It must start with {' or '.join(BUCKETS)}")
+    if isinstance(config, FinetuneConfig):
+        _initial_models(config)
+    training = config.training
     if training.global_batch % training.micro_batch:
         problem = f"{training.global_batch} is not a multiple of training.micro_batch = {training.micro_batch}"
         hint = "Make it a multiple of training.micro_batch times the number of ranks"
         raise ConfigError("training.global_batch", problem, hint)
     deepspeed_section.check_keys(config.deepspeed)
-    if name not in OPTIMIZERS:
-        hint = f"It must be {' or '.join(map(show, OPTIMIZERS))}"
-        raise ConfigError("optimizer.name", f"{show(name)} does not fit", hint)
-    if config.run.engine == "deepspeed":  # the torch engine must work without DeepSpeed installed
-        deepspeed_section.check_values(config.deepspeed)
 
 
 BUCKETS = ("s3://", "gs://", "az://", "file:///")
 
 
-def _check_start(config: FinetuneConfig) -> None:
+def _initial_models(config: FinetuneConfig) -> list[str]:
+    """Return the keys that name the initial model. Raises ConfigError unless it is one key."""
     start = config.start
     present = {
         "model": config.model is not None,
@@ -74,6 +87,11 @@ def _check_start(config: FinetuneConfig) -> None:
     if len(names) > 1:
         hint = f"Keep one of them, and set the other to null, such as --set {names[-1]}=null"
         raise ConfigError("start", f"{' and '.join(names)} given", hint)
+    return names
+
+
+def _check_start(config: FinetuneConfig) -> None:
+    start, names = config.start, _initial_models(config)
     if config.model is None:
         if start.glove is not None:
             hint = f"Set it to null, or replace {names[0]} with `model`"
@@ -360,3 +378,68 @@ def _check_rotary(positions: PositionsConfig, model: ModelConfig) -> None:
         raise ConfigError(f"{section}.original_length", problem, "Give this length in tokens")
     if scaling.kind == "ntk" and (model.head_dim or model.d_model // model.heads) < 4:
         raise ConfigError(f"{section}.kind", '"ntk" needs a head dimension of 4 or more', "Raise model.head_dim")
+
+
+def check_attention(model: ModelConfig) -> None:
+    """Raise ConfigError for the first rule that the attention of one stack breaks."""
+    for kind in kinds(model):
+        getattr(model.attention, kind).check(f"model.attention.{kind}", model)
+        if model.attention.dropout > 0.0 and getattr(model.attention, kind).no_probabilities:
+            problem = f'{model.attention.dropout} is given, but "{kind}" computes no attention probabilities'
+            raise ConfigError("model.attention.dropout", problem, "Set it to 0")
+
+
+def check_heads(model: ModelConfig) -> None:
+    """Raise ConfigError for the first entry of the pattern that does not fit the stack's kind, number of heads, shared
+    key heads or head groups.
+    """
+    if model.heads % (key_heads := model.key_heads or model.heads):
+        problem = f"{key_heads} does not divide model.heads = {model.heads}"
+        raise ConfigError("model.key_heads", problem, "Set it to a divisor, or to null")
+    groups, shared = model.attention.head_groups, model.heads // key_heads
+    for layer in range(len(model.attention.pattern)):
+        split = heads_of_layer(model, layer)
+        key = f"model.attention.pattern[{layer}]"
+        if (total := sum(split.values())) != model.heads:
+            problem = f"{split} has {total} heads, but model.heads = {model.heads}"
+            raise ConfigError(key, problem, f"Make the numbers sum to {model.heads}")
+        for kind, heads in split.items():
+            settings = getattr(model.attention, kind)
+            for stack, other, why, lacking in (
+                ("decoder", "encoder", settings.bidirectional_only, "be causal"),
+                ("encoder", "decoder", settings.causal_only, "see both ways"),
+            ):
+                if model.kind == stack and why:
+                    hint = f'Choose another mechanism, or set model.kind to "{other}"'
+                    raise ConfigError(key, f'"{kind}" cannot {lacking}: {why}', hint)
+            if heads % shared:
+                problem = f"{heads} heads of {kind} cannot be divided into groups of {shared} that share a key head"
+                raise ConfigError(key, problem, f"Make it a multiple of {shared} (model.heads / model.key_heads)")
+            if groups > 1:
+                _check_groups(model, layer, kind, heads, shared)
+
+
+def _check_groups(model: ModelConfig, layer: int, kind: str, heads: int, shared: int) -> None:
+    """Raise ConfigError if `attention.head_groups` does not divide the heads of a mechanism or its shared key heads."""
+    key, groups, settings = "model.attention.head_groups", model.attention.head_groups, getattr(model.attention, kind)
+    if settings.joined is not None:
+        problem = f"{groups} groups, but the heads of {show(kind)} are not independent: {settings.joined}"
+        raise ConfigError(key, problem, "Set it to 1, or choose another mechanism")
+    if heads // settings.heads_together % groups:
+        problem = f"{groups} groups cannot divide the {heads} heads of {show(kind)} in layer {layer} evenly"
+        raise ConfigError(key, problem, "Set it to a divisor of the heads (or sketches) of every mechanism")
+    if (size := heads // groups) % shared and shared % size:
+        problem = f"groups of {size} heads split {shared} heads that share a key head (model.key_heads)"
+        raise ConfigError(key, problem, f"Choose groups whose size is a divisor or a multiple of {shared}")
+
+
+def check_targets(model: ModelConfig, prefix: str, *targets: str) -> None:
+    """Raise ConfigError for the first mechanism whose objective predicts none of the targets.
+
+    prefix: key of the model's attention in the configuration.
+    """
+    for kind in kinds(model):
+        objective = getattr(model.attention, kind).predicts
+        if objective is not None and objective not in targets:
+            problem = f'"{objective}" is not a target of this stack'
+            raise ConfigError(f"{prefix}.{kind}.objective", problem, f'Set it to "{(*targets, "attention")[0]}"')

@@ -7,8 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megasparse.attention.contract import Attention, AttentionContext, AttentionInputs, AttentionOutput, Passes
+from megasparse.attention.contract import Attention, AttentionContext, AttentionInputs, AttentionOutput
 from megasparse.attention.documents import ClusterIndices, Document, clusters_by_document
+from megasparse.attention.flops import Flops
 from megasparse.config.attention import MechanismSection, mechanism
 from megasparse.config.section import Positive
 from megasparse.ops.cluster_attention import ClusterAttentionSpec, cluster_attention
@@ -23,7 +24,9 @@ class SMYRFAttentionConfig(MechanismSection):
     """Queries, and keys, per cluster."""
 
     bidirectional_only = "its balanced clusters depend on all tokens"
-    rounds_key = "rounds"
+
+    def hash_rounds(self, training: bool) -> int:
+        return self.rounds
 
 
 @mechanism("smyrf", SMYRFAttentionConfig)
@@ -38,7 +41,8 @@ class SMYRFAttention(Attention):
 
     @torch.no_grad()
     def assign(self, inputs: AttentionInputs, context: AttentionContext) -> ClusterIndices:
-        rng, device = context.rng, inputs.q.device
+        rng = context.rng
+        device = inputs.q.device
         head = torch.arange(context.head_offset, context.head_offset + inputs.q.shape[1], device=device)
         rows = head[:, None] * (1 << 16) + torch.arange(self.rounds(rng), device=device)
         lines = normal(rng.key(context.layer, "smyrf projection"), rows, inputs.q.shape[3] + 2)  # (H, R, D + 2)
@@ -54,15 +58,15 @@ class SMYRFAttention(Attention):
     def forward(self, x: Tensor, inputs: AttentionInputs, context: AttentionContext) -> AttentionOutput:
         queries, keys = context.recompute.keep(lambda: self.assign(inputs, context))
         spec = ClusterAttentionSpec(causal=False, scale=inputs.q.shape[-1] ** -0.5, count_clusters=False)
-        share = context.part.share
-        if share is not None:
-            queries, keys = (x[:, :, share[0] :: share[1]] for x in (queries, keys))
+        shard = context.part.pair_shard
+        if shard is not None:
+            queries, keys = (x[:, :, shard[0] :: shard[1]] for x in (queries, keys))
         out, lse = cluster_attention(inputs.q, inputs.k, inputs.v, queries, keys, spec, dropout=inputs.dropout)
-        return AttentionOutput(out, None, {}, None if share is None else lse)
+        return AttentionOutput(out, None, {}, None if shard is None else lse)
 
-    def flops(self, length: int) -> Passes:
+    def flops(self, length: int) -> Flops:
         """Per round, one cluster and the projection of q and k, widened by two numbers, to one dimension."""
-        codes = Passes(self.spec.heads * 2 * 2.0 * (self.spec.head_dim + 2))
+        codes = Flops(self.spec.heads * 2 * 2.0 * (self.spec.head_dim + 2))
         return (self.spec.workload(length).pairs(self.config.chunk) + codes) * self.config.rounds
 
 
