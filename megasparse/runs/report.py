@@ -60,6 +60,7 @@ def read_run(path: Path) -> Run:
     if not any((path / name).is_file() for name in ("config.json", "metrics.jsonl")):
         reason = "contains neither config.json nor metrics.jsonl" if path.is_dir() else "is not a folder"
         raise DataError(path, f"not a run: it {reason}", "Give the run.directory of a pretraining or fine-tuning run")
+    import megasparse.attention  # noqa: F401  (registers the mechanisms, whose defaults are compared too)
     from megasparse.config.finetuning import FinetuneConfig
     from megasparse.config.schema import Config, ModelConfig
 

@@ -14,7 +14,6 @@ from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
@@ -29,13 +28,11 @@ from megasparse.training.checkpoints.saving import Saver
 from megasparse.training.engines import build_engine
 from megasparse.training.engines.contract import Engine, Initial, MakeRng
 from megasparse.training.ranks import Ranks, RunHooks
-from megasparse.training.reporting.memory import is_out_of_memory, shortage
+from megasparse.training.reporting.memory import bytes_of, is_out_of_memory, shortage
 from megasparse.training.reporting.tracker import Tracker
+from megasparse.training.state import Selection
 from megasparse.training.stopping.signals import StopSignals
 from megasparse.training.stopping.watchdog import HEARTBEATS, Watchdog
-
-if TYPE_CHECKING:
-    from megasparse.training.loop import Selection
 
 Evaluate = Callable[[int], Mapping[str, float | str | Tensor]]
 """Map a step to scalars, and to texts and images for TensorBoard, by name; empty if no evaluation is due.
@@ -56,7 +53,7 @@ class Recipe:
     build_evaluation: Callable[[Engine, RunHooks], Evaluate | None] = lambda engine, hooks: None
     flops_per_token: tuple[float, float] | tuple[()] = ()
     """FLOPs per token of the model and of the hardware; empty if unknown."""
-    selection: "Selection | None" = None
+    selection: Selection | None = None
 
 
 @dataclass
@@ -70,7 +67,7 @@ class TrainingRun:
     start: Checkpoint | None = None
     """Checkpoint to resume from; None starts at step 0."""
     evaluate: Evaluate | None = None
-    selection: "Selection | None" = None
+    selection: Selection | None = None
     """Tracks the best checkpoint, and ends training when it is exhausted."""
     stop_at: int | None = None
     """Step after which to save and stop. Schedules still end at `training.steps`, so the run can resume exactly."""
@@ -210,4 +207,5 @@ def open_training(
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            raise shortage(error, engine, ranks, directory) from None
+            held = {"gradients": bytes_of(engine.gradients(), ranks.device), **engine.held()} if engine else {}
+            raise shortage(error, held, ranks, directory) from None

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from megasparse.cli.main import COMMANDS, command_of, main, parser_of
-from megasparse.config.load import load_config
 from megasparse.errors import report_user_errors
+from megasparse.settings.load import load_config
 
 ROOT = Path(__file__).parents[2]
 QUICKSTART = str(ROOT / "configs" / "quickstart.json")

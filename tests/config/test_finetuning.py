@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from megasparse.config.finetuning import FinetuneConfig
-from megasparse.config.load import build_settings
 from megasparse.errors import ConfigError
+from megasparse.settings.load import build_settings
 from megasparse.tasks.catalog import TASKS
 from megasparse.tasks.readers import series
 from tests.helpers.commands import refusal

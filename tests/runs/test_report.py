@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.utils.tensorboard import SummaryWriter
 
+import megasparse.attention  # noqa: F401  (registers the mechanisms)
 from megasparse.cli.main import door
 from megasparse.config.schema import Config
 from megasparse.runs.report import page, read_board, read_run, read_series, thinned

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from megasparse.config.load import build_config
 from megasparse.errors import ConfigError, UserError
 from megasparse.files import LOCK_FILE, FileLock, JsonLines
+from megasparse.settings.load import build_config
 from megasparse.training.ranks import Ranks
 from megasparse.training.run import run_lock
 from megasparse.training.stopping.watchdog import HEARTBEATS, overwrite
