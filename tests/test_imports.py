@@ -154,7 +154,7 @@ def f(name):
     assert {name for name in names if not name.startswith("cli.")} == others
 
 
-RUNS = {"cli", "runs", "config", "errors", "files", "data", "ops", "attention", "model", "optimizers", "training"}
+RUNS = ALL_BELOW | {"cli", "runs"}
 REACHED = {
     "pretrain": ("runs.pretraining", RUNS | {"evaluation", "planning"}),
     "finetune": ("runs.finetuning", RUNS | {"evaluation", "planning", "tasks"}),
