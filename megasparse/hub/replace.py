@@ -23,10 +23,9 @@ from transformers import AutoConfig, Cache, PreTrainedModel
 from transformers.utils import cached_file
 
 from megasparse.attention.contract import Attention, Targets
-from megasparse.config.attention import MECHANISMS, AttentionConfig, kinds
-from megasparse.config.checks import check_model
+from megasparse.config.attention import MECHANISMS, AttentionConfig
 from megasparse.config.messages import as_config_error, show
-from megasparse.config.schema import ModelConfig
+from megasparse.config.schema import ModelConfig, kinds
 from megasparse.errors import ConfigError, HubError, did_you_mean
 from megasparse.hub import TESTED_TRANSFORMERS
 from megasparse.hub.replaced_layer import (
@@ -40,6 +39,7 @@ from megasparse.hub.replaced_layer import (
 )
 from megasparse.hub.tensor_file import ADAPTER, TensorFile, appearing, load_whole
 from megasparse.model.build import initialise
+from megasparse.settings.checks import check_model
 
 ENTRY = "megasparse_attention"
 """Key of config.json with the arguments of the replacement: {"attention", "max_length", "seed"}."""

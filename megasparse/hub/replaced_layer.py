@@ -29,8 +29,8 @@ from megasparse.attention.cache import CachedTokens
 from megasparse.attention.contract import Attention, AttentionContext, AttentionInputs, Targets
 from megasparse.attention.full import FullAttention
 from megasparse.attention.heads import Padding, build_mechanism, split_heads_by_mechanism
-from megasparse.config.attention import AttentionConfig, heads_of_layer
-from megasparse.config.schema import ModelConfig
+from megasparse.config.attention import AttentionConfig
+from megasparse.config.schema import ModelConfig, heads_of_layer
 from megasparse.errors import HubError
 from megasparse.hub import TESTED_TRANSFORMERS
 from megasparse.ops.gathered_attention import gathered_attention
