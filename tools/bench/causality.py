@@ -5,7 +5,7 @@ its token and all later ones are replaced, and the difference between cached dec
     python tools/bench/causality.py --windowed --output causality_windowed.json
 
 With --windowed it measures mechanisms with a window, in models and in replaced decoders of transformers. Runs in one
-process on a CPU with random weights. Writes the file after every case and prints a Markdown table.
+process on a CPU with random weights. Without it, writes the file after every case and prints a Markdown table.
 """
 
 import argparse
