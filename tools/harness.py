@@ -14,10 +14,13 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+try:
+    from lm_eval.__main__ import cli_evaluate
+    from lm_eval.api.model import LM
+    from lm_eval.api.registry import register_model
+except ImportError:
+    sys.exit("lm_eval is not installed. Install it: pip install -e '.[harness]'")
 import torch
-from lm_eval.__main__ import cli_evaluate
-from lm_eval.api.model import LM
-from lm_eval.api.registry import register_model
 from torch import Tensor
 from tqdm import tqdm
 
