@@ -308,8 +308,7 @@ def open_coder(checkpoint: Path) -> Coder:
     if not tokenizer.lossless:
         raise ConfigError("data.tokenizer", f'"{tokenizer.name}" is not lossless', "Train with bytes or sentencepiece")
     refuse_leaks(model.leaks)
-    # The same length of windows as in training and evaluation.
-    seed, window = config.run.seed, config.data.sequence_length
+    seed, window = config.run.seed, config.evaluation_length
     return Coder(model.double(), tokenizer, seed, window, model_digest(model, seed, window))
 
 
