@@ -67,7 +67,7 @@ class MegasparseLM(LM):
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
         """Return the log-likelihood of each text, in nats."""
-        length, seed, results = self.config.data.sequence_length, self.config.run.seed, []
+        length, seed, results = self.config.evaluation_length, self.config.run.seed, []
         for (text,) in tqdm([request.args for request in requests], disable=disable_tqdm):
             stream = Text(self.encode(text))
             results.append(-score(of_model(self.model), stream, length, seed, stride=self.stride).nats)
