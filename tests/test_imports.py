@@ -87,7 +87,7 @@ def circles(folder: Path) -> list[set[str]]:
     return [set(circle) for circle in found if len(circle) > 1]
 
 
-FOLDERS = {str(path.parent.relative_to(ROOT / "megasparse")) for path in FILES} - {"attention", "hub"}
+FOLDERS = {str(path.parent.relative_to(ROOT / "megasparse")) for path in FILES} - {"attention"}
 
 
 @pytest.mark.parametrize("folder", sorted(FOLDERS))

@@ -25,7 +25,6 @@ from megasparse.config.attention import MECHANISMS, AttentionConfig
 from megasparse.config.messages import as_config_error, show
 from megasparse.config.schema import ModelConfig, kinds
 from megasparse.errors import ConfigError, HubError, did_you_mean
-from megasparse.hub import TESTED_TRANSFORMERS
 from megasparse.hub.replaced_layer import (
     NAME,
     IndexedLayer,
@@ -35,7 +34,8 @@ from megasparse.hub.replaced_layer import (
     cache_name,
     share_of_batch,
 )
-from megasparse.hub.tensor_file import ADAPTER, TensorFile, appearing, load_whole
+from megasparse.hub.tensor_file import ADAPTER, TensorFile, appearing, load_stored
+from megasparse.hub.versions import TESTED_TRANSFORMERS
 from megasparse.model.build import initialise
 from megasparse.settings.checks import check_model
 
@@ -476,6 +476,15 @@ def load_replaced(
 def _base_state(model: PreTrainedModel) -> dict[str, Tensor]:
     """Return the mechanisms' tensors by their name in the base model."""
     return {name: x for name, x in model.base_model.state_dict().items() if f".{NAME}." in name}
+
+
+def load_whole(loader: Any, folder: str | Path, new_head: bool = False, **settings: Any) -> Any:
+    """Load the model of a folder, and replace its attention if its config.json specifies that. Arguments and errors are
+    those of `load_stored`.
+    """
+    model = load_stored(loader, folder, new_head, **settings)
+    restore_attention(model, folder)
+    return model
 
 
 def restore_attention(model: PreTrainedModel, directory: str | Path) -> None:

@@ -32,7 +32,7 @@ from megasparse.attention.heads import Padding, build_mechanism, split_heads_by_
 from megasparse.config.attention import AttentionConfig
 from megasparse.config.schema import ModelConfig, heads_of_layer
 from megasparse.errors import HubError
-from megasparse.hub import TESTED_TRANSFORMERS
+from megasparse.hub.versions import TESTED_TRANSFORMERS
 from megasparse.ops.gathered_attention import gathered_attention
 from megasparse.ops.operator import autocast_off
 from megasparse.ops.random import RngContext
