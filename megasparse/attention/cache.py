@@ -2,13 +2,12 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from megasparse.attention.contract import MechanismSpec
+from megasparse.attention.spec import MechanismSpec
 
 
 @dataclass
@@ -39,7 +38,7 @@ class KeyValueCache(Cache):
     v: Tensor
 
     @staticmethod
-    def empty(batch: int, spec: "MechanismSpec", capacity: int, like: Tensor) -> "KeyValueCache":
+    def empty(batch: int, spec: MechanismSpec, capacity: int, like: Tensor) -> "KeyValueCache":
         return KeyValueCache(*(like.new_zeros(batch, spec.heads, capacity, spec.head_dim) for _ in range(2)))
 
     def put(self, k: Tensor, v: Tensor, first: int = 0) -> None:

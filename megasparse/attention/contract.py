@@ -2,15 +2,16 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
 from megasparse.attention.cache import CachedTokens
-from megasparse.attention.flops import Flops, Workload
+from megasparse.attention.flops import Flops
 from megasparse.attention.sequence_part import WHOLE, SequencePart
+from megasparse.attention.spec import MechanismSpec
 from megasparse.errors import ConfigError
 from megasparse.ops.bucketed_attention import BucketedAttentionSpec, bucketed_attention
 from megasparse.ops.random import PairDropout, RngContext
@@ -128,31 +129,6 @@ class Buckets(NamedTuple):
     queries: Tensor
     keys: Tensor
     number: int
-
-
-@dataclass(frozen=True)
-class MechanismSpec:
-    """Shape of a mechanism's heads, and the model that contains them."""
-
-    heads: int
-    """Number of heads of this mechanism, possibly fewer than the layer's; before division among ranks."""
-    head_dim: int
-    d_model: int
-    """Width of the layer's input x."""
-    max_length: int
-    causal: bool
-    layers: int = 1
-    """Number of layers that use this mechanism; auxiliary losses are averaged over them."""
-    vocabulary: int = 256
-    dropout: float = 0.0
-    """Dropout rate of attention probabilities in training."""
-
-    def on_rank(self, part: SequencePart) -> "MechanismSpec":
-        return replace(self, heads=self.heads // part.head_shards)
-
-    def workload(self, length: int) -> Workload:
-        """Return the workload of these heads at a sequence length, for FLOP counts."""
-        return Workload(self.heads, self.head_dim, self.causal, length)
 
 
 class Attention(nn.Module, ABC):
