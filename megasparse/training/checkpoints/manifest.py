@@ -80,7 +80,8 @@ class _Manifest(TypedDict):
 
 
 _FIELDS = TypeAdapter(_Manifest)
-"""Fields that the code uses, without those of earlier versions. The configuration is validated when it is used.
+"""Fields that the code uses; others are ignored. The configuration is validated when it is used.
+
 Dictionaries take less memory than objects: there may be a million pieces.
 """
 
