@@ -18,10 +18,12 @@ from megasparse.attention.contract import (
     AttentionContext,
     AttentionInputs,
     AttentionOutput,
+    Cache,
     CachedTokens,
+    IndexedTokens,
     MechanismSpec,
 )
-from megasparse.attention.full import Cache, KeyValueCache
+from megasparse.attention.full import KeyValueCache
 from megasparse.attention.sequence_part import WHOLE, SequencePart
 from megasparse.attention.sinks import DocumentRanks, cached_sinks, merge, sink_attention
 from megasparse.errors import ConfigError
@@ -207,15 +209,17 @@ class BandAttention(Attention):
             return query_codes, key_codes
         return with_window(query_codes), None if key_codes is None else with_window(key_codes)
 
-    def index(self, x: Tensor, inputs: AttentionInputs, context: AttentionContext) -> tuple[Tensor | None, Any]:
+    def index(self, x: Tensor, inputs: AttentionInputs, context: AttentionContext) -> IndexedTokens:
         if self.shared_qk:
-            return None, None
+            return IndexedTokens(inputs, context)
         queries, keys = self.band_codes(inputs, 0, context)
-        codes = (queries if keys is None else keys).permute(0, 3, 1, 2).flatten(2)
-        return codes.to(torch.int16 if self.buckets < 1 << 15 else torch.int32), queries
+        codes = (queries if keys is None else keys).permute(0, 3, 1, 2).flatten(2)  # (B, n, H·R)
+        dtype = torch.int16 if self.buckets < 1 << 15 else torch.int32
+        return IndexedTokens(inputs, context, codes.to(dtype), queries)
 
-    def choose(self, queries: Any, index: Tensor | None, tokens: CachedTokens) -> Tensor | None:
+    def choose(self, newest: IndexedTokens, index: Tensor | None, tokens: CachedTokens) -> Tensor | None:
         """Return the last M keys of each query's buckets, the window and the sinks, each key once."""
+        queries = newest.queries
         if queries is None or index is None:
             return None
         batch, heads, rounds, count = queries.shape

@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +12,8 @@ from megasparse.attention.sequence_part import WHOLE, SequencePart
 from megasparse.errors import ConfigError
 from megasparse.ops.bucketed_attention import BucketedAttentionSpec, bucketed_attention
 from megasparse.ops.random import PairDropout, RngContext
+
+R = TypeVar("R")
 
 
 class AttentionInputs(NamedTuple):
@@ -74,13 +76,14 @@ class RecomputeCache:
         self._values: list[Any] = []
         self._next: int | None = None
 
-    def keep(self, decide: Callable[[], Any]) -> Any:
+    def keep(self, decide: Callable[[], R]) -> R:
         """Return `decide()` in the forward pass, and the recorded value in the replay."""
         if self._next is None:
-            self._values.append(decide())
-            return self._values[-1]
+            value = decide()
+            self._values.append(value)
+            return value
         self._next += 1
-        return self._values[self._next - 1]
+        return cast(R, self._values[self._next - 1])
 
     def replay(self) -> None:
         """Make later calls of `keep` return the recorded values in order."""
@@ -184,6 +187,19 @@ class Workload:
         return count * size * ((size + 1) / 2 if self.causal else size) / self.length
 
 
+@dataclass
+class Cache:
+    """Decoding state: tensors whose first dimension is the batch, and nested caches. Others do not depend on it."""
+
+    def select(self, rows: Tensor) -> None:
+        """Keep the sequences `rows`, (n,) int64 indices into the batch; repeats allowed. In place."""
+        for name, x in vars(self).items():
+            if isinstance(x, Cache):
+                x.select(rows)
+            elif isinstance(x, Tensor):
+                setattr(self, name, x[rows])
+
+
 @dataclass(frozen=True)
 class CachedTokens:
     """Tokens of a KV cache, of which the newest `number` are queries. rank: (B or 1, L), index of a token among the
@@ -196,11 +212,11 @@ class CachedTokens:
     real: Tensor | None
     _values: dict[Any, Any] = field(default_factory=dict)
 
-    def once(self, key: Any, compute: Callable[[], Any]) -> Any:
+    def once(self, key: tuple[Any, ...], compute: Callable[[], R]) -> R:
         """Return a value that several layers share, computed by the first one."""
         if key not in self._values:
             self._values[key] = compute()
-        return self._values[key]
+        return cast(R, self._values[key])
 
     @staticmethod
     def of(length: int, number: int, real: Tensor | None, device: torch.device) -> "CachedTokens":
@@ -221,7 +237,7 @@ class CachedTokens:
         """Return the tokens in each query's chunk and the previous chunk, followed by the first tokens, (B or 1, n, m),
         −1 in empty slots; and the rank of the first token of these chunks, (B or 1, n, 1).
         """
-        return cast(tuple[Tensor, Tensor], self.once(("near", chunk, sinks), lambda: self._near(chunk, sinks)))
+        return self.once(("near", chunk, sinks), lambda: self._near(chunk, sinks))
 
     def _near(self, chunk: int | None, sinks: int) -> tuple[Tensor, Tensor]:
         rank = self.rank[:, -self.number :, None]
@@ -233,6 +249,17 @@ class CachedTokens:
             near = near.masked_fill(near > rank, -1)
         first = numbers.masked_fill(numbers >= start, -1)
         return self.at(torch.cat([near, first], dim=-1)), start
+
+
+class IndexedTokens(NamedTuple):
+    """The newest n tokens of a cache. entries: (B, n, w), by which later queries choose keys. queries: data by which
+    these tokens choose. Both are None if the choice depends only on positions.
+    """
+
+    inputs: AttentionInputs
+    context: AttentionContext
+    entries: Tensor | None = None
+    queries: Tensor | None = None
 
 
 class Buckets(NamedTuple):
@@ -370,10 +397,11 @@ class Attention(nn.Module, ABC):
         key, rows = rng.key(context.layer, "attention probability dropout"), rng.rows(q.shape[2], q.device)
         return PairDropout.of(self.spec.dropout, key, rows, range(first, first + q.shape[1]))
 
-    # Decoding of causal mechanisms with a KV cache
+    # Decoding of causal mechanisms token by token. On a CPU, outputs are bit-identical to `forward` for mechanisms with
+    # `decodes_alike` (compressed texts depend on it), because a token's keys are summed in the tiles of the whole pass.
 
-    def new_cache(self, batch: int, like: Tensor, rounds: int | None, part: SequencePart = WHOLE) -> Any:
-        """Return an empty `full.Cache` for `batch` sequences, on the device and in the dtype of `like`.
+    def new_cache(self, batch: int, like: Tensor, rounds: int | None, part: SequencePart = WHOLE) -> Cache:
+        """Return an empty cache for `batch` sequences, on the device and in the dtype of `like`.
 
         part: the rank's part of the heads. Raises ConfigError if the mechanism cannot decode token by token.
         """
@@ -389,17 +417,16 @@ class Attention(nn.Module, ABC):
         """Append the new token at `position` to the cache and return its output (B, H, 1, D). x: (B, 1, E)."""
         raise self._lacks("cannot decode from a cache", "decode")
 
-    # Decoding several tokens with a cache of all keys and values
+    # Decoding several tokens at once, with padding, from a cache of all keys and values that another library owns (see
+    # hub/replaced_layer.py). Outputs equal those of `forward` up to rounding.
 
-    def index(self, x: Tensor, inputs: AttentionInputs, context: AttentionContext) -> tuple[Tensor | None, Any]:
-        """Return the index entries (B, n, w) by which later queries choose keys, and the data about these queries that
-        `choose` needs; None if the choice depends only on positions.
-        """
-        return None, None
+    def index(self, x: Tensor, inputs: AttentionInputs, context: AttentionContext) -> IndexedTokens:
+        """Index the newest n tokens. x: (B, n, E). inputs: their queries and keys."""
+        return IndexedTokens(inputs, context)
 
-    def choose(self, queries: Any, index: Tensor | None, tokens: CachedTokens) -> Tensor | None:
+    def choose(self, newest: IndexedTokens, index: Tensor | None, tokens: CachedTokens) -> Tensor | None:
         """Return the keys that the newest n tokens attend to, (B or 1, H or a divisor of H, n, K) token numbers, −1 in
-        empty slots; None if the mechanism does not choose keys. index: (B, L, w), of all tokens.
+        empty slots; None if the mechanism does not choose keys. index: (B, L, w), the entries of all tokens.
         """
         return None
 

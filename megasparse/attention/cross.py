@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from megasparse.attention.contract import AttentionContext, Passes, product
-from megasparse.attention.full import Cache, attend_to_all
+from megasparse.attention.contract import AttentionContext, Cache, Passes, product
+from megasparse.attention.full import attend_to_all
 from megasparse.attention.heads import head_dim, merge_heads, projection, split_heads
 from megasparse.config.schema import ModelConfig
 from megasparse.ops.random import PairDropout

@@ -12,6 +12,7 @@ from megasparse.attention.contract import (
     AttentionContext,
     AttentionInputs,
     AttentionOutput,
+    Cache,
     MechanismSpec,
     Passes,
 )
@@ -25,19 +26,6 @@ from megasparse.ops.random import PairDropout
 
 _MASK = 1 << 24
 """Pairs in one tile of the mask. Up to 4,096 tokens use a single tile."""
-
-
-@dataclass
-class Cache:
-    """Decoding state: tensors whose first dimension is the batch, and nested caches. Others do not depend on it."""
-
-    def select(self, rows: Tensor) -> None:
-        """Keep the sequences `rows`, (n,) int64 indices into the batch; repeats allowed. In place."""
-        for name, x in vars(self).items():
-            if isinstance(x, Cache):
-                x.select(rows)
-            elif isinstance(x, Tensor):
-                setattr(self, name, x[rows])
 
 
 @dataclass

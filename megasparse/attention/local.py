@@ -3,7 +3,7 @@ encoder also to the next chunk. B batch, H heads, L length, D head dim, C chunk,
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -13,11 +13,13 @@ from megasparse.attention.contract import (
     AttentionContext,
     AttentionInputs,
     AttentionOutput,
+    Cache,
     CachedTokens,
+    IndexedTokens,
     MechanismSpec,
     Passes,
 )
-from megasparse.attention.full import Cache, KeyValueCache
+from megasparse.attention.full import KeyValueCache
 from megasparse.attention.sequence_part import WHOLE, SequencePart
 from megasparse.attention.sinks import cached_sinks, merge, sink_attention
 from megasparse.config.attention import MechanismSection, mechanism
@@ -126,7 +128,7 @@ class LocalAttention(Attention):
         keys = work.chunks(self.chunk) + work.beyond(self.chunk, self.sinks)
         return work.pairs(keys) * (1.5 if self.relative else 1.0)
 
-    def choose(self, queries: Any, index: Tensor | None, tokens: CachedTokens) -> Tensor | None:
+    def choose(self, newest: IndexedTokens, index: Tensor | None, tokens: CachedTokens) -> Tensor | None:
         whole = self.relative is not None or (tokens.number > 1 and tokens.real is None)
         return None if whole else tokens.near(self.chunk, self.sinks)[0][:, None]
 

@@ -18,10 +18,10 @@ from megasparse.attention.contract import (
     AttentionInputs,
     AttentionOutput,
     Buckets,
+    Cache,
     MechanismSpec,
     Passes,
 )
-from megasparse.attention.full import Cache
 from megasparse.attention.local import cached_window
 from megasparse.attention.sequence_part import WHOLE, SequencePart
 from megasparse.attention.sinks import cached_sinks, merge, sink_attention

@@ -14,6 +14,7 @@ from megasparse.attention.contract import (
     AttentionContext,
     AttentionInputs,
     AttentionOutput,
+    Cache,
     MechanismSpec,
     Passes,
     product,
@@ -27,7 +28,7 @@ from megasparse.ops.linear_attention import State, causal_linear_attention, line
 
 
 @dataclass
-class PerformerCache:
+class PerformerCache(Cache):
     """Running sums, of constant size, and the projection (H, F, D); None before the first token."""
 
     state: State | None = None

@@ -5,14 +5,21 @@ B batch, H heads, L length, n tokens of a document, D head dim, N centroids, W c
 """
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from megasparse.attention.band import BandAttention, check_band
-from megasparse.attention.contract import AttentionContext, AttentionInputs, AttentionOutput, MechanismSpec, Passes
+from megasparse.attention.contract import (
+    AttentionContext,
+    AttentionInputs,
+    AttentionOutput,
+    IndexedTokens,
+    MechanismSpec,
+    Passes,
+)
 from megasparse.attention.documents import ClusterIndices, Document, attend_in_clusters, clusters_by_document
 from megasparse.attention.lha_hash import HashInputs, bucket_codes
 from megasparse.config.attention import MechanismSection, mechanism
@@ -195,8 +202,8 @@ class RandomAttention(BandAttention):
         bits = random_bits(context.rng.key(context.layer, "random bucket"), rows, 1)
         return torch.remainder(bits, self.buckets).transpose(-1, -2)
 
-    def index(self, x: Tensor, inputs: AttentionInputs, context: AttentionContext) -> tuple[Tensor | None, Any]:
-        return None, None  # buckets depend only on positions
+    def index(self, x: Tensor, inputs: AttentionInputs, context: AttentionContext) -> IndexedTokens:
+        return IndexedTokens(inputs, context)  # buckets depend only on positions
 
     def band_codes(self, inputs: AttentionInputs, position: int, context: AttentionContext) -> tuple[Tensor, None]:
         return self.assign(inputs, position, context), None

@@ -5,7 +5,7 @@ B batch, H heads, L length, D head dim, m hashes, τ code bits, S kernel size.
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 import torch.nn.functional as F
@@ -17,11 +17,12 @@ from megasparse.attention.contract import (
     AttentionContext,
     AttentionInputs,
     AttentionOutput,
+    Cache,
     MechanismSpec,
     Passes,
     product,
 )
-from megasparse.attention.full import Cache, KeyValueCache
+from megasparse.attention.full import KeyValueCache
 from megasparse.attention.sequence_part import WHOLE, SequencePart
 from megasparse.config.attention import MechanismSection, mechanism
 from megasparse.config.section import Positive
@@ -67,7 +68,7 @@ class YOSOAttentionConfig(MechanismSection):
 
     @model_validator(mode="before")
     @classmethod
-    def _no_softmax(cls, values: Any) -> Any:
+    def _no_softmax(cls, values: object) -> object:
         extra = [key for key in ("local", "sinks") if isinstance(values, dict) and key in values]
         if extra:
             raise ValueError(

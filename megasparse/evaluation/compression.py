@@ -117,7 +117,7 @@ def walk(
             logits = model.prefill(torch.empty(len(starts), 0, dtype=torch.int64, device=device), cache)
         for t in range(size):
             if text is not None:
-                logits = model.head([x[:, : t + 1] for x in streams], None)
+                logits = model.logits([x[:, t] for x in streams])
             symbols = choose(starts, t, depths(logits))
             progress(len(starts))
             if text is None and t + 1 < size:

@@ -25,7 +25,14 @@ from transformers.cache_utils import (
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from megasparse.attention.contract import Attention, AttentionContext, AttentionInputs, CachedTokens, Targets
+from megasparse.attention.contract import (
+    Attention,
+    AttentionContext,
+    AttentionInputs,
+    CachedTokens,
+    IndexedTokens,
+    Targets,
+)
 from megasparse.attention.full import FullAttention
 from megasparse.attention.heads import Padding, build_mechanism, split_heads_by_mechanism
 from megasparse.config.attention import AttentionConfig, heads_of_layer
@@ -53,13 +60,10 @@ class Projected(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """The newest n tokens for one mechanism. entries: (B, n, w) or None, and queries: see `Attention.index`."""
+    """A mechanism with the newest n tokens."""
 
     mechanism: Attention
-    heads: AttentionInputs
-    context: AttentionContext
-    entries: Tensor | None
-    queries: Any
+    newest: IndexedTokens
 
 
 class Mechanisms(nn.ModuleDict):
@@ -97,12 +101,12 @@ class Mechanisms(nn.ModuleDict):
             inputs.q, inputs.k, inputs.v, Padding(), context, position
         ):
             with autocast_off(inputs.x):
-                index, queries = mechanism.index(inputs.x, heads, local)
-            if index is not None and index.is_floating_point():
-                index = index.to(inputs.x.dtype)
+                newest = mechanism.index(inputs.x, heads, local)
+            if newest.entries is not None and newest.entries.is_floating_point():
+                newest = newest._replace(entries=newest.entries.to(inputs.x.dtype))
             if mechanism.shared_qk:  # its keys are unit queries, which the cache of keys does not contain
-                index = heads.k.detach().transpose(1, 2).flatten(2)
-            parts.append(_Part(mechanism, heads, local, index, queries))
+                newest = newest._replace(entries=heads.k.detach().transpose(1, 2).flatten(2))  # (B, n, H·D)
+            parts.append(_Part(mechanism, newest))
         return parts
 
     def attend_cached(
@@ -119,7 +123,9 @@ class Mechanisms(nn.ModuleDict):
         """
         repeats, real, outs, first = sum(self.split.values()) // k.shape[1], tokens.real, [], 0
         for part, entries in zip(parts, index, strict=True):
-            mechanism, q, heads = part.mechanism, part.heads.q, part.heads.q.shape[1]
+            mechanism = part.mechanism
+            q = part.newest.inputs.q
+            heads = q.shape[1]
             local_heads = slice(first, first + heads)
             if local_heads.start % repeats == local_heads.stop % repeats == 0:
                 keys, values = (x[:, local_heads.start // repeats : local_heads.stop // repeats] for x in (k, v))
@@ -129,7 +135,7 @@ class Mechanisms(nn.ModuleDict):
             with autocast_off(q):
                 if _attends_fully(mechanism):
                     outs.append(_after(q, keys, values, real, sinks=sink))
-                elif (chosen := mechanism.choose(part.queries, entries, tokens)) is not None:
+                elif (chosen := mechanism.choose(part.newest, entries, tokens)) is not None:
                     out, lse = gathered_attention(q, keys, values, chosen, scale=q.shape[3] ** -0.5)
                     if sink is not None:
                         out = out * torch.sigmoid(lse - sink[:, None])[..., None].to(out.dtype)
@@ -356,7 +362,7 @@ def attend(
         raise HubError(name, problem, "Call model.eval() and pass one document per row")
     if by_index and not parts:
         parts = layer.index(read, context, position)
-        index = [part.entries for part in parts]
+        index = [part.newest.entries for part in parts]
     if parts and (position or by_index):
         real = attention_mask
         if by_index and real is None:
@@ -385,7 +391,8 @@ def _indexed(cached: IndexedLayer, parts: list[_Part], position: int) -> list[Te
 
     The index is one byte tensor per layer, with the entries of all mechanisms concatenated.
     """
-    entries = [part.entries.contiguous().view(torch.uint8) for part in parts if part.entries is not None]
+    newest = [part.newest.entries for part in parts]
+    entries = [x.contiguous().view(torch.uint8) for x in newest if x is not None]
     if not entries:
         return [None for _ in parts]
     before = 0 if cached.indexer_keys is None else cached.indexer_keys.shape[1]
@@ -395,12 +402,13 @@ def _indexed(cached: IndexedLayer, parts: list[_Part], position: int) -> list[Te
     whole = cached.update_indexer(torch.cat(entries, dim=-1) if len(entries) > 1 else entries[0])
     split = iter(whole.split([x.shape[-1] for x in entries], dim=-1)) if len(entries) > 1 else iter([whole])
     columns = (x if len(entries) == 1 else x.contiguous() for x in split)
-    return [None if part.entries is None else next(columns).view(part.entries.dtype) for part in parts]
+    return [None if x is None else next(columns).view(x.dtype) for x in newest]
 
 
 def _again(part: _Part, k: Tensor, v: Tensor, entries: Tensor | None, real: Tensor | None) -> Tensor:
     """Recompute all tokens for a mechanism that does not select keys, and return the newest. entries: its unit keys."""
-    q, before = part.heads.q, k.shape[2] - part.heads.q.shape[2]
+    q = part.newest.inputs.q
+    before = k.shape[2] - q.shape[2]
     if real is None and (skip := part.mechanism.skipped(before)).stop > skip.start:
         k, v = (torch.cat([x[:, :, : skip.start], x[:, :, skip.stop :]], dim=2) for x in (k, v))
         before -= skip.stop - skip.start
@@ -411,7 +419,7 @@ def _again(part: _Part, k: Tensor, v: Tensor, entries: Tensor | None, real: Tens
         k = entries.unflatten(2, (q.shape[1], -1)).transpose(1, 2)
         q = torch.cat([k[:, :, :before], q], dim=2)
     x, inputs = q.new_empty(len(q), 0), AttentionInputs(q, k, v, real, None, causal=True)
-    return part.mechanism(x, inputs, part.context).out[:, :, before:]
+    return part.mechanism(x, inputs, part.newest.context).out[:, :, before:]
 
 
 def _after(

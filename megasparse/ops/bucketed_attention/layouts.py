@@ -422,8 +422,10 @@ class KeyRuns(NamedTuple):
     hidden: Tensor | None = None
 
     def take(self, index: Tensor | slice) -> "KeyRuns":
-        queries, row, start, end = (x[index] for x in (self.queries, self.row, self.start, self.end))
-        return KeyRuns(queries, None if self.real is None else self.real[index], row, start, end, self.run, self.hidden)
+        real = None if self.real is None else self.real[index]
+        return self._replace(
+            queries=self.queries[index], real=real, row=self.row[index], start=self.start[index], end=self.end[index]
+        )
 
 
 class RangeRound:
