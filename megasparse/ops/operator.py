@@ -178,7 +178,7 @@ def without_autocast(function: Callable[P, R]) -> Callable[P, R]:
     return call
 
 
-def autocast_off(*arguments: Any) -> AbstractContextManager[Any]:
+def autocast_off(*arguments: Any) -> AbstractContextManager[object]:
     """Return a context that disables autocast on the device of the first tensor among the arguments."""
     device = _autocast_device(arguments)
     if device is None or not torch.is_autocast_enabled(device):
@@ -197,7 +197,7 @@ class Function(torch.autograd.Function):
 
         @once_differentiable
         @wraps(backward)
-        def under_autocast_of_forward(ctx: Any, *grads: Any) -> Any:
+        def under_autocast_of_forward(ctx: Any, *grads: Any) -> object:
             state = getattr(ctx, "autocast", None)
             with autocast_off(*grads) if state is None else torch.autocast(**state):
                 return backward(ctx, *grads)
