@@ -13,10 +13,11 @@ import re
 import secrets
 import shutil
 import stat
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NoReturn
 
 from megasparse.errors import DataError
 
@@ -67,19 +68,31 @@ def read_file(path: str | os.PathLike[str], most: int = LARGEST) -> bytes:
         return file.read(size)
 
 
-MOST_VALUES = 1 << 20
+MOST_KEYS = 1 << 16  # pydantic collects an error for each unknown key
 
 
-def has_many_values(content: bytes) -> bool:
-    """Return True if a JSON text contains more than MOST_VALUES values (each up to 100 bytes in memory)."""
-    marks = (b"{", b"[", b",")
-    if len(content) <= MOST_VALUES or sum(map(content.count, marks)) <= MOST_VALUES:
-        return False
-    content = content.replace(b"\\\\", b"").replace(b'\\"', b"")
-    if content.count(b'"') > 2 * MOST_VALUES:
-        return True
-    content = re.sub(rb'"[^"]*"', b"", content)  # ignore marks inside strings
-    return sum(map(content.count, marks)) > MOST_VALUES
+def strict_json(text: str) -> Any:
+    """Return the value of a JSON text.
+
+    Raises ValueError for what Python's parser accepts too: repeated keys, NaN, infinities, more than MOST_KEYS keys.
+    """
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        if len(pairs) > MOST_KEYS:
+            raise ValueError(f"an object has {len(pairs):,} keys, at most {MOST_KEYS:,} are read")
+        values = dict(pairs)
+        if len(values) < len(pairs):
+            repeated = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
+            raise ValueError(f'the key "{repeated[:60]}" is given twice')
+        return values
+
+    def refuse(constant: str) -> NoReturn:
+        raise ValueError(f"{constant} is not JSON")
+
+    try:
+        return json.loads(text, object_pairs_hook=unique, parse_constant=refuse)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
 
 
 def json_object(text: bytes) -> dict[str, Any]:

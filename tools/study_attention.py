@@ -32,13 +32,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 
+from megasparse.attention.baselines.smyrf import asymmetric
 from megasparse.attention.contract import Attention, RecomputeCache
 from megasparse.attention.lha import LHAAttention, LHAAttentionConfig
 from megasparse.attention.lha_hash import scores_of
 from megasparse.attention.lsh import LSHAttention
 from megasparse.attention.ngram import ngram_codes
 from megasparse.attention.observation import Call
-from megasparse.attention.smyrf import asymmetric
 from megasparse.attention.yoso import YOSOAttention
 from megasparse.config.attention import AttentionConfig
 from megasparse.data.index import Index

@@ -4,11 +4,8 @@ The import order is the registration order, which fixes the order of the heads i
 Never change it.
 """
 
-from megasparse.attention import (  # isort: skip
-    full, local, lsh, lha, yoso, smart_bird, smyrf, routing, fixed_patterns, performer, ngram, ranked,
-)  # fmt: skip
-
-__all__ = [
-    "fixed_patterns", "full", "lha", "local", "lsh", "ngram", "performer", "ranked", "routing", "smart_bird", "smyrf",
-    "yoso",
-]  # fmt: skip
+# ruff: noqa: F401, I001
+from megasparse.attention import full, local, lsh, lha, yoso, smart_bird
+from megasparse.attention.baselines import smyrf, routing, random, sparse_transformer, longformer, bigbird
+from megasparse.attention.baselines import performer, linformer
+from megasparse.attention import ngram, ranked

@@ -13,17 +13,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megasparse.attention.cache import Cache, CachedTokens, KeyValueCache
 from megasparse.attention.contract import (
     Attention,
     AttentionContext,
     AttentionInputs,
     AttentionOutput,
-    Cache,
-    CachedTokens,
     IndexedTokens,
     MechanismSpec,
 )
-from megasparse.attention.full import KeyValueCache
 from megasparse.attention.sequence_part import WHOLE, SequencePart
 from megasparse.attention.sinks import DocumentRanks, cached_sinks, merge, sink_attention
 from megasparse.errors import ConfigError
@@ -159,7 +157,7 @@ class BandAttention(Attention):
     ) -> AttentionOutput:
         """Attend in the buckets, in the optional window, and to the sinks. See `Codes`."""
         codes = self._seen_codes(query_codes, key_codes)
-        if not self.sinks and part.share is None:
+        if not self.sinks and part.pair_shard is None:
             return AttentionOutput(inputs.in_buckets(codes[0], self._spec(inputs.causal), codes[1])[0], None, {})
         parts = [self._in_buckets(inputs, *codes, part)]
         if self.sinks:
@@ -168,17 +166,18 @@ class BandAttention(Attention):
         out, lse = merge(parts)
         # A real token without a visible key attends to itself. If ranks divide the pairs, other ranks may have visible
         # keys for it, so its own value gets a negligible log-sum-exp.
-        blind = lse.isneginf()
+        no_visible_key = lse.isneginf()
         if inputs.key_mask is not None:
-            blind = blind & inputs.key_mask[:, None]
+            no_visible_key = no_visible_key & inputs.key_mask[:, None]
         values = inputs.v.to(out.dtype)
         if (dropout := inputs.dropout) is not None:
             factors = dropout.factors(dropout.queries, dropout.keys(values.shape[2]), values.dtype)
             values = values * factors.unsqueeze(-1)
-        if part.share is not None:
-            blind = blind & part.answered(lse.shape[2], lse.device)
-        out = torch.where(blind.unsqueeze(-1), values, out)
-        return AttentionOutput(out, None, {}, None if part.share is None else lse.masked_fill(blind, _LAST))
+        if part.pair_shard is not None:
+            no_visible_key = no_visible_key & part.owned_tokens(lse.shape[2], lse.device)
+        out = torch.where(no_visible_key.unsqueeze(-1), values, out)
+        lse = lse.masked_fill(no_visible_key, _LAST)
+        return AttentionOutput(out, None, {}, None if part.pair_shard is None else lse)
 
     def _in_buckets(
         self, inputs: AttentionInputs, query_codes: Tensor, key_codes: Tensor | None, part: SequencePart
@@ -186,7 +185,7 @@ class BandAttention(Attention):
         """Attend in the buckets, without the sinks' keys. A decoder's sinks attend only to sinks, so they are masked as
         padding; an encoder's sinks remain queries.
         """
-        without_sinks, spec = inputs, self._spec(inputs.causal, self_at_last=False, share=part.share)
+        without_sinks, spec = inputs, self._spec(inputs.causal, self_at_last=False, pair_shard=part.pair_shard)
         sink = DocumentRanks.of(inputs).rank < self.sinks if self.sinks else None
         if sink is not None and inputs.causal:
             real = inputs.key_mask
@@ -251,8 +250,8 @@ class BandAttention(Attention):
             index[..., 1:] = index[..., 1:].masked_fill(index[..., 1:] == index[..., :-1], -1)
         index = torch.cat([index, always.expand(*index.shape[:2], -1, -1)], dim=-1)
         if not self.local:  # a query without a visible key attends to itself
-            blind = (index < 0).all(-1)
-            index[..., 0] = torch.where(blind, position[length - count :], index[..., 0])
+            no_visible_key = (index < 0).all(-1)
+            index[..., 0] = torch.where(no_visible_key, position[length - count :], index[..., 0])
         return index
 
     def _always(self, tokens: CachedTokens) -> tuple[Tensor, Tensor, Tensor]:

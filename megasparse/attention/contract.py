@@ -8,6 +8,8 @@ from typing import Any, NamedTuple, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
+from megasparse.attention.cache import Cache, CachedTokens
+from megasparse.attention.flops import Flops, Workload
 from megasparse.attention.sequence_part import WHOLE, SequencePart
 from megasparse.errors import ConfigError
 from megasparse.ops.bucketed_attention import BucketedAttentionSpec, bucketed_attention
@@ -31,7 +33,7 @@ class AttentionInputs(NamedTuple):
     causal: bool
     dropout: PairDropout | None = None
 
-    def of_one_dtype(self) -> "AttentionInputs":
+    def with_query_dtype(self) -> "AttentionInputs":
         """Cast k and v to the dtype of q; torch.autocast leaves some tensors in bf16 and some in fp32."""
         return self._replace(k=self.k.to(self.q.dtype), v=self.v.to(self.q.dtype))
 
@@ -123,134 +125,6 @@ class AttentionContext:
     repeats: int = 1
 
 
-@dataclass(frozen=True)
-class Passes:
-    """Amount of work in a forward pass and in its backward pass."""
-
-    forward: float = 0.0
-    backward: float = 0.0
-
-    @property
-    def both(self) -> float:
-        return self.forward + self.backward
-
-    def __add__(self, other: "Passes") -> "Passes":
-        return Passes(self.forward + other.forward, self.backward + other.backward)
-
-    def __mul__(self, times: float) -> "Passes":
-        return Passes(self.forward * times, self.backward * times)
-
-
-def product(operations: float) -> Passes:
-    """Return the FLOPs of a matrix product: `operations` forward, and as many for each of its two gradients."""
-    return Passes(operations, 2 * operations)
-
-
-@dataclass(frozen=True)
-class Workload:
-    """Heads of one mechanism in a layer, at a sequence length."""
-
-    heads: int
-    head_dim: int
-    causal: bool
-    length: int
-
-    @property
-    def visible(self) -> float:
-        """Mean number of visible keys per query."""
-        return (self.length + 1) / 2 if self.causal else self.length
-
-    def pairs(self, keys: float) -> Passes:
-        """Return the FLOPs of scores and values: 12·H·D·(keys per query), of which 4·H·D·keys forward."""
-        return product(4.0 * self.heads * self.head_dim * min(keys, self.visible))
-
-    def band(self, window: int, shared_codes: bool) -> float:
-        """Return the keys per query in a band: the bucket's last M; bidirectional, M − 1 (shared codes) or M more."""
-        return window if self.causal else 2 * window - shared_codes
-
-    def chunks(self, chunk: int) -> float:
-        """Mean number of keys in a query's chunk and the previous chunk; bidirectional, also in the next chunk."""
-        full, rest = divmod(self.length, chunk)
-        inside = full * chunk * chunk + rest * rest
-        before = chunk * max(0, self.length - chunk)
-        if self.causal:
-            return ((inside + self.length) / 2 + before) / self.length
-        return (inside + 2 * before) / self.length
-
-    def beyond(self, chunk: int, sinks: int) -> float:
-        """Mean number of visible sinks outside a query's chunk and the neighbouring chunks."""
-        return sinks * max(0, self.length - 2 * chunk) / self.length
-
-    def clusters(self, count: int, size: int) -> float:
-        """Mean number of keys per query in `count` clusters of `size` queries and keys each."""
-        size = min(size, self.length)
-        return count * size * ((size + 1) / 2 if self.causal else size) / self.length
-
-
-@dataclass
-class Cache:
-    """Decoding state: tensors whose first dimension is the batch, and nested caches. Others do not depend on it."""
-
-    def select(self, rows: Tensor) -> None:
-        """Keep the sequences `rows`, (n,) int64 indices into the batch; repeats allowed. In place."""
-        for name, x in vars(self).items():
-            if isinstance(x, Cache):
-                x.select(rows)
-            elif isinstance(x, Tensor):
-                setattr(self, name, x[rows])
-
-
-@dataclass(frozen=True)
-class CachedTokens:
-    """Tokens of a KV cache, of which the newest `number` are queries. rank: (B or 1, L), index of a token among the
-    real tokens. order: (B or 1, L), tokens by rank. real: (B, L) bool, or None if all tokens are real.
-    """
-
-    number: int
-    rank: Tensor
-    order: Tensor
-    real: Tensor | None
-    _values: dict[Any, Any] = field(default_factory=dict)
-
-    def once(self, key: tuple[Any, ...], compute: Callable[[], R]) -> R:
-        """Return a value that several layers share, computed by the first one."""
-        if key not in self._values:
-            self._values[key] = compute()
-        return cast(R, self._values[key])
-
-    @staticmethod
-    def of(length: int, number: int, real: Tensor | None, device: torch.device) -> "CachedTokens":
-        if real is None:
-            position = torch.arange(length, device=device)[None]
-            return CachedTokens(number, position, position, None)
-        order = (~real).to(torch.int8).argsort(dim=1, stable=True)
-        return CachedTokens(number, real.cumsum(1) - 1, order, real)
-
-    def at(self, ranks: Tensor) -> Tensor:
-        """Return the tokens of ranks (B or 1, n, m), −1 for negative ranks."""
-        if self.real is None:
-            return ranks
-        tokens = self.order.gather(1, ranks.clamp_min(0).flatten(1)).view(ranks.shape)
-        return tokens.masked_fill(ranks < 0, -1)
-
-    def near(self, chunk: int | None, sinks: int) -> tuple[Tensor, Tensor]:
-        """Return the tokens in each query's chunk and the previous chunk, followed by the first tokens, (B or 1, n, m),
-        −1 in empty slots; and the rank of the first token of these chunks, (B or 1, n, 1).
-        """
-        return self.once(("near", chunk, sinks), lambda: self._near(chunk, sinks))
-
-    def _near(self, chunk: int | None, sinks: int) -> tuple[Tensor, Tensor]:
-        rank = self.rank[:, -self.number :, None]
-        start, numbers = rank + 1, torch.arange(sinks, device=rank.device)
-        near = rank[..., :0]
-        if chunk is not None:
-            start = (rank // chunk - 1).clamp_min(0) * chunk
-            near = start + torch.arange(2 * chunk, device=rank.device)
-            near = near.masked_fill(near > rank, -1)
-        first = numbers.masked_fill(numbers >= start, -1)
-        return self.at(torch.cat([near, first], dim=-1)), start
-
-
 class IndexedTokens(NamedTuple):
     """The newest n tokens of a cache. entries: (B, n, w), by which later queries choose keys. queries: data by which
     these tokens choose. Both are None if the choice depends only on positions.
@@ -288,7 +162,7 @@ class MechanismSpec:
     """Dropout rate of attention probabilities in training."""
 
     def on_rank(self, part: SequencePart) -> "MechanismSpec":
-        return replace(self, heads=self.heads // part.shares)
+        return replace(self, heads=self.heads // part.head_shards)
 
     def workload(self, length: int) -> Workload:
         """Return the workload of these heads at a sequence length, for FLOP counts."""
@@ -332,8 +206,8 @@ class Attention(nn.Module, ABC):
     normalises: bool = False
     """True if each output is scaled to length 1 and therefore not linear in the values."""
     shares_pairs: bool = False
-    """True if ranks with the same heads divide the query-key pairs (`context.part.share`); `forward` then also returns
-    a log-sum-exp. If False, each of these ranks computes its heads in full.
+    """True if ranks with the same heads divide the query-key pairs (`context.part.pair_shard`); `forward` then also
+    returns a log-sum-exp. If False, each of these ranks computes its heads in full.
     """
 
     def __init__(self, config: Any, spec: MechanismSpec):
@@ -438,7 +312,7 @@ class Attention(nn.Module, ABC):
 
     # Costs per token of these heads at a sequence length, without projections
 
-    def flops(self, length: int) -> Passes:
+    def flops(self, length: int) -> Flops:
         """Return the FLOPs by formula, with full windows. Raises ConfigError if the mechanism does not define them."""
         raise self._lacks("does not define its FLOPs", "flops")
 

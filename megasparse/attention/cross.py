@@ -8,7 +8,9 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from megasparse.attention.contract import AttentionContext, Cache, Passes, product
+from megasparse.attention.cache import Cache
+from megasparse.attention.contract import AttentionContext
+from megasparse.attention.flops import Flops, product
 from megasparse.attention.full import attend_to_all
 from megasparse.attention.heads import head_dim, merge_heads, projection, split_heads
 from megasparse.config.schema import ModelConfig
@@ -63,7 +65,7 @@ class CrossAttention(nn.Module):
         k, v = part.to_heads(*(split_heads(side(states), self.head_dim) for side in (self.key, self.value)))
         return SourceKeys(k, v, source.key_mask)
 
-    def flops(self, source: int, target: int) -> Passes:
+    def flops(self, source: int, target: int) -> Flops:
         """Return the FLOPs of a whole sequence, including projections: queries and outputs of the target, keys and
         values of the source, and their pairs.
         """
@@ -76,6 +78,6 @@ class CrossAttention(nn.Module):
         if not rng.training or self.dropout == 0.0:
             return None
         key = rng.key(context.layer, "cross-attention probability dropout")
-        first = context.part.of_heads(self.heads).way * q.shape[1]
+        first = context.part.of_heads(self.heads).head_rank * q.shape[1]
         heads = range(first, first + q.shape[1])
         return PairDropout.of(self.dropout, key, rng.at(0).rows(q.shape[2], q.device), heads)

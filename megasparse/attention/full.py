@@ -1,21 +1,13 @@
 """Full softmax attention with torch's scaled_dot_product_attention. B batch, H heads, L length, D head dim."""
 
-from dataclasses import dataclass
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from megasparse.attention.contract import (
-    Attention,
-    AttentionContext,
-    AttentionInputs,
-    AttentionOutput,
-    Cache,
-    MechanismSpec,
-    Passes,
-)
+from megasparse.attention.cache import KeyValueCache
+from megasparse.attention.contract import Attention, AttentionContext, AttentionInputs, AttentionOutput, MechanismSpec
+from megasparse.attention.flops import Flops
 from megasparse.attention.sequence_part import WHOLE, SequencePart
 from megasparse.config.attention import MechanismSection, mechanism
 from megasparse.ops.bucketed_attention import BucketedAttentionSpec, Window
@@ -26,23 +18,6 @@ from megasparse.ops.random import PairDropout
 
 _MASK = 1 << 24
 """Pairs in one tile of the mask. Up to 4,096 tokens use a single tile."""
-
-
-@dataclass
-class KeyValueCache(Cache):
-    """Keys and values (B, H, capacity, D) of the tokens before the current position; later slots are unused."""
-
-    k: Tensor
-    v: Tensor
-
-    @staticmethod
-    def empty(batch: int, spec: MechanismSpec, capacity: int, like: Tensor) -> "KeyValueCache":
-        return KeyValueCache(*(like.new_zeros(batch, spec.heads, capacity, spec.head_dim) for _ in range(2)))
-
-    def put(self, k: Tensor, v: Tensor, first: int = 0) -> None:
-        """Store the tokens from position `first` on: (B, H, n, D) each."""
-        self.k[:, :, first : first + k.shape[2]] = k
-        self.v[:, :, first : first + v.shape[2]] = v
 
 
 class KeyValueAttention(Attention):
@@ -80,7 +55,7 @@ class FullAttention(KeyValueAttention):
         return q + positions, k + positions
 
     def forward(self, x: Tensor, inputs: AttentionInputs, context: AttentionContext) -> AttentionOutput:
-        inputs = inputs.of_one_dtype()
+        inputs = inputs.with_query_dtype()
         scale = 1.0 if self.shared_qk else inputs.q.shape[3] ** -0.5
         if inputs.dropout is not None:  # a window of all tokens, because SDPA's dropout uses the global generator
             window = Window("band", inputs.q.shape[2])
@@ -102,7 +77,7 @@ class FullAttention(KeyValueAttention):
             return torch.cat([v[:, :, :1], rest], dim=2)
         return _masked(inputs, 1.0, exclude_self=True)
 
-    def flops(self, length: int) -> Passes:
+    def flops(self, length: int) -> Flops:
         work = self.spec.workload(length)
         return work.pairs(work.visible)
 
@@ -129,9 +104,9 @@ def attend_to_all(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, drop
         return cluster_attention(q, k, v, queries, keys, spec, key_mask, dropout=dropout)[0]
     if key_mask is None:
         return F.scaled_dot_product_attention(q, k, v)
-    blind = ~key_mask.any(-1)[:, None, None, None]  # a softmax of nothing would be NaN
-    mask = key_mask[:, None, None] | blind
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask).masked_fill(blind, 0.0)
+    no_visible_key = ~key_mask.any(-1)[:, None, None, None]  # a softmax of nothing would be NaN
+    mask = key_mask[:, None, None] | no_visible_key
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask).masked_fill(no_visible_key, 0.0)
 
 
 def _masked(inputs: AttentionInputs, scale: float, exclude_self: bool) -> Tensor:

@@ -1,11 +1,9 @@
-"""The attention layer: project the input to heads, run their mechanisms, project back. Also the layer's decoding cache,
-normalisation and rotary positions.
+"""The attention layer: project the input to heads, run their mechanisms, project back. Also the layer's decoding cache.
 
 B batch, L length, H heads, D head dim, E width.
 """
 
 import dataclasses
-import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import cast
@@ -14,22 +12,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import skip_init
 
-from megasparse.attention.contract import (
-    Attention,
-    AttentionContext,
-    AttentionInputs,
-    AttentionOutput,
-    Cache,
-    MechanismSpec,
-)
+from megasparse.attention.cache import Cache
+from megasparse.attention.contract import Attention, AttentionContext, AttentionInputs, AttentionOutput, MechanismSpec
 from megasparse.attention.initial_weights import initialise
 from megasparse.attention.sequence_part import WHOLE, Edges, SequencePart
 from megasparse.attention.sinks import merge
 from megasparse.config.attention import MECHANISMS, heads_of_layer, layers_with
-from megasparse.config.schema import ModelConfig, PositionsConfig
-from megasparse.ops.normalize import layer_norm, unit_keys
+from megasparse.config.schema import ModelConfig
+from megasparse.ops.normalize import Norm, unit_keys
 from megasparse.ops.operator import Linear, autocast_off
-from megasparse.ops.positions import rotate
+from megasparse.ops.positions import Rotary
 
 LayerCache = dict[str, Cache]
 """Caches of a layer's mechanisms by kind, and in an encoder–decoder the source's keys and values, "cross"."""
@@ -53,7 +45,7 @@ def build_mechanism(kind: str, model: ModelConfig, heads: int) -> Attention:
 
 def ranks_with_the_same_heads(mechanism: Attention, model: ModelConfig, ranks: int) -> int:
     """Return how many of the ranks that share a sequence compute the same heads of a mechanism."""
-    return mechanism.part_of(SequencePart(size=ranks), mechanism.spec.heads // model.attention.head_groups).copies
+    return mechanism.part_of(SequencePart(size=ranks), mechanism.spec.heads // model.attention.head_groups).replicas
 
 
 def head_dim(model: ModelConfig) -> int:
@@ -112,7 +104,9 @@ class AttentionLayer(nn.Module):
         self.split = heads_of_layer(config, layer)
         mechanisms = {kind: build_mechanism(kind, config, heads) for kind, heads in self.split.items()}
         rotary = config.positions.kind == "rotary" and all(mechanism.rotated for mechanism in mechanisms.values())
-        self.rotary = Rotary(config.positions, self.head_dim) if rotary else None
+        scaling = config.positions.scaling
+        scaled = {} if scaling is None else scaling.model_dump()
+        self.rotary = Rotary(self.head_dim, config.positions.base, **scaled) if rotary else None
         self.mechanisms = nn.ModuleDict(mechanisms)
         biases = config.attention_biases or ("all" if config.style == "bert" else "none")
         biased = biases != "none"
@@ -121,8 +115,8 @@ class AttentionLayer(nn.Module):
         self.key = projection(config.d_model, keyed * self.head_dim, biased) if keyed else None
         self.value = projection(config.d_model, self.heads // self.group * self.head_dim, biased)
         self.output = projection(self.heads * self.head_dim, config.d_model, biases == "all")
-        self.query_norm = Norm(config, self.head_dim) if config.query_key_norm else None
-        self.key_norm = Norm(config, self.head_dim) if config.query_key_norm and keyed else None
+        self.query_norm = Norm(config.norm, self.head_dim, config.norm_eps) if config.query_key_norm else None
+        self.key_norm = Norm(config.norm, self.head_dim, config.norm_eps) if config.query_key_norm and keyed else None
         if seed is not None:
             initialise(self, config, seed)
 
@@ -249,7 +243,7 @@ def start_exchange(
     part = mechanism.part_of(padding.part, heads)
     q, k = mechanism.prepare(q, k, first_position)
     edges, arrive = part.start_to_heads(*((q, v) if mechanism.shared_qk else (q, k, v)))
-    offset = context.head_offset + part.way * (heads // part.ways)
+    offset = context.head_offset + part.head_rank * (heads // part.head_ranks)
     local = dataclasses.replace(context, head_offset=offset, rng=context.rng.at(0), part=part)
 
     def arrived() -> tuple[AttentionInputs, AttentionContext]:
@@ -285,74 +279,3 @@ def projection(width_in: int, width_out: int, biased: bool) -> nn.Linear:
     if biased:
         nn.init.zeros_(linear.bias)
     return linear
-
-
-class Norm(nn.Module):
-    """Normalisation selected by `model.norm`, computed in the dtype of its input (fp32 for streams)."""
-
-    def __init__(self, config: ModelConfig, width: int | None = None):
-        """Create the parameters. width: of the normalised dimension; None means d_model."""
-        super().__init__()
-        self.eps, width = config.norm_eps, width or config.d_model
-        self.weight = nn.Parameter(torch.ones(width))
-        self.bias = nn.Parameter(torch.zeros(width)) if config.norm == "layer" else None
-
-    def forward(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """Normalise x (..., E). dtype: dtype of the result; None keeps the dtype of x."""
-        return self.by(dict(self.named_parameters()), x, dtype)
-
-    def by(self, weights: Mapping[str, Tensor], x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """Apply `forward` with the given weights by name."""
-        return layer_norm(x, weights["weight"], weights.get("bias"), self.eps, dtype)
-
-
-LLAMA3_TURNS = (1.0, 4.0)
-"""Llama 3 divides frequencies with fewer turns in original_length than the first, keeps those above the second."""
-YARN_TURNS = (32.0, 1.0)
-"""The paper's alpha and beta, in turns: YaRN keeps a frequency above the first and divides it below the second."""
-
-
-class Rotary:
-    """Rotation of queries and keys with f_i = base^(−2i/D), modified by `model.positions.scaling`:
-
-    linear: f_i/factor (Chen et al. 2023). ntk: base becomes base·factor^(D/(D−2)). llama3: f_i for wavelengths up to
-    original_length/4, f_i/factor from original_length on, interpolated by the number of turns in between. yarn (Peng et
-    al. 2023, "NTK by parts"): the same between 32 turns and 1 turn in original_length, interpolated by i; queries and
-    keys are also multiplied by attention_factor.
-    """
-
-    def __init__(self, positions: PositionsConfig, head_dim: int):
-        self.base, self.scaling, self.half = positions.base, positions.scaling, head_dim // 2
-        scaling = self.scaling
-        self.scale = 1.0
-        if scaling is not None and scaling.kind == "yarn":
-            self.scale = scaling.attention_factor or 0.1 * math.log(scaling.factor) + 1.0
-
-    def __call__(self, x: Tensor, first_position: int) -> Tensor:
-        """Rotate x (B, H, L, D), whose tokens are at positions from `first_position` on."""
-        return rotate(x, first_position, self.frequencies(x.device), self.scale)
-
-    def frequencies(self, device: torch.device | str = "cpu") -> Tensor:
-        """Return the rotation angle of each pair per position, (D/2,) float64."""
-        base, scaling = self.base, self.scaling
-        if scaling is not None and scaling.kind == "ntk":
-            base *= scaling.factor ** (self.half / (self.half - 1))
-        number = torch.arange(self.half, dtype=torch.float64, device=device)
-        frequency = base ** (-number / self.half)
-        if scaling is None or scaling.kind == "ntk":
-            return frequency
-        if scaling.kind == "linear":
-            return frequency / scaling.factor
-        length = scaling.original_length
-        assert length is not None
-        if scaling.kind == "yarn":
-            # Index of the pair that makes this many turns in the original length.
-            first, last = (
-                self.half * math.log(length / (turns * 2 * math.pi)) / math.log(base) for turns in YARN_TURNS
-            )
-            first, last = max(math.floor(first), 0), min(math.ceil(last), 2 * self.half - 1)
-            share = 1 - ((number - first) / max(last - first, 0.001)).clamp(0, 1)
-        else:
-            low, high = LLAMA3_TURNS
-            share = ((length * frequency / (2 * math.pi) - low) / (high - low)).clamp(0, 1)
-        return frequency * (share + (1 - share) / scaling.factor)

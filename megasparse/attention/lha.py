@@ -19,17 +19,10 @@ from torch.autograd.function import once_differentiable
 from torch.nn.utils import skip_init
 
 from megasparse.attention.band import BandAttention, Codes, check_band
-from megasparse.attention.contract import (
-    AttentionContext,
-    AttentionInputs,
-    AttentionOutput,
-    Buckets,
-    MechanismSpec,
-    Passes,
-    product,
-)
+from megasparse.attention.contract import AttentionContext, AttentionInputs, AttentionOutput, Buckets, MechanismSpec
 from megasparse.attention.documents import ClusterIndices, Document, attend_in_clusters, clusters_by_document, documents
 from megasparse.attention.far_attention import Near, best_far, collision_loss, drawn_positions
+from megasparse.attention.flops import Flops, product
 from megasparse.attention.lha_hash import (
     HashFunctions,
     HashInputs,
@@ -317,13 +310,13 @@ class LHAAttention(BandAttention):
         loss = collision_loss(query_scores, key_scores, share, of_best, real)
         return loss * (WEIGHT / self.spec.layers), {"collision_loss": loss.detach()}
 
-    def flops(self, length: int) -> Passes:
+    def flops(self, length: int) -> Flops:
         """Pairs in windows, assuming buckets of equal size, plus the hash functions."""
         work, band = self.spec.workload(length), self.config.window == "band"
         keys = work.band(self.config.chunk, False) if band else work.clusters(self.buckets, self.bucket_size)
         return work.pairs(keys) * (1 + self.local) + work.pairs(self.sinks) + self._hashing_flops(length)
 
-    def _hashing_flops(self, length: int) -> Passes:
+    def _hashing_flops(self, length: int) -> Flops:
         """Both hash functions (random ones forward only), plus training them on a sample, forward only.
 
         Cost of the sample per token of the document: hash functions (with the joint hash both for each token) of S
@@ -333,17 +326,17 @@ class LHAAttention(BandAttention):
         """
         heads, dim, buckets = self.spec.heads, self.spec.head_dim, self.buckets
         if self.config.hash == "random":
-            return Passes(heads * 2 * 2.0 * dim * buckets)
+            return Flops(heads * 2 * 2.0 * dim * buckets)
         weights = dim * buckets + (dim * dim if self.config.hash == "mlp" else 0)
         queries, keys = min(SAMPLES, length), min(SAMPLED_KEYS, length)
         if self.config.utility == "collisions":
-            return (product(2 * 2.0 * weights) + Passes(queries * 2.0 * dim)) * heads
+            return (product(2 * 2.0 * weights) + Flops(queries * 2.0 * dim)) * heads
         joint, tokens = self.spec.causal and self.config.joint, min(length, _sample_size(buckets))
         hashed = 2.0 * weights * (1 + joint) * (queries + keys)
         pairs = queries * keys * (2 * 2.0 * dim + 2 * 2.0 * buckets)
         received = queries * length * 2.0 * dim if keys < length else 0.0
-        sample = product(hashed) + Passes(hashed + 2.0 * weights * 2 * tokens + pairs + received)
-        return (Passes(2 * 2.0 * weights) + sample * (1 / length)) * heads
+        sample = product(hashed) + Flops(hashed + 2.0 * weights * 2 * tokens + pairs + received)
+        return (Flops(2 * 2.0 * weights) + sample * (1 / length)) * heads
 
 
 def _real(inputs: AttentionInputs) -> Tensor | int:

@@ -8,18 +8,16 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from megasparse.attention.cache import Cache, CachedTokens, KeyValueCache
 from megasparse.attention.contract import (
     Attention,
     AttentionContext,
     AttentionInputs,
     AttentionOutput,
-    Cache,
-    CachedTokens,
     IndexedTokens,
     MechanismSpec,
-    Passes,
 )
-from megasparse.attention.full import KeyValueCache
+from megasparse.attention.flops import Flops
 from megasparse.attention.sequence_part import WHOLE, SequencePart
 from megasparse.attention.sinks import cached_sinks, merge, sink_attention
 from megasparse.config.attention import MechanismSection, mechanism
@@ -112,17 +110,19 @@ class LocalAttention(Attention):
             out = relative_local_attention(q, k, v, r, u, w, relative, key_mask, segments, dropout=dropout)
             return AttentionOutput(out, None, {})
         part = context.part
-        out, lse = inputs.in_buckets(None, self._rule(causal, part.share))
+        out, lse = inputs.in_buckets(None, self._rule(causal, part.pair_shard))
         if self.sinks:
             sinks = sink_attention(self.sinks, inputs, part, scale=scale, chunk=self.chunk)
             out, lse = merge([(out, lse), sinks])
-        return AttentionOutput(out, None, {}, None if part.share is None else lse)
+        return AttentionOutput(out, None, {}, None if part.pair_shard is None else lse)
 
-    def _rule(self, causal: bool, share: tuple[int, int] | None = None) -> BucketedAttentionSpec:
-        window, scale = Window("chunk", self.chunk, ahead=not causal), self.spec.head_dim**-0.5
-        return BucketedAttentionSpec(window, causal, scale, exclude_self=False, self_at_last=False, share=share)
+    def _rule(self, causal: bool, pair_shard: tuple[int, int] | None = None) -> BucketedAttentionSpec:
+        window = Window("chunk", self.chunk, ahead=not causal)
+        scale = self.spec.head_dim**-0.5
+        rule = {"exclude_self": False, "self_at_last": False}
+        return BucketedAttentionSpec(window, causal, scale, **rule, pair_shard=pair_shard)
 
-    def flops(self, length: int) -> Passes:
+    def flops(self, length: int) -> Flops:
         """Relative positions add separate scores, 6·D per key."""
         work = self.spec.workload(length)
         keys = work.chunks(self.chunk) + work.beyond(self.chunk, self.sinks)

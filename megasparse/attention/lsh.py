@@ -11,14 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megasparse.attention.band import BandAttention, BandCache, Codes, check_band
-from megasparse.attention.contract import (
-    AttentionContext,
-    AttentionInputs,
-    AttentionOutput,
-    Buckets,
-    MechanismSpec,
-    Passes,
-)
+from megasparse.attention.contract import AttentionContext, AttentionInputs, AttentionOutput, Buckets, MechanismSpec
+from megasparse.attention.flops import Flops
 from megasparse.config.attention import MechanismSection, heads_of_layer, mechanism
 from megasparse.config.messages import show
 from megasparse.config.section import Count, Positive
@@ -228,7 +222,7 @@ class LSHAttention(BandAttention):
         window = {"local": True, "chunk": self.spec.max_length, "rounds": 1, "evaluation_rounds": None, "buckets": 2}
         return LSHAttention(self.config.model_copy(update=window), self.spec)
 
-    def flops(self, length: int) -> Passes:
+    def flops(self, length: int) -> Flops:
         """Pairs in windows. Codes, forward only: in each round 2·D for each rotation vector, of which there are half as
         many as the sum of the bucket factors, for queries and, with separate QK, for keys.
         """
@@ -236,7 +230,7 @@ class LSHAttention(BandAttention):
         codes = float(self.config.rounds * hashed * width * sum(self.factors))
         work, chunk = self.spec.workload(length), self.config.chunk
         keys = work.band(chunk, self.shared_qk) if self.config.window == "band" else work.chunks(chunk)
-        return work.pairs(keys) * (self.config.rounds + self.local) + work.pairs(self.sinks) + Passes(codes)
+        return work.pairs(keys) * (self.config.rounds + self.local) + work.pairs(self.sinks) + Flops(codes)
 
     def cached_rounds(self, rounds: int | None) -> int:
         return rounds or self.config.rounds_in_evaluation

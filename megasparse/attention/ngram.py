@@ -12,16 +12,16 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from megasparse.attention.band import BandCache
+from megasparse.attention.cache import Cache
 from megasparse.attention.contract import (
     Attention,
     AttentionContext,
     AttentionInputs,
     AttentionOutput,
     Buckets,
-    Cache,
     MechanismSpec,
-    Passes,
 )
+from megasparse.attention.flops import Flops
 from megasparse.attention.local import cached_window
 from megasparse.attention.sequence_part import WHOLE, SequencePart
 from megasparse.attention.sinks import cached_sinks, merge, sink_attention
@@ -122,25 +122,25 @@ class NGramAttention(Attention):
     def forward(self, x: Tensor, inputs: AttentionInputs, context: AttentionContext) -> AttentionOutput:
         codes = context.recompute.keep(lambda: self.assign(context, inputs.key_mask, inputs.segments))
         part = context.part
-        parts = [inputs.in_buckets(None, replace(self.near, share=part.share))]
+        parts = [inputs.in_buckets(None, replace(self.near, pair_shard=part.pair_shard))]
         if sinks := self.config.sinks:
             chunk = self.near.window.chunk
             parts.append(sink_attention(sinks, inputs, part, scale=self.near.scale, chunk=chunk))
         bias = F.pad(self.bias(part), (len(parts), 0))[:, None]
-        parts += [self._round(inputs, round_codes, part.share) for round_codes in codes.unbind(1)]
+        parts += [self._round(inputs, round_codes, part.pair_shard) for round_codes in codes.unbind(1)]
         out, lse = merge(parts, bias)
-        return AttentionOutput(out, None, {}, None if part.share is None else lse)
+        return AttentionOutput(out, None, {}, None if part.pair_shard is None else lse)
 
-    def _round(self, inputs: AttentionInputs, codes: Tensor, share: tuple[int, int] | None) -> tuple[Tensor, Tensor]:
+    def _round(self, inputs: AttentionInputs, codes: Tensor, shard: tuple[int, int] | None) -> tuple[Tensor, Tensor]:
         """Return output and log-sum-exp of one round, 0 and −∞ for queries without a match. codes: (B, L)."""
         of_all = codes[:, None, None]
         if inputs.key_mask is None:
             k, v = (x.roll(-1, dims=2) for x in (inputs.k, inputs.v))
             dropout = None if inputs.dropout is None else replace(inputs.dropout, shift=1)
-            return inputs._replace(k=k, v=v, dropout=dropout).in_buckets(of_all, replace(self.moved, share=share))
+            return inputs._replace(k=k, v=v, dropout=dropout).in_buckets(of_all, replace(self.moved, pair_shard=shard))
         # A real token may be followed by padding, so keys need separate buckets.
         keys = _following(codes[:, None], inputs, self.buckets)[:, None]
-        return inputs.in_buckets(of_all, replace(self.far, share=share), keys)
+        return inputs.in_buckets(of_all, replace(self.far, pair_shard=shard), keys)
 
     def new_cache(self, batch: int, like: Tensor, rounds: int | None, part: SequencePart = WHOLE) -> NGramCache:
         lengths, spec = self.config.lengths, self.spec.on_rank(part)
@@ -177,7 +177,7 @@ class NGramAttention(Attention):
         cache.recent = torch.cat([cache.recent, context.tokens], dim=1)[:, -size:] if size else cache.recent
         cache.newest = codes
 
-    def flops(self, length: int) -> Passes:
+    def flops(self, length: int) -> Flops:
         work, rounds = self.spec.workload(length), len(self.config.lengths)
         chunk = self.near.window.chunk
         near = work.chunks(chunk) + work.beyond(chunk, self.config.sinks)

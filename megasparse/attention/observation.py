@@ -55,7 +55,7 @@ class Call:
         """
         inputs = self.inputs if v is None else self.inputs._replace(v=v)
         rng = dataclasses.replace(self.context.rng, rounds=rounds)
-        undivided = dataclasses.replace(self.context.part, divided=False)
+        undivided = dataclasses.replace(self.context.part, divides_pairs=False)
         context = dataclasses.replace(self.context, rng=rng, recompute=RecomputeCache(), part=undivided)
         return cast(AttentionOutput, mechanism(self.x, inputs, context)).out
 

@@ -1,22 +1,23 @@
 """Hash, then rank: buckets find candidate keys, a sketch ranks them, exact softmax attention reads the best.
 
-The four papers in one mechanism: learned hashes (LHA) propose, a narrow sketch (Smart Bird) scores, and the K best keys
-enter one softmax together with a window and sinks. Only the pairs of a query and the keys in its buckets are scored.
+Learned hashes as in LHA propose, a narrow sketch as in Smart Bird scores, and the K best keys enter one softmax
+together with a window and sinks. Only the pairs of a query and the keys in its buckets are scored.
 
 B batch, L length, Lq queries, S sampled queries, d width of the sketch, N buckets, P probes, K keys, M newest members
 per bucket, T queries per tile, C candidates per query.
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, cast
+from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from megasparse.attention.contract import AttentionContext, AttentionInputs, MechanismSpec, Passes
+from megasparse.attention.contract import AttentionContext, AttentionInputs, MechanismSpec
 from megasparse.attention.far_attention import SAMPLES, imbalance
-from megasparse.attention.smart_bird import SmartBirdAttention, check_sketch
+from megasparse.attention.flops import Flops
+from megasparse.attention.taught_sketch import TaughtSketch, check_sketch, repeated_masks
 from megasparse.config.attention import MechanismSection, mechanism
 from megasparse.config.section import Count, Positive
 from megasparse.errors import ConfigError
@@ -60,17 +61,11 @@ class RankedAttentionConfig(MechanismSection):
     sinks: Count = 0
     """First tokens of each document, which every later token reads (in an encoder every token)."""
 
-    sketch: ClassVar[str] = "heads"
-    objective: ClassVar[str] = "attention"
-    sampling: ClassVar[str] = "top_k"
-    evaluation: ClassVar[str] = "top_k"
-    labels: ClassVar[None] = None
-
     def check(self, key: str, model: "ModelConfig") -> None:
         if self.probes > self.buckets:
             problem = f"{self.probes} is more than the {self.buckets} buckets"
             raise ConfigError(f"{key}.probes", problem, "Set it to at most buckets")
-        check_sketch(self, "ranked", key, model)
+        check_sketch(self, key, model)
 
     @property
     def heads_together(self) -> int:
@@ -78,7 +73,7 @@ class RankedAttentionConfig(MechanismSection):
 
 
 @mechanism("ranked", RankedAttentionConfig)
-class RankedAttention(SmartBirdAttention):
+class RankedAttention(TaughtSketch):
     """Softmax attention to the K best of the keys in a query's P buckets, ranked by a sketch.
 
     With q′ = W_q·q and k′ = W_k·k, of the heads that share a sketch: a key is in bucket argmax_b (c_b·k′ + γ_b). A
@@ -89,7 +84,7 @@ class RankedAttention(SmartBirdAttention):
     """
 
     def __init__(self, config: RankedAttentionConfig, spec: MechanismSpec):
-        super().__init__(cast(Any, config), spec)  # with a sketch's settings
+        super().__init__(config, spec)
         self.index_width += 2
         self.query_buckets, self.key_buckets = (
             BucketScores(self.groups, config.sketch_dim, config.buckets) for _ in range(2)
@@ -102,7 +97,7 @@ class RankedAttention(SmartBirdAttention):
     def sketches(
         self, x: Tensor, inputs: AttentionInputs, context: AttentionContext, exactly: bool = True
     ) -> tuple[Tensor, Tensor]:
-        """Append the key's bucket // 256 and % 256 to the d numbers of exact keys; else as `smart_bird`."""
+        """Append the key's bucket // 256 and % 256 to the d numbers of exact keys; else as `TaughtSketch`."""
         q, k = super().sketches(x, inputs, context, exactly)
         if not exactly:
             return q, k
@@ -122,17 +117,17 @@ class RankedAttention(SmartBirdAttention):
     def _choose(
         self, sketches: tuple[Tensor, Tensor], inputs: AttentionInputs, context: AttentionContext, first_query: int = 0
     ) -> Tensor:
-        count, config = sketches[0].shape[1], self.config
+        config = self.config
+        count = sketches[0].shape[1]
         probes = self.query_buckets(sketches[0], context).topk(config.probes, dim=-1).indices.flatten(0, 1)
-        q, k = (x.flatten(0, 1) for x in sketches)
-        k, codes = self.unpacked(k[..., :-2]), bucket_numbers(k)
-        masks = (inputs.key_mask, inputs.segments)
-        real, documents = (None if x is None else x.repeat_interleave(count, dim=0) for x in masks)
+        q, k = (x.flatten(0, 1) for x in sketches)  # (B·S, Lq or L, d or d + 2)
+        codes = bucket_numbers(k)
+        k = self.unpacked(k[..., :-2])
         limits = config.buckets, config.members, config.keys
-        chosen = ranked_keys(q, k, probes, codes, *limits, inputs.causal, real, documents, first_query)
+        chosen = ranked_keys(q, k, probes, codes, *limits, inputs.causal, *repeated_masks(inputs, count), first_query)
         return chosen.unflatten(0, (-1, count))
 
-    def _sketch_flops(self, length: int, visible: float) -> Passes:
+    def _sketch_flops(self, length: int, visible: float) -> Flops:
         """Count the scores of candidates instead of all keys, 2·P/N of them as learned buckets are unequal, and of the
         buckets; in training also of the buckets of samples, and their cross-entropy with all keys.
         """
@@ -142,7 +137,7 @@ class RankedAttention(SmartBirdAttention):
         )
         learned = config.buckets * (config.sketch_dim * (1 + sampled) + visible * sampled)
         scores = config.sketch_dim * (candidates - visible + 2 * config.buckets)
-        return super()._sketch_flops(length, visible) + Passes(scores + learned, learned) * (2.0 * self.groups)
+        return super()._sketch_flops(length, visible) + Flops(scores + learned, learned) * (2.0 * self.groups)
 
 
 def bucket_numbers(k: Tensor) -> Tensor:

@@ -34,12 +34,12 @@ class SequencePart:
     """The ranks that share the sequences, in rank order."""
     rank: int = 0
     size: int = 1
-    groups: int = 1
-    """Number of head groups that attend one after another; this part covers the group `number`."""
-    number: int = 0
-    copies: int = 1
+    head_groups: int = 1
+    """Number of head groups that attend one after another; this part covers the group `head_group`."""
+    head_group: int = 0
+    replicas: int = 1
     """C, inside attention (`of_heads`): number of ranks with the same heads."""
-    divided: bool = True
+    divides_pairs: bool = True
     """True if these C ranks divide the query-key pairs, in mechanisms that support it; if False, each computes all."""
 
     @classmethod
@@ -52,49 +52,50 @@ class SequencePart:
         """Return the part for `heads` heads, or indivisible groups of heads. W is the largest number of equal parts
         into which the ranks can divide them.
         """
-        return replace(self, copies=self.size // gcd(self.size, heads))
+        return replace(self, replicas=self.size // gcd(self.size, heads))
 
     @property
-    def ways(self) -> int:
+    def head_ranks(self) -> int:
         """W, the number of parts into which the heads are divided."""
-        return self.size // self.copies
+        return self.size // self.replicas
 
     @property
-    def way(self) -> int:
+    def head_rank(self) -> int:
         """Index of this rank's heads among the W parts."""
-        return self.rank // self.copies
+        return self.rank // self.replicas
 
     @property
-    def answers(self) -> list[bool]:
-        """True for each rank whose tokens this rank answers for, among the C ranks with the same heads: W ranks, itself
+    def owned_ranks(self) -> list[bool]:
+        """True for each rank whose tokens this rank owns, among the C ranks with the same heads: W ranks, itself
         included, in zigzag order, because queries of late tokens attend to more keys than those of early tokens.
         """
-        numbers = [rank % (2 * self.copies) for rank in range(self.size)]
-        copies = [min(number, 2 * self.copies - 1 - number) for number in numbers]
-        return [copy == copies[self.rank] for copy in copies]
+        positions = [rank % (2 * self.replicas) for rank in range(self.size)]
+        # The replica that owns the tokens of each rank.
+        owners = [min(position, 2 * self.replicas - 1 - position) for position in positions]
+        return [owner == owners[self.rank] for owner in owners]
 
-    def answered(self, length: int, device: torch.device) -> Tensor:
-        """Return a mask of the tokens that this rank answers for: (L,) bool."""
-        return torch.tensor(self.answers, device=device).repeat_interleave(length // self.size)
+    def owned_tokens(self, length: int, device: torch.device) -> Tensor:
+        """Return a mask of the tokens that this rank owns: (L,) bool."""
+        return torch.tensor(self.owned_ranks, device=device).repeat_interleave(length // self.size)
 
     @property
-    def share(self) -> tuple[int, int] | None:
+    def pair_shard(self) -> tuple[int, int] | None:
         """(index, C) of this rank's part of the query-key pairs, or None if it computes all pairs."""
-        return (self.rank % self.copies, self.copies) if self.divided and self.copies > 1 else None
+        return (self.rank % self.replicas, self.replicas) if self.divides_pairs and self.replicas > 1 else None
 
     @property
-    def shares(self) -> int:
+    def head_shards(self) -> int:
         """Number of parts into which a mechanism's heads are divided."""
-        return self.groups * self.ways
+        return self.head_groups * self.head_ranks
 
     def local_part(self, x: Tensor, dim: int) -> Tensor:
         """Return this rank's slice of a tensor that all ranks have in full: for a part `of_heads`, 1/W of this group's
         heads; for any other part, 1/S of the tokens.
         """
-        if self.shares == 1:
+        if self.head_shards == 1:
             return x
-        width = x.shape[dim] // self.shares
-        return x.narrow(dim, (self.number * self.ways + self.way) * width, width)
+        width = x.shape[dim] // self.head_shards
+        return x.narrow(dim, (self.head_group * self.head_ranks + self.head_rank) * width, width)
 
     def gather(self, x: Tensor, dim: int) -> Tensor:
         """All-gather x and concatenate along `dim`, on every rank."""
@@ -105,7 +106,7 @@ class SequencePart:
 
     def gather_heads(self, x: Tensor) -> Tensor:
         """All-gather (B, H/W, ...) of each rank's heads to (B, H, ...), on every rank."""
-        return SequencePart.gather(self, x, 1).unflatten(1, (self.ways, self.copies, -1))[:, :, 0].flatten(1, 2)
+        return SequencePart.gather(self, x, 1).unflatten(1, (self.head_ranks, self.replicas, -1))[:, :, 0].flatten(1, 2)
 
     def sum(self, x: Tensor) -> Tensor:
         """All-reduce x with a sum, without gradient."""
@@ -121,9 +122,13 @@ class SequencePart:
         """
         if self.size == 1:
             return (), lambda: tensors
-        by_way = [x.transpose(1, 2).unflatten(2, (self.ways, 1, -1)).movedim((2, 3, 1), (0, 1, 2)) for x in tensors]
-        payload = torch.stack([x.expand(-1, self.copies, *x.shape[2:]) for x in by_way], dim=3).flatten(0, 1)
+        pieces = []
+        for x in tensors:
+            x = x.transpose(1, 2).unflatten(2, (self.head_ranks, 1, -1))  # (B, L/S, W, 1, H/W, D)
+            x = x.movedim((2, 3, 1), (0, 1, 2))  # (W, 1, L/S, B, H/W, D)
+            pieces.append(x.expand(-1, self.replicas, *x.shape[2:]))  # (W, C, L/S, B, H/W, D)
         # (S, L/S, n, B, H/W, D): tokens before heads, so that all tokens are a view of the received tensor
+        payload = torch.stack(pieces, dim=3).flatten(0, 1)
         edges, receive = self._start(payload)
         return edges, lambda: tuple(x.permute(1, 2, 0, 3) for x in receive().flatten(0, 1).unbind(1))
 
@@ -131,9 +136,9 @@ class SequencePart:
         """Start the inverse of `to_heads`, with each token from one of the C ranks. Returns a function that waits."""
         if self.size == 1:
             return lambda: x
-        pieces = zip(x.chunk(self.size, dim=2), self.answers, strict=True)
-        payload = torch.stack([piece for piece, answered in pieces if answered])  # (W, B, H/W, L/S, D)
-        receive = self._start(payload, self.answers)[1]
+        pieces = zip(x.chunk(self.size, dim=2), self.owned_ranks, strict=True)
+        payload = torch.stack([piece for piece, owned in pieces if owned])  # (W, B, H/W, L/S, D)
+        receive = self._start(payload, self.owned_ranks)[1]
         return lambda: receive().movedim(0, 1).flatten(1, 2)
 
     def _start(self, payload: Tensor, ranks: list[bool] | None = None) -> tuple[Edges, Callable[[], Tensor]]:
@@ -155,7 +160,7 @@ class SequencePart:
         exchanged = []
         for x in (out, lse):
             by_rank = x.unflatten(2, (self.size, -1)).movedim(2, 0)  # (S, B, H/W, L/S, ...)
-            parts = _Exchange.apply(by_rank, self.group).unflatten(0, (self.ways, self.copies))
+            parts = _Exchange.apply(by_rank, self.group).unflatten(0, (self.head_ranks, self.replicas))
             exchanged.append(parts.movedim(0, 2).flatten(2, 3).unbind(0))  # (B, H, L/S, ...) each
         return list(zip(*exchanged, strict=True))
 
@@ -166,7 +171,7 @@ class DecodingPart(SequencePart):
     only on the C ranks with these heads. Only head outputs are exchanged. Without gradient.
     """
 
-    divided: bool = False
+    divides_pairs: bool = False
 
     def gather(self, x: Tensor, dim: int) -> Tensor:
         """Return x itself, because every rank stores all tokens."""

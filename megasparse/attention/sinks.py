@@ -67,15 +67,17 @@ def sink_attention(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Compute softmax attention to the sinks of `sink_index`, for `merge`: output (B, H, L, D) and log-sum-exp (B, H,
     L), 0 and −∞ for tokens without a visible sink. If ranks with the same heads divide the pairs, the log-sum-exp is
-    also −∞ for tokens that this rank does not answer for.
+    also −∞ for tokens that this rank does not own.
     """
-    q, k, v = inputs.of_one_dtype()[:3]
+    q, k, v = inputs.with_query_dtype()[:3]
     index = sink_index(sinks, inputs, exclude_self=exclude_self, chunk=chunk)
     if inputs.segments is not None or inputs.dropout is not None or q.dtype not in (torch.float32, torch.float64):
         out, lse = gathered_attention(q, k, v, index, scale=scale, dropout=inputs.dropout)
     else:
         out, lse = _shared_sinks(q, k, v, index, scale)
-    return out, lse if part.share is None else lse.masked_fill(~part.answered(lse.shape[2], lse.device), -torch.inf)
+    if part.pair_shard is not None:
+        lse = lse.masked_fill(~part.owned_tokens(lse.shape[2], lse.device), -torch.inf)
+    return out, lse
 
 
 def cached_sinks(

@@ -12,17 +12,9 @@ import torch.nn.functional as F
 from pydantic import model_validator
 from torch import Tensor, nn
 
-from megasparse.attention.contract import (
-    Attention,
-    AttentionContext,
-    AttentionInputs,
-    AttentionOutput,
-    Cache,
-    MechanismSpec,
-    Passes,
-    product,
-)
-from megasparse.attention.full import KeyValueCache
+from megasparse.attention.cache import Cache, KeyValueCache
+from megasparse.attention.contract import Attention, AttentionContext, AttentionInputs, AttentionOutput, MechanismSpec
+from megasparse.attention.flops import Flops, product
 from megasparse.attention.sequence_part import WHOLE, SequencePart
 from megasparse.config.attention import MechanismSection, mechanism
 from megasparse.config.section import Positive
@@ -149,7 +141,7 @@ class YOSOAttention(Attention):
         real = mask.sum() if mask is not None else matches[:, 0].numel()
         return AttentionOutput(out.to(inputs.q.dtype), None, {"collisions": matches.sum() / (real * matches.shape[1])})
 
-    def flops(self, length: int) -> Passes:
+    def flops(self, length: int) -> Flops:
         """Codes of q and k; 2·D to add a value to a table and to read it, and again for the gradient of v. Gradients of
         q and k: the cheaper of tables, 4·D² each, and the 1/2^τ of pairs that collide at random, 6·D each.
         """
@@ -158,7 +150,7 @@ class YOSOAttention(Attention):
             return work.pairs(work.visible)
         bit = 3.0 * math.log2(max(2, dim)) if yoso.projection == "hadamard" else 2.0 * dim
         gradient = min(8.0 * dim * dim, 6.0 * dim * work.visible / 2**self.code_bits)
-        hashing = Passes(2 * self.code_bits * bit + 2.0 * dim, 2.0 * dim + gradient)
+        hashing = Flops(2 * self.code_bits * bit + 2.0 * dim, 2.0 * dim + gradient)
         return (hashing * yoso.hashes + product(2.0 * dim * (yoso.convolution or 0))) * work.heads
 
     def new_cache(self, batch: int, like: Tensor, rounds: int | None, part: SequencePart = WHOLE) -> YOSOCache:

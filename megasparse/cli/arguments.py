@@ -3,14 +3,17 @@
 import argparse
 import os
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megasparse.errors import ConfigError, DataError, HubError, whole
 
 if TYPE_CHECKING:
+    from megasparse.config.finetuning import FinetuneConfig
     from megasparse.config.load import Settings
+    from megasparse.config.schema import Config
 
 
 def add_config(parser: argparse.ArgumentParser) -> None:
@@ -58,16 +61,74 @@ def add_start(parser: argparse.ArgumentParser) -> None:
 # Checks of names and paths. Commands call them first, because the imports for their work take seconds.
 
 
-def require_config(args: argparse.Namespace) -> None:
-    """Raise ConfigError unless the options of `add_config` name one readable file, and HubError as `require_model`."""
+def require_config(args: argparse.Namespace, task: bool = False) -> Any:
+    """Return the configuration that the options of `add_config` name, with default attention.
+
+    task: True for a fine-tuning run.
+
+    Raises:
+        ConfigError: No file or two files are named, or a key, type or override is invalid.
+        HubError or CheckpointError: The model of --start does not exist.
+    """
     if (args.name is None) == (args.config is None):
         problem = "no configuration is given" if args.name is None else f"{args.name} is also given"
         raise ConfigError("--config", problem, "Give one, such as quickstart or FILE.json")
-    from megasparse.config.files import read_values
-
-    read_values(args.config or args.name)
     if getattr(args, "start", None) is not None:
-        require_model(args.start)
+        require_model(args.start, checkpoints=True)
+    from megasparse.config import attention
+
+    attention.POSTPONE = True
+    from megasparse.config.load import Config, FinetuneConfig, load_settings
+
+    return load_settings(args.config or args.name, args.set, FinetuneConfig if task else Config, mechanisms=False)
+
+
+def require_checkpoint(folder: str, overrides: Sequence[str] = ()) -> None:
+    """Raise CheckpointError for a folder without a checkpoint, and ConfigError for a wrong key in `overrides`."""
+    from megasparse.training.checkpoints.manifest import find_checkpoint, read_manifest
+
+    checkpoint = find_checkpoint(Path(folder))
+    if not overrides:
+        return
+    from megasparse.config import attention
+
+    attention.POSTPONE = True
+    from megasparse.config.load import Config, FinetuneConfig, build_settings
+
+    values = read_manifest(checkpoint)["config"]
+    build_settings(values, overrides, FinetuneConfig if "task" in values else Config, mechanisms=False)
+
+
+def require_task(config: "FinetuneConfig") -> None:
+    """Raise UserError for a missing file, column, model or checkpoint of a fine-tuning run."""
+    from megasparse.tasks.catalog import build_task
+
+    build_task(config.task)
+    start = config.start
+    if config.model is not None:
+        require_tokenizer(config.task.tokenizer, config.run.directory)
+    elif start.checkpoint is not None:
+        require_checkpoint(start.checkpoint)
+    elif start.huggingface is not None:
+        require_model(start.huggingface)
+    require_paths(start.glove, config.task.validation)
+
+
+def require_tokenizer(name: str, run: str) -> None:
+    """Raise DataError for a missing file of a tokenizer, unless a run's folder may contain a copy."""
+    if name.endswith((".model", ".json", ".txt")) and not os.path.exists(run):
+        require_paths(name)
+
+
+def require_data(config: "Config") -> None:
+    """Raise DataError for a missing file or folder of shards of a pretraining run."""
+    from megasparse.data.index import Index
+    from megasparse.data.index_file import INDEX_FILE
+
+    require_tokenizer(config.data.tokenizer, config.run.directory)
+    for folder in (config.data.path, *config.data.mixture):
+        if "://" not in folder and not (Path(folder) / INDEX_FILE).exists():
+            Index.load(folder)  # raises the error
 
 
 def require_paths(*paths: str | Path | None) -> None:
@@ -83,15 +144,22 @@ def require_paths(*paths: str | Path | None) -> None:
             raise DataError(name, "no such file or folder", "Check the path")
 
 
-def require_model(name: str) -> None:
-    """Raise HubError unless `name` is a path that exists, or a model in transformers' local cache."""
+def require_model(name: str | Path, checkpoints: bool = False) -> None:
+    """Raise HubError unless `name` is a file, a folder with config.json, or a model in transformers' local cache.
+
+    checkpoints: True also accepts a checkpoint or the folder of a run, and raises CheckpointError for other folders.
+    """
+    if os.path.isdir(name) and not (Path(name) / "config.json").exists():
+        if not checkpoints:
+            raise HubError(name, "contains no config.json", "Use the folder of a Hugging Face model")
+        require_checkpoint(str(name))
     if os.path.exists(name):
         return
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
     with suppress(HFValidationError):
-        if isinstance(try_to_load_from_cache(name, "config.json"), str):
+        if isinstance(try_to_load_from_cache(str(name), "config.json"), str):
             return
     hint = "Use the folder of a model, or download the model first with the `hf download` command"
     raise HubError(name, "no such file or folder, and no model of this name is in transformers' local cache", hint)

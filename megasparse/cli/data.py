@@ -53,7 +53,7 @@ def prepare_data(args: argparse.Namespace) -> None:
     cores = len(os.sched_getaffinity(0))
     corpus, downloads = CORPORA[args.corpus], args.output / ".download"
     source = corpus.open(args.source, getattr(args, "member", None), downloads, options, args.workers or cores)
-    from megasparse.data.prepare import prepare  # imports torch
+    from megasparse.data.prepare import prepare
     from megasparse.evaluation.outputs import draw_lengths
 
     written = prepare(

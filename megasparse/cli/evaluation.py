@@ -8,9 +8,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megasparse.cli.arguments import add_checkpoint, add_coding, add_overrides, require_paths
+from megasparse.cli.arguments import add_checkpoint, add_coding, add_overrides, require_checkpoint, require_paths
 from megasparse.errors import ConfigError, did_you_mean, positive, rank_variable, whole
-from megasparse.training.checkpoints.manifest import find_checkpoint
 
 OF_PRETRAINED = ("data", "stride", "rounds", "hash_seeds", "limit", "allow_leaking_attention")
 OF_TASKS = ("source", "predictions")
@@ -87,7 +86,7 @@ def evaluate(args: argparse.Namespace) -> None:
     _check(args)
     require_paths(args.data, *args.source or ())
     for folder in args.checkpoint:
-        find_checkpoint(Path(folder))
+        require_checkpoint(folder, args.set)
     from megasparse.evaluation.outputs import require_writable, write_json
 
     require_writable(args.json, args.predictions, sources=args.source or ())
@@ -153,7 +152,7 @@ def generate(args: argparse.Namespace) -> None:
             if getattr(args, option) is not None:
                 problem = "several ranks can only continue a decoder's text"
                 raise ConfigError(f"--{option.replace('_', '-')}", problem, "Start it without torchrun")
-    find_checkpoint(Path(args.checkpoint))
+    require_checkpoint(args.checkpoint, args.set)
     require_paths(args.source_file, *args.complete or ())
     from megasparse.evaluation.bits_per_dim import refuse_leaks
     from megasparse.evaluation.generate import Sampling, shared_decoder
@@ -210,7 +209,7 @@ def predict(args: argparse.Namespace) -> None:
     .jsonl, an object per example; .json; .csv; .tsv, GLUE's format of submissions. Without --output, the predictions
     are printed as JSON lines.
     """
-    find_checkpoint(Path(args.checkpoint))
+    require_checkpoint(args.checkpoint, args.set)
     require_paths(*args.source or ())
     from megasparse.evaluation.outputs import require_writable
     from megasparse.tasks.run import predict, predict_texts, require_form, restore_task, write_predictions
@@ -252,7 +251,7 @@ def compress(args: argparse.Namespace) -> None:
     nothing.
     """
     require_paths(args.file)
-    find_checkpoint(Path(args.checkpoint))
+    require_checkpoint(args.checkpoint)
     from megasparse.evaluation.compression import compress
 
     output = args.output or args.file.with_name(args.file.name + SUFFIX)
@@ -275,7 +274,7 @@ def decompress(args: argparse.Namespace) -> None:
     if args.output is None and args.file.suffix != SUFFIX:
         raise ConfigError("--output", f"is missing, and {args.file} does not end in {SUFFIX}", "Name a file to write")
     require_paths(args.file)
-    find_checkpoint(Path(args.checkpoint))
+    require_checkpoint(args.checkpoint)
     from megasparse.evaluation.compression import decompress
 
     output = args.output or args.file.with_suffix("")

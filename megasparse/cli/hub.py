@@ -4,10 +4,9 @@ import argparse
 import sys
 from pathlib import Path
 
-from megasparse.cli.arguments import add_checkpoint, require_model, require_paths
+from megasparse.cli.arguments import add_checkpoint, require_checkpoint, require_model, require_paths
 from megasparse.config.files import parse_json
 from megasparse.errors import ConfigError, whole
-from megasparse.training.checkpoints.manifest import find_checkpoint
 
 ARCHITECTURES = ("bert", "gpt2", "llama", "megasparse", "mistral", "qwen2", "qwen3", "reformer", "roberta", "yoso")
 """Keys of `hub.formats.FORMATS`, whose import takes seconds."""
@@ -94,7 +93,7 @@ def convert_to_hf(args: argparse.Namespace) -> None:
 
     Both models run on the same text, and OUT is written only if their outputs agree to 1e-4.
     """
-    find_checkpoint(Path(args.checkpoint))
+    require_checkpoint(args.checkpoint)
     require_paths(args.evaluation)
     quiet_transformers()
     from megasparse.hub.export import to_hf
@@ -125,7 +124,7 @@ def replace_attention(args: argparse.Namespace) -> None:
     new hash functions are untrained: train them with `megasparse teach`. After `import megasparse.hub` transformers'
     from_pretrained loads the folder; with attn_implementation="sdpa" it has full attention.
     """
-    require_paths(args.model)
+    require_model(args.model)
     attention = parse_json(args.attention, "--attention")
     if not isinstance(attention, dict):
         raise ConfigError("--attention", "is not a JSON object", 'Write it as {"kind": "lha"}')
@@ -171,7 +170,8 @@ def teach(args: argparse.Namespace) -> None:
     for key, value in (("--passes", args.passes), ("--held-out", args.held_out)):
         if value < 1:
             raise ConfigError(key, f"{value} is too few", "Give 1 or more")
-    require_paths(args.model, *args.texts)
+    require_model(args.model)
+    require_paths(*args.texts)
     import shutil
 
     import torch
@@ -228,7 +228,7 @@ def check_model(args: argparse.Namespace) -> None:
 
     if args.length < 8:
         raise ConfigError("--length", f"{args.length} is too short", "Give 8 or more")
-    require_paths(args.model)
+    require_model(args.model)
     quiet_transformers()
     from transformers.utils.logging import set_verbosity_error
 

@@ -13,7 +13,9 @@ from megasparse.cli.arguments import (
     add_training,
     config_from,
     require_config,
+    require_data,
     require_paths,
+    require_task,
 )
 from megasparse.config.files import shipped_configs
 from megasparse.config.messages import show
@@ -42,16 +44,18 @@ def pretrain(args: argparse.Namespace) -> None:
     Run the same command again to resume from the newest checkpoint in `run.directory`. After SIGTERM, SIGINT or SIGUSR1
     the run saves a checkpoint and stops at the end of the current step.
     """
-    require_config(args)
+    if args.gpus is not None and not args.dry_run:
+        raise ConfigError("--gpus", f"{args.gpus} is only for --dry-run", "Start the ranks with torchrun or deepspeed")
+    checked = require_config(args)
     require_paths(args.data, None if args.resume in ("auto", "never") else args.resume)
+    if args.data is None and not (args.dry_run or args.print_config):
+        require_data(checked)
     from megasparse.config.schema import Config
     from megasparse.training.stopping.signals import StopSignals
 
     config = config_from(args, Config)
     if args.start is not None and args.resume != "auto":
         raise ConfigError("--start", f"cannot be combined with --resume {args.resume}", "Remove one of them")
-    if args.gpus is not None and not args.dry_run:
-        raise ConfigError("--gpus", f"{args.gpus} is only for --dry-run", "Start the ranks with torchrun or deepspeed")
     signals = None if args.dry_run else StopSignals()
     if signals is not None:
         signals.follow_launcher()
@@ -100,17 +104,17 @@ def finetune(args: argparse.Namespace) -> None:
         args.name, args.source = name, args.source or "hub"
     if args.source is not None:
         args.set.append(f"task.source={json.dumps(args.source)}")
-    require_config(args)
+    checked = require_config(args, task=True)
+    if not args.print_config:
+        require_task(checked)
     require_paths(args.source, None if args.resume in ("auto", "never") else args.resume)
     from megasparse.config.finetuning import FinetuneConfig
-    from megasparse.tasks.catalog import build_task
     from megasparse.training.stopping.signals import StopSignals
 
     config = config_from(args, FinetuneConfig)
     signals = None if args.dry_run else StopSignals()
     if signals is not None:
         signals.follow_launcher()
-    build_task(config.task)  # report missing files and columns before the imports
     # Imported when the configuration is known to be right: a mistake in it should be reported at once.
     from megasparse.runs.finetuning import finetune, finetune_dry_run
 
@@ -148,13 +152,16 @@ def plan(args: argparse.Namespace) -> None:
         if value is not None and not (math.isfinite(value) and value > 0):
             raise ConfigError(f"--{option.replace('_', '-')}", f"{show(value)} is not above 0", "Give a number above 0")
     require_config(args)
+    from megasparse.planning.hardware import hardware, parse_bytes
+
+    gpu = hardware(args.gpu, args.peak_tflops)
+    memory = parse_bytes("--gpu-memory", args.gpu_memory) if args.gpu_memory else None
     from megasparse.config.schema import Config
 
     config = config_from(args, Config)
-    from megasparse.planning.plan import Plan, hardware, parse_bytes
+    from megasparse.planning.plan import Plan
 
-    memory = parse_bytes("--gpu-memory", args.gpu_memory) if args.gpu_memory else None
-    plan = Plan(config, hardware(args.gpu, args.peak_tflops), args.gpus, args.gpus_per_node, memory)
+    plan = Plan(config, gpu, args.gpus, args.gpus_per_node, memory)
     print(json.dumps(plan.as_json(), indent=2) if args.json else "\n".join(plan.lines()))
 
 

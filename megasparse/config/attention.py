@@ -63,6 +63,8 @@ class MechanismSection(Section):
         """Raise ConfigError for the first rule that the settings break, beyond the types. key: the section's key."""
 
 
+POSTPONE = False
+"""True if `schema` is imported without the mechanisms, whose import takes a second, to check other keys first."""
 MECHANISMS: dict[str, Any] = {}
 """Name in the configuration -> the mechanism's class (attention/contract.py)."""
 

@@ -19,20 +19,11 @@ from megasparse.config.schema import (
     encoder_part,
 )
 from megasparse.errors import ConfigError
-from megasparse.optimizers import OPTIMIZERS
 
 
 def check(config: RunSettings) -> None:
     """Raise ConfigError for the first rule that `config` breaks. Rules that need a slow import are checked last."""
-    check_sizes("", config)
-    if "://" in config.run.directory:
-        problem = f"{show(config.run.directory)} is a URL: object storage can neither rename a folder nor lock a file"
-        hint = "Choose a folder of a file system, such as NFS or Lustre, and set checkpoint.bucket to the URL"
-        raise ConfigError("run.directory", problem, hint)
-    bucket = config.checkpoint.bucket
-    if bucket is not None and not bucket.startswith(BUCKETS):
-        problem = f"{show(bucket)} is not a URL of an object store"
-        raise ConfigError("checkpoint.bucket", problem, f"It must start with {' or '.join(BUCKETS)}")
+    check_run(config)
     if isinstance(config, Config):
         check_model(config.model)
         _check_tokenizer(config)
@@ -44,23 +35,44 @@ def check(config: RunSettings) -> None:
         check_parallel(config)
     elif isinstance(config, FinetuneConfig):
         _check_start(config)
-    training, name = config.training, config.optimizer.name
+    from megasparse.optimizers import OPTIMIZERS  # imports torch
+
+    if (name := config.optimizer.name) not in OPTIMIZERS:
+        hint = f"It must be {' or '.join(map(show, OPTIMIZERS))}"
+        raise ConfigError("optimizer.name", f"{show(name)} does not fit", hint)
+    if OPTIMIZERS[name].separates_hidden and getattr(config, "lora", None) is not None:
+        problem = f"{show(name)} updates whole matrices, and lora trains only adapters"
+        raise ConfigError("optimizer.name", problem, 'Set it to "adamw", or remove lora')
+    if config.run.engine == "deepspeed":  # the torch engine must work without DeepSpeed installed
+        deepspeed_section.check_values(config.deepspeed)
+
+
+def check_run(config: RunSettings) -> None:
+    """Raise ConfigError for the first rule that `config` breaks, of the rules that need no attention mechanisms."""
+    check_sizes("", config)
+    if "://" in config.run.directory:
+        problem = f"{show(config.run.directory)} is a URL: object storage can neither rename a folder nor lock a file"
+        hint = "Choose a folder of a file system, such as NFS or Lustre, and set checkpoint.bucket to the URL"
+        raise ConfigError("run.directory", problem, hint)
+    bucket = config.checkpoint.bucket
+    if bucket is not None and not bucket.startswith(BUCKETS):
+        problem = f"{show(bucket)} is not a URL of an object store"
+        raise ConfigError("checkpoint.bucket", problem, f"It must start with {' or '.join(BUCKETS)}")
+    if isinstance(config, FinetuneConfig):
+        _initial_models(config)
+    training = config.training
     if training.global_batch % training.micro_batch:
         problem = f"{training.global_batch} is not a multiple of training.micro_batch = {training.micro_batch}"
         hint = "Make it a multiple of training.micro_batch times the number of ranks"
         raise ConfigError("training.global_batch", problem, hint)
     deepspeed_section.check_keys(config.deepspeed)
-    if name not in OPTIMIZERS:
-        hint = f"It must be {' or '.join(map(show, OPTIMIZERS))}"
-        raise ConfigError("optimizer.name", f"{show(name)} does not fit", hint)
-    if config.run.engine == "deepspeed":  # the torch engine must work without DeepSpeed installed
-        deepspeed_section.check_values(config.deepspeed)
 
 
 BUCKETS = ("s3://", "gs://", "az://", "file:///")
 
 
-def _check_start(config: FinetuneConfig) -> None:
+def _initial_models(config: FinetuneConfig) -> list[str]:
+    """Return the keys that name the initial model. Raises ConfigError unless it is one key."""
     start = config.start
     present = {
         "model": config.model is not None,
@@ -74,6 +86,11 @@ def _check_start(config: FinetuneConfig) -> None:
     if len(names) > 1:
         hint = f"Keep one of them, and set the other to null, such as --set {names[-1]}=null"
         raise ConfigError("start", f"{' and '.join(names)} given", hint)
+    return names
+
+
+def _check_start(config: FinetuneConfig) -> None:
+    start, names = config.start, _initial_models(config)
     if config.model is None:
         if start.glove is not None:
             hint = f"Set it to null, or replace {names[0]} with `model`"

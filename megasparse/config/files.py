@@ -15,9 +15,10 @@ from typing import Any
 
 from megasparse.config.messages import show
 from megasparse.errors import ConfigError
-from megasparse.files import read_file
+from megasparse.files import read_file, strict_json
 
 KEY = "extends"
+COMPARE = "Compare with the files in configs/"
 LONGEST_CHAIN = 8
 """Most files in a chain of `extends`."""
 
@@ -144,28 +145,18 @@ def find_config(name_or_path: str | Path) -> Path:
     raise ConfigError(name, "cannot be read (no such file, and no such shipped configuration)", hint)
 
 
-# Strings (keys if a colon follows), braces, and constants that are not in JSON.
-_TOKEN = re.compile(r'(?P<string>"(?:[^"\\]|\\.)*")(?P<colon>\s*:)?|[{}]|(?P<constant>-?(?:NaN|Infinity))')
-
-
 def parse_json(text: str, name: str) -> Any:
-    """Parse strict JSON. Raises ConfigError with `name` (a file or a command line argument) and the line for syntax
-    errors, comments, trailing commas, duplicate keys, NaN and infinities."""
+    """Parse strict JSON. Raises ConfigError with `name` (a file or a command line argument), and the line of syntax
+    errors, comments and trailing commas.
+    """
     try:
-        value = json.loads(text)
+        return strict_json(text)
     except json.JSONDecodeError as error:
         hint, position = _hint(text, error.pos)
-        raise ConfigError(_where(name, text, position), f"not JSON: {error.msg}", hint) from None
-    except RecursionError:
-        raise ConfigError(name, "nested too deeply", "Remove the superfluous brackets") from None
-    except ValueError as error:  # an integer of thousands of digits
-        raise ConfigError(name, str(error).split(";")[0], "Write a smaller number") from None
-    _refuse_what_python_lets_pass(text, name)
-    return value
-
-
-def _where(name: str, text: str, position: int) -> str:
-    return f"{name} line {text.count(chr(10), 0, position) + 1}"
+        line = text.count("\n", 0, position) + 1
+        raise ConfigError(f"{name} line {line}", f"not JSON: {error.msg}", hint) from None
+    except ValueError as error:  # among them an integer of thousands of digits
+        raise ConfigError(name, str(error).split(";")[0], COMPARE) from None
 
 
 def _hint(text: str, position: int) -> tuple[str, int]:
@@ -181,21 +172,4 @@ def _hint(text: str, position: int) -> tuple[str, int]:
         return "Write texts and keys in double quotes", position
     if not after:
         return "The text ends too early: close the brackets and quotes", position
-    return "Compare with the files in configs/", position
-
-
-def _refuse_what_python_lets_pass(text: str, name: str) -> None:
-    keys: list[set[str]] = []
-    for match in _TOKEN.finditer(text):
-        location = _where(name, text, match.start())
-        if match["constant"]:
-            raise ConfigError(location, f"{match['constant']} is not JSON", "Write a number")
-        if match["colon"]:
-            key = json.loads(match["string"])
-            if key in keys[-1]:
-                raise ConfigError(location, f"the key {match['string']} is given twice", "Remove one of the two")
-            keys[-1].add(key)
-        elif match[0] == "{":
-            keys.append(set())
-        elif match[0] == "}":
-            keys.pop()
+    return COMPARE, position

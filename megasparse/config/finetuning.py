@@ -137,10 +137,10 @@ class FinetuneOptimizerConfig(OptimizerConfig):
     """AdamW only."""
     weight_decay: Annotated[float, Field(ge=0.0)] = 0.01
     """Decoupled weight decay, times the learning rate, of all weights with two dimensions or more."""
-    schedule: Literal["constant", "linear", "cosine", "inverse_sqrt"] = "linear"
+    schedule: Literal["constant", "linear", "cosine", "inverse_sqrt", "wsd"] = "linear"
     """Learning rate after the warm-up."""
     final_fraction: Rate = 0.0
-    """Cosine and linear: learning rate of the last step as a fraction of `learning_rate`."""
+    """Cosine, linear and wsd: learning rate of the last step as a fraction of `learning_rate`."""
     warmup_fraction: Rate = 0.1
     """Fraction of all steps used for warm-up, which sets `warmup_steps`; 0 keeps `warmup_steps`."""
 

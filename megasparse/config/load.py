@@ -1,5 +1,6 @@
 """Load a run's JSON file with its `--set section.key=value` overrides into a checked Config."""
 
+import importlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -7,7 +8,7 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
-from megasparse.config.checks import check
+from megasparse.config.checks import check, check_run
 from megasparse.config.files import ConfigFile, merge, parse_json, read_files
 from megasparse.config.finetuning import FinetuneConfig
 from megasparse.config.messages import as_config_error, dotted, show
@@ -37,7 +38,11 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), base: Mapping[s
 
 
 def load_settings(
-    path: str | Path, overrides: Sequence[str], kind: type[Settings], base: Mapping[str, Any] | None = None
+    path: str | Path,
+    overrides: Sequence[str],
+    kind: type[Settings],
+    base: Mapping[str, Any] | None = None,
+    mechanisms: bool = True,
 ) -> Settings:
     """Read, override and check the configuration of a run.
 
@@ -47,6 +52,8 @@ def load_settings(
         overrides: Texts of the form `section.key=value`, applied in order. The value is JSON or an unquoted text.
         kind: `Config` or `FinetuneConfig`.
         base: Values that apply to keys missing in all files, such as the model that a run starts from.
+        mechanisms: False returns the default attention and checks only other keys, with the rules of `check_run`. It
+            does not import the mechanisms, which takes a second.
 
     Raises:
         ConfigError: A file, key, value or override is invalid. One line: the key, the value, the hint.
@@ -56,7 +63,7 @@ def load_settings(
         _check_kind(files[0], file, kind)
     try:
         values = merge(files if base is None else [*files, ConfigFile(files[-1].path, dict(base))])
-        return build_settings(values, overrides, kind)
+        return build_settings(values, overrides, kind, mechanisms)
     except ConfigError as error:
         raise _with_file(error, files, overrides) from None
 
@@ -94,18 +101,30 @@ def build_config(values: dict[str, Any], overrides: Sequence[str] = ()) -> Confi
     return build_settings(values, overrides, Config)
 
 
-def build_settings(values: dict[str, Any], overrides: Sequence[str], kind: type[Settings]) -> Settings:
+def build_settings(
+    values: dict[str, Any], overrides: Sequence[str], kind: type[Settings], mechanisms: bool = True
+) -> Settings:
     """Override and check parsed values, such as those in a checkpoint's manifest, without changing them; see
     `load_settings` for the errors."""
     values = json.loads(json.dumps(values))
     for override in overrides:
         _set(values, override)
+    if mechanisms:
+        importlib.import_module("megasparse.attention")
+    else:
+        values = _without_attention(values)
     try:
         config = kind.model_validate(values)
     except ValidationError as error:
         raise as_config_error(error, kind, values) from None
-    check(config)
+    (check if mechanisms else check_run)(config)
     return config
+
+
+def _without_attention(value: Any) -> Any:
+    if not isinstance(value, dict):
+        return value
+    return {key: _without_attention(part) for key, part in value.items() if key != "attention"}
 
 
 def _set(values: dict[str, Any], override: str) -> None:

@@ -39,10 +39,6 @@ def as_config_error(error: ValidationError, model: type[BaseModel], values: obje
             return ConfigError(key, f"{show(value)} is also given under the key's other name", f"Remove one{more}")
         hint = did_you_mean(str(location[-1]), _choices(field)) if field else _nearest(model, location, prefix)
         return ConfigError(key, f"unknown key (its value is {show(value)})", hint + more)
-    if first["type"] == "removed":
-        context = first["ctx"]
-        problem = f"{show(context['value'])} was removed from megasparse"
-        return ConfigError(dotted([context["key"]], key), problem, context["hint"] + more)
     if first["type"] in ("value_error", "assertion_error"):
         problem = re.sub(r"^(Value error|Assertion failed), ", "", first["msg"]).rstrip(".")
         return ConfigError(key or "configuration", problem, f"Change or remove one of these keys{more}")

@@ -5,10 +5,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from megasparse.config import attention
 from megasparse.config.attention import AttentionConfig
 from megasparse.config.section import JSON_LIST, Count, Location, Positive, Rate, Section
 
-importlib.import_module("megasparse.attention")  # registers the mechanisms of the package; their files import `config`
+if not attention.POSTPONE:  # register the mechanisms of the package; their files import `config`
+    importlib.import_module("megasparse.attention")
 
 
 class RunConfig(Section):
@@ -28,7 +30,7 @@ class RunConfig(Section):
 
 
 class RotaryScalingConfig(Section):
-    """Scaling of rotary frequencies to sequences longer than the model was trained on, see attention/heads.py."""
+    """Scaling of rotary frequencies to sequences longer than the model was trained on, see ops/positions.py."""
 
     kind: Literal["linear", "ntk", "yarn", "llama3"]
     """Formula of the scaling, as in transformers."""
@@ -225,21 +227,24 @@ class TrainingConfig(Section):
 
 class OptimizerConfig(Section):
     name: str = "adamw"
-    """"adamw" or "adafactor"."""
+    """"adamw", "adafactor" or "muon" (matrices of attention and feed-forward by Muon, all other weights by AdamW)."""
     learning_rate: Annotated[float, Field(gt=0.0)] = 5e-4
     """Peak learning rate, after the warm-up."""
     betas: Annotated[tuple[Rate, Rate], JSON_LIST] = (0.9, 0.98)
-    """AdamW only."""
+    """AdamW only, also for the weights that Muon leaves to AdamW."""
     eps: Annotated[float, Field(gt=0.0)] = 1e-8
-    """AdamW only."""
+    """AdamW only, as `betas`."""
     weight_decay: Annotated[float, Field(ge=0.0)] = 0.0
     """Decoupled weight decay, times the learning rate, of all weights with two dimensions or more."""
-    schedule: Literal["constant", "linear", "cosine", "inverse_sqrt"] = "cosine"
-    """Learning rate after the warm-up."""
+    schedule: Literal["constant", "linear", "cosine", "inverse_sqrt", "wsd"] = "cosine"
+    """Learning rate after the warm-up. "wsd" stays at the peak and decays linearly at the end, so that one run serves
+    several budgets: resume a checkpoint of the stable part with another run.directory and fewer training.steps."""
     warmup_steps: Count = 0
     """Steps of linear warm-up from 0."""
     final_fraction: Annotated[float, Field(ge=0.0, le=1.0)] = 0.1
-    """Cosine and linear: learning rate of the last step as a fraction of `learning_rate`."""
+    """Cosine, linear and wsd: learning rate of the last step as a fraction of `learning_rate`."""
+    decay_fraction: Annotated[float, Field(gt=0.0, le=1.0)] = 0.2
+    """wsd: fraction of `training.steps`, at the end, over which the learning rate decays."""
 
 
 class EvaluationConfig(Section):

@@ -1,29 +1,27 @@
 """The entries of index.json, and a parser that validates all of it: the file may come from anyone."""
 
-import json
 import tarfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, NoReturn, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, FailFast, Field, ValidationError
 
 from megasparse.errors import DataError, one_line, without_secrets
-from megasparse.files import MOST_VALUES, has_many_values, read_file, write_file
+from megasparse.files import read_file, strict_json, write_file
 
 INDEX_FILE = "index.json"
 AGAIN = "Prepare the data again with megasparse prepare-data: it rewrites what is damaged"
 ANEW = "Delete the folder and prepare the data again with megasparse prepare-data"
 MOST_BYTES = 1 << 29  # of index.json: 50 million samples take less
 MOST_SAMPLES = 1 << 21  # of a shard
-MOST_KEYS = 100  # of an object that is validated: pydantic collects an error for each
-LONGEST_TEXT = 8 * MOST_SAMPLES  # characters of a key or value: the crc32 of that many samples
 
 TAR_HEADER = tarfile.BLOCKSIZE
 """Bytes of the tar header before each sample."""
 
 Count = Annotated[int, Field(ge=1, le=1 << 50)]
 Width = Literal[1, 2, 4]
+Name = Annotated[str, Field(pattern=r"^[ -~]{1,80}$")]
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
@@ -73,7 +71,7 @@ class Split(IndexEntry):
 
 
 class TokenizerEntry(IndexEntry):
-    name: Annotated[str, Field(pattern=r"^[ -~]{1,80}$")]
+    name: Name
     sha256: Sha256
 
 
@@ -91,8 +89,8 @@ class IndexFile(IndexEntry):
 
     format: Literal[1] = 1
     tokenizer: TokenizerEntry
-    corpus: str
-    command: Annotated[str, AfterValidator(public)]
+    corpus: Name
+    command: Annotated[str, Field(max_length=1 << 24), AfterValidator(public)]
     """The command that made the folder."""
     source: Annotated[dict[str, Any], AfterValidator(public)]
     """Origin of the corpus: as the user named it, with the size and sha256 of its text."""
@@ -129,50 +127,15 @@ def parse(path: Path, kind: type[File]) -> File:
 def parse_content(raw: bytes, path: Path | str, kind: type[File]) -> File:
     """Return the index file that is at `path`, a URL too, and has this content. Raises DataError as `parse` does."""
     try:
-        if has_many_values(raw):
-            raise ValueError(f"it has more than {MOST_VALUES:,} values")
-        # Reject JSON that parsers interpret differently; pydantic's own parser copies the values for each error
-        values = json.loads(raw.decode(), object_pairs_hook=_object, parse_constant=_refuse_constant)
-        _check_keys(values)
-        file = kind.model_validate(values)
+        file = kind.model_validate(strict_json(raw.decode()))
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         where = ".".join(map(str, first["loc"])) or "the file"
         raise DataError(path, f"{one_line(where)}: {one_line(first['msg'])}", ANEW) from None
-    except RecursionError:
-        raise DataError(path, "its JSON is nested too deeply to be an index", ANEW) from None
     except ValueError as error:  # among them JSONDecodeError and UnicodeDecodeError
         raise DataError(path, f"it is not the JSON of an index: {one_line(str(error))}", ANEW) from None
     _check_counts(path, file)
     return file
-
-
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    values: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in values:
-            raise ValueError(f'"{key[:60]}" is given twice')
-        for text in (key, value):
-            if isinstance(text, str) and len(text) > LONGEST_TEXT:
-                raise ValueError(f'"{key[:60]}" is or has a text of {len(text):,} characters')
-            if isinstance(text, str) and not text.isascii():
-                text.encode()  # raises ValueError for half a surrogate pair
-        values[key] = value
-    return values
-
-
-def _check_keys(values: Any) -> None:
-    """Raise ValueError for more than MOST_KEYS keys in the file's object, its splits and their shards."""
-    splits = values.get("splits") if isinstance(values, dict) else None
-    parts = list(splits.values())[: MOST_KEYS + 1] if isinstance(splits, dict) else []
-    shards = [part.get("shards") for part in parts if isinstance(part, dict)]
-    for item in (values, splits, *parts, *(shard for some in shards if isinstance(some, list) for shard in some)):
-        if isinstance(item, dict) and len(item) > MOST_KEYS:
-            raise ValueError(f"an object has {len(item):,} keys, at most {MOST_KEYS} are read")
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not JSON")
 
 
 def _check_counts(path: Path | str, file: IndexFile) -> None:

@@ -19,7 +19,6 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from pydantic import Field
 from tqdm import tqdm
-from webdataset.writer import TarWriter
 
 from megasparse.data.corpora import CORPORA
 from megasparse.data.corpora.corpus import ByteStream, CorpusSplits
@@ -257,6 +256,8 @@ def _shards(
 
 def _write_shard(path: Path, samples: Iterable[tuple[int, bytes]], width: Literal[1, 2, 4]) -> Shard:
     """Write a tar file that depends on nothing but its samples: owner and time are fixed."""
+    from webdataset.writer import TarWriter  # imports torch, for which a mistake in a source should not wait
+
     crc32: list[str] = []
     data_bytes = 0
     with replacing(path) as file:

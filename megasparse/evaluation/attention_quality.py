@@ -114,7 +114,7 @@ def _picture(call: Call, exact: Tensor, weights: Tensor) -> Tensor:
         [attention_map(w, w != 0, causal=call.inputs.causal).cpu().numpy() for w in pair]
         for pair in zip(exact, weights, strict=True)
     ]
-    first = call.context.head_offset - part.way * local_heads
+    first = call.context.head_offset - part.head_rank * local_heads
     labels = [f"head {first + head}" for head in range(len(rows))]
     return torch.tensor(
         sheet(rows, ["full attention", call.kind], labels, [f"layer {call.context.layer}", *LEGEND.split("; ")])

@@ -22,7 +22,7 @@ from megasparse.model.stack import cut
 from megasparse.training.engines.contract import Engine
 from megasparse.training.ranks import Ranks, RunHooks, check_stop
 
-Found = dict[str, float | str | Tensor]
+Results = dict[str, float | str | Tensor]
 """Name -> scalar, text or picture."""
 
 PAUSE = 64
@@ -37,10 +37,10 @@ class HeldOut:
     config: Config
     hooks: RunHooks
     stream: EvaluationStream
-    quality: Callable[[], Found] | None
+    quality: Callable[[], Results] | None
     draw: Callable[[], str | Tensor] | None
 
-    def __call__(self, step: int) -> Found:
+    def __call__(self, step: int) -> Results:
         evaluated = _is_due(step, self.config.evaluation.every)
         quality_due = self.quality is not None and _is_due(step, self.config.logging.attention_quality_every)
         if not evaluated and not quality_due:
@@ -56,10 +56,10 @@ class HeldOut:
             model.train()
         return results
 
-    def _losses(self) -> Found:
+    def _losses(self) -> Results:
         config, model = self.config, self.engine.module
         result = self._score(of_engine(self._window))
-        results: Found = {"evaluation/loss": result.nats / result.dims, "evaluation/accuracy": result.accuracy}
+        results: Results = {"evaluation/loss": result.nats / result.dims, "evaluation/accuracy": result.accuracy}
         if config.model.kind == "decoder":
             results["evaluation/bits_per_dim"] = result.bits_per_dim
         if config.model.sentence_order is not None:

@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megasparse.attention.heads import LLAMA3_TURNS, YARN_TURNS
 from megasparse.config.attention import kinds
 from megasparse.config.schema import Config, ModelConfig, PositionsConfig
 from megasparse.errors import HubError
@@ -34,6 +33,7 @@ from megasparse.hub.megasparse_format import unfilled
 from megasparse.hub.replace import ENTRY, entry_of, mechanisms, replacement
 from megasparse.hub.tensor_file import BUFFERS, TensorFile
 from megasparse.hub.tokenizer_files import GENERATION, SPECIAL, chat_files
+from megasparse.ops.positions import LLAMA3_TURNS, YARN_TURNS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

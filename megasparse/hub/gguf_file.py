@@ -18,9 +18,9 @@ from typing import IO, Any, NamedTuple
 
 import torch
 
-from megasparse.attention.heads import LLAMA3_TURNS
 from megasparse.errors import HubError, one_line, report_line
 from megasparse.files import open_file
+from megasparse.ops.positions import LLAMA3_TURNS
 
 MAGIC, VERSIONS = b"GGUF", (2, 3)
 TEXT, ARRAY, FP32 = 8, 9, 0

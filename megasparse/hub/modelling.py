@@ -109,7 +109,7 @@ class MegasparsePreTrainedModel(PreTrainedModel):
     base_model_prefix = ""
     main_input_name = "input_ids"
     input_modalities = "text"
-    supports_gradient_checkpointing = False
+    supports_gradient_checkpointing = True
     kinds: ClassVar[tuple[str, ...]] = ("decoder", "encoder")
     """Kinds of models that the class supports."""
 
@@ -439,11 +439,15 @@ class MegasparseForSeq2SeqLM(MegasparseWriter):
                 raise ValueError("an encoder-decoder needs input_ids or encoder_outputs")
             encoder_outputs, auxiliary = self._encoded(input_ids, attention_mask, rng, targets)
         source = self._source(encoder_outputs, attention_mask)
+        real = self._real_targets(decoder_attention_mask, targets)
         if use_cache and labels is None and not self.training:
+            if real is not None:
+                raise ValueError("decoder_attention_mask: a cache cannot contain padding: set use_cache=False")
             filled = self._into_cache(decoder_input_ids, source, logits_to_keep)
             return Seq2SeqLMOutput(**filled, encoder_last_hidden_state=encoder_outputs[0])
-        padding = Padding(self._real_targets(decoder_attention_mask, targets))
-        streams, decoder_loss, _ = self.model.streams(decoder_input_ids[:, 1:], rng, padding, targets, source=source)
+        streams, decoder_loss, _ = self.model.streams(
+            decoder_input_ids[:, 1:], rng, Padding(real), targets, source=source
+        )
         logits = self.model.logits(tuple(x[:, -logits_to_keep:] for x in streams))
         loss = None
         if targets is not None:
@@ -546,7 +550,12 @@ class MegasparseForSequenceClassification(MegasparsePreTrainedModel):
 
     @can_return_tuple
     def forward(
-        self, input_ids: Tensor, attention_mask: Tensor | None = None, labels: Tensor | None = None, **kwargs: Any
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        labels: Tensor | None = None,
+        past_key_values: None = None,  # an argument of that name lets prefix tuning of peft fail in one line
+        **kwargs: Any,
     ) -> SequenceClassifierOutput:
         """Predict classes or numbers. labels: (B,) classes, or numbers to regress on if config.num_labels is 1."""
         rows = AlignedRows(input_ids, attention_mask, positions=kwargs.get("position_ids"))

@@ -102,7 +102,7 @@ def replace_attention(
         if not hasattr(attention_module, NAME):
             attention_module.register_forward_pre_hook(_hand_over_input, with_kwargs=True)
         dtype = next(attention_module.parameters()).dtype
-        attention_module.add_module(NAME, layer.to(_device(attention_module), dtype).train(attention_module.training))
+        attention_module.add_module(NAME, layer.to(device_of(attention_module), dtype).train(attention_module.training))
     whole: Any
     for whole in {base, model}:
         if not hasattr(whole, "_megasparse_hooked"):
@@ -120,7 +120,7 @@ def replace_attention(
     return model
 
 
-def _device(module: nn.Module) -> torch.device:
+def device_of(module: nn.Module) -> torch.device:
     """Return the device on which a module computes; accelerate keeps offloaded weights on the meta device."""
     hooks = (getattr(part, "_hf_hook", None) for part in module.modules())
     used = (device for hook in hooks if (device := getattr(hook, "execution_device", None)) is not None)
@@ -143,7 +143,7 @@ def auxiliary_loss(model: PreTrainedModel) -> Tensor:
     It is 0 if `outputs.loss` includes it (the model computed a loss) and if the mechanisms learn nothing.
     """
     pending = _state(model).pending
-    return torch.zeros((), device=model.device) if pending is None else pending
+    return torch.zeros((), device=device_of(model)) if pending is None else pending
 
 
 def mechanisms(model: nn.Module) -> list[Attention]:
@@ -175,7 +175,7 @@ def _interface_calls(model: PreTrainedModel) -> list[InterfaceCall]:
     try:
         model.set_attn_implementation(NAME)
         with _evaluating(model), torch.no_grad():
-            base(input_ids=torch.zeros(1, 2, dtype=torch.long, device=model.device), megasparse_pass=run, **options)
+            base(input_ids=torch.zeros(1, 2, dtype=torch.long, device=device_of(model)), megasparse_pass=run, **options)
     except HubError:
         raise HubError(name, "does not pass keyword arguments to its attention", HINT) from None
     except (TypeError, ValueError, LookupError, AttributeError, RuntimeError) as error:
@@ -201,7 +201,7 @@ def _require_same_step(model: PreTrainedModel, length: int) -> None:
     How transformers passes caches to attention layers is private to it and differs between its versions.
     """
     base: Any = model.base_model
-    tokens = torch.arange(length, device=model.device)[None] % model.config.vocab_size
+    tokens = torch.arange(length, device=device_of(model))[None] % model.config.vocab_size
     with _evaluating(model), torch.no_grad():
         whole = base(input_ids=tokens, use_cache=False)[0][:, -1]
         name, before = cache_name(base), base(input_ids=tokens[:, :-1], use_cache=True, return_dict=True)
@@ -479,7 +479,7 @@ def _read_replacement(model: PreTrainedModel, name: str | Path, settings: Mappin
     implementation, entry = model.config._attn_implementation, entry_of(model.config, name)
     options = {key: settings[key] for key in _SOURCE if settings.get(key) is not None}
     adapter = cached_file(str(name), ADAPTER, _raise_exceptions_for_missing_entries=False, **options)
-    file = TensorFile.open(name) if adapter is None else TensorFile.one(Path(adapter))
+    file = TensorFile.open(name if adapter is None else Path(adapter).parent)
     replace_attention(model, entry["attention"], max_length=entry["max_length"], seed=entry["seed"])
     prefix = f"{model.base_model_prefix}."
     saved = {tensor.removeprefix(prefix): tensor for tensor in file.names() if f".{NAME}." in tensor}
@@ -493,8 +493,17 @@ def _read_replacement(model: PreTrainedModel, name: str | Path, settings: Mappin
 
 
 def _register_loader() -> None:
-    """Make transformers' from_pretrained restore the attention of replaced models."""
+    """Make transformers' from_pretrained restore the attention of replaced models, whose tensors it does not report as
+    unexpected.
+    """
     plain: Any = cast(Any, PreTrainedModel.from_pretrained).__func__
+    plain_post_init: Any = PreTrainedModel.post_init
+
+    @functools.wraps(plain_post_init)
+    def post_init(self: Any) -> None:
+        plain_post_init(self)
+        if hasattr(self.config, ENTRY):
+            self._keys_to_ignore_on_load_unexpected.add(rf"\.{NAME}\.")
 
     @functools.wraps(plain)
     def from_pretrained(cls: Any, name: Any, *args: Any, **settings: Any) -> Any:
@@ -505,6 +514,7 @@ def _register_loader() -> None:
         return loaded
 
     PreTrainedModel.from_pretrained = classmethod(from_pretrained)  # type: ignore[assignment]
+    PreTrainedModel.post_init = post_init  # type: ignore[method-assign]
 
 
 _SOURCE = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder", "proxies")
@@ -569,7 +579,8 @@ def positions(model: PreTrainedModel) -> int:
 def extend_positions(model: PreTrainedModel, length: int) -> None:
     """Extend a pretrained encoder to `length` tokens, in place: position i gets the embedding of position i mod P.
 
-    Updates the configuration and the position buffers too. Raises HubError if the model has more positions.
+    Updates the configuration and the position buffers too. Raises HubError if the model has more positions, or if they
+    are offloaded.
     """
     old, offset = positions(model), position_offset(model)
     if length < old:
@@ -577,6 +588,9 @@ def extend_positions(model: PreTrainedModel, length: int) -> None:
         raise HubError(type(model).__name__, problem, f"Use {old} or more")
     embeddings: Any = model.base_model.embeddings
     table: nn.Embedding = embeddings.position_embeddings
+    if table.weight.is_meta:
+        problem = f"has offloaded position embeddings, which cannot be extended to {length} tokens"
+        raise HubError(type(model).__name__, problem, "Load it without device_map, save it replaced, and load that")
     rows = torch.arange(length, device=table.weight.device) % old + offset
     longer = torch.cat([table.weight[:offset], table.weight[rows]])
     table.weight = nn.Parameter(longer, requires_grad=table.weight.requires_grad)

@@ -25,11 +25,11 @@ from transformers.cache_utils import (
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from megasparse.attention.cache import CachedTokens
 from megasparse.attention.contract import (
     Attention,
     AttentionContext,
     AttentionInputs,
-    CachedTokens,
     IndexedTokens,
     Targets,
 )

@@ -27,7 +27,7 @@ from megasparse.attention.heads import Padding
 from megasparse.attention.observation import Call, each_call
 from megasparse.errors import DataError, HubError
 from megasparse.files import open_file, read_file, write_file
-from megasparse.hub.replace import ENTRY
+from megasparse.hub.replace import ENTRY, device_of
 from megasparse.hub.replaced_layer import NAME, Mechanisms
 from megasparse.ops.random import RngContext
 
@@ -136,7 +136,7 @@ class Teacher:
             losses.extend(self._learn_layer(call, step, updates))
 
         with torch.no_grad(), full_attention(self.model), each_call(self.model, listen):
-            base(input_ids=tokens.to(self.model.device), **options)
+            base(input_ids=tokens.to(device_of(self.model)), **options)
         return float(torch.stack(losses).mean())
 
     @torch.enable_grad()

@@ -48,18 +48,20 @@ class TensorFile:
         """Open a folder's tensors.
 
         Raises HubError if there are none, if a file is missing, damaged or differs from the index, if the weights are
-        quantised, and if config.json has more layers than there are tensors, because building them could exhaust
-        memory.
+        quantised, if the tensors of replaced attention are there twice, and if config.json has more layers than there
+        are tensors, because building them could exhaust memory.
         """
         folder = Path(folder)
         if not folder.is_dir():
             raise HubError(folder, "no such folder", "Use the folder of a Hugging Face model")
         _refuse_quantised(folder)
         replaced = TensorFile.one(folder / ADAPTER)._files if (folder / ADAPTER).exists() else {}
-        if (folder / WEIGHTS).exists():
-            return TensorFile(folder, TensorFile.one(folder / WEIGHTS)._files | replaced)._checked()
-        if (folder / INDEX).exists():
-            return TensorFile(folder, _sharded(folder) | replaced)._checked()
+        if (folder / WEIGHTS).exists() or (folder / INDEX).exists():
+            files = TensorFile.one(folder / WEIGHTS)._files if (folder / WEIGHTS).exists() else _sharded(folder)
+            if replaced and (newer := [name for name in files if ".megasparse." in name]):
+                problem = f"contains {newer[0]}, although {ADAPTER} from before it was saved again is there, too"
+                raise HubError(folder, problem, f"Delete {ADAPTER} to use the newer tensors")
+            return TensorFile(folder, files | replaced)._checked()
         pickled = sorted(path.name for ending in ("*.bin", "*.pt", "*.pth") for path in folder.glob(ending))
         if pickled:
             hint = "Convert it to safetensors with transformers' save_pretrained, if you trust the file"
@@ -154,7 +156,7 @@ def load_whole(loader: Any, folder: str | Path, new_head: bool = False, **settin
     def known(name: str) -> bool:
         in_base = not prefixed or name.startswith(base) or base + name in stored
         constant = name.endswith(BUFFERS) or name.removeprefix(base).startswith("pooler.")
-        return constant or not in_base or (".megasparse." in name and hasattr(model.config, "megasparse_attention"))
+        return constant or not in_base
 
     for name, shape, expected in sorted(info["mismatched_keys"]):
         if new_head and replaceable(name) and settings.get("ignore_mismatched_sizes"):

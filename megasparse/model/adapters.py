@@ -13,7 +13,6 @@ from megasparse.attention.heads import AttentionLayer
 from megasparse.config.messages import show
 from megasparse.config.schema import LoRAConfig
 from megasparse.errors import ConfigError, UserError, did_you_mean
-from megasparse.model.embedding import Embedding
 from megasparse.ops.random import derive
 
 Kinds = tuple[type[nn.Module], ...]
@@ -52,22 +51,11 @@ def add_adapters(
         inject_adapter_in_model(settings, model)
     mechanisms = [module for module in model.modules() if isinstance(module, Attention)]
     trained = {id(weight) for weight in (*new, *(weight for part in mechanisms for weight in part.parameters()))}
-    for module in model.modules():
-        if isinstance(module, Embedding):
-            module.register_forward_hook(_want_gradient)
     for name, weight in model.named_parameters():
         adapter = ".lora_A." in name or ".lora_B." in name
         weight.requires_grad_(adapter or id(weight) in trained)
         if adapter:
             _initialise(name, weight, seed)
-
-
-def _want_gradient(embedding: nn.Module, inputs: Any, x: torch.Tensor) -> None:
-    """Make the embedding's output require a gradient, because a reversible or checkpointed stack whose input requires
-    none computes no gradients for its weights.
-    """
-    if torch.is_grad_enabled() and not x.requires_grad:
-        x.requires_grad_()
 
 
 @torch.no_grad()

@@ -18,8 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from megasparse.attention.contract import RecomputeCache, Targets
-from megasparse.attention.heads import Norm, Padding
+from megasparse.attention.heads import Padding
 from megasparse.config.schema import ModelConfig
+from megasparse.ops.normalize import Norm
 from megasparse.ops.operator import at_least_fp32
 from megasparse.ops.random import RngContext, add_dropout, add_dropout_, dropout
 from megasparse.ops.tiled import GradientSums, pieces
@@ -101,7 +102,7 @@ class Branch(Gathered):
         super().__init__()
         self.layer, self.rate, self.post_norm = layer, config.dropout, config.style == "bert"
         self.tiles = config.feed_forward_tiles
-        self.norm = Norm(config)
+        self.norm = Norm(config.norm, config.d_model, config.norm_eps)
 
     def read(self, stream: Tensor, weights: Mapping[str, Tensor] | None = None) -> Tensor:
         """Return the branch's input from a stream, in the dtype of its weights. weights: the branch's, by name."""

@@ -13,11 +13,12 @@ from torch.distributed import ProcessGroup
 
 from megasparse.attention.contract import Targets
 from megasparse.attention.cross import EncoderOutput
-from megasparse.attention.heads import LayerCache, Norm, Padding
+from megasparse.attention.heads import LayerCache, Padding
 from megasparse.attention.sequence_part import WHOLE, DecodingPart, SequencePart
 from megasparse.config.schema import ModelConfig, encoder_part
 from megasparse.model.branch import Pass, Streams, mean_stream
 from megasparse.model.stack import Scored, Stack, TokenScores, Transformer, padding_of
+from megasparse.ops.normalize import Norm
 from megasparse.ops.random import RngContext
 
 
@@ -134,7 +135,7 @@ class SourceEncoder(Stack):
 
     def __init__(self, config: ModelConfig, embedding: nn.Parameter | nn.Module | None):
         super().__init__(config, embedding)
-        self.norm = Norm(config)
+        self.norm = Norm(config.norm, config.d_model, config.norm_eps)
 
     def forward(
         self,

@@ -11,11 +11,12 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from megasparse.attention.cross import EncoderOutput
-from megasparse.attention.heads import Norm, Padding
+from megasparse.attention.heads import Padding
 from megasparse.attention.sequence_part import SequencePart
 from megasparse.config.schema import ModelConfig
 from megasparse.model.branch import Streams, mean_stream
 from megasparse.model.stack import Scored, Transformer, padding_of
+from megasparse.ops.normalize import Norm
 from megasparse.ops.random import RngContext, random_bits
 
 MASKED, REPLACED = 0.8, 0.1
@@ -45,7 +46,7 @@ class SentenceOrder(nn.Module):
         super().__init__()
         assert config.sentence_order is not None
         self.separator = config.sentence_order.separator
-        self.norm = Norm(config) if config.style != "bert" else None
+        self.norm = Norm(config.norm, config.d_model, config.norm_eps) if config.style != "bert" else None
         self.dense = nn.Parameter(torch.empty(config.d_model, config.d_model))
         self.dense_bias = nn.Parameter(torch.zeros(config.d_model))
         self.weight = nn.Parameter(torch.empty(2, config.d_model))

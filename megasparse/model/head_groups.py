@@ -207,7 +207,7 @@ class HeadGroups:
     def _start(self, group: HeadGroup, leaves: bool = False) -> Exchange:
         """Start sending q, k, v of a group to other ranks. leaves: make them leaves of the graph, for gradients."""
         layer, run = self.layer, self.run
-        part = replace(run.padding.part, groups=layer.groups, number=group.number)
+        part = replace(run.padding.part, head_groups=layer.groups, head_group=group.number)
         decisions = run.recompute["attention", self.branch.layer]
         context = AttentionContext(self.branch.layer, run.rng, group.first, decisions, run.targets, tokens=run.tokens)
         q, k, v = (x.requires_grad_(leaves) for x in self._project_all(self._weights(group, self._piece)))

@@ -98,6 +98,9 @@ def average_over_layers(statistics: Mapping[str, Mapping[int, Tensor]], layers: 
 class Stack(nn.Module):
     """Embedding and blocks: the network from tokens to the input of the output head."""
 
+    gradient_checkpointing = False
+    """Set by transformers with the next one in an exported model, to recompute layers that `activations` stores."""
+    _gradient_checkpointing_func: Any
     embedding_once: ClassVar[bool] = False
     """True in both stacks of an encoder–decoder: reversible streams start as two copies of the embedding e, and one is
     subtracted from their sum at the end, leaving e plus all branches, as with ordinary blocks. Early training is faster
@@ -144,7 +147,11 @@ class Stack(nn.Module):
         else:
             total = torch.zeros((), device=streams[0].device)
             for i, block in enumerate(self.layers):
-                auxiliary, *streams = block(run, caches[i] if caches is not None else None, states, *streams)
+                arguments = run, None if caches is None else caches[i], states, *streams
+                if self.gradient_checkpointing and rng.training:
+                    auxiliary, *streams = self._gradient_checkpointing_func(block, *arguments)
+                else:
+                    auxiliary, *streams = block(*arguments)
                 total = total if auxiliary is None else total + auxiliary
         return self._leave(streams, initial), total, average_over_layers(run.statistics, config.layers)
 
@@ -174,6 +181,9 @@ class Stack(nn.Module):
             x = dropout(x, self.config.dropout, rng.key(-1, "embedding dropout"), rng.rows(x.shape[1], x.device))
         if self.config.residual_dtype == "bf16":
             x = x.bfloat16()
+        recomputed = self.gradient_checkpointing or self.config.activations != "stored"
+        if recomputed and torch.is_grad_enabled() and any(weight.requires_grad for weight in self.blocks.parameters()):
+            x.requires_grad_()  # next to a frozen embedding, a recomputed block would otherwise get no gradients
         return (x, x) if self.config.blocks == "reversible" else (x,)
 
     def _leave(self, streams: Sequence[Tensor], initial: Streams) -> Streams:

@@ -86,10 +86,11 @@ class _ClusterAttention(Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse, query_index, key_index, key_mask, segments = ctx.saved_tensors
-        blind = lse == -torch.inf
-        grad_out, grad_lse = grads[0].to(lse.dtype), torch.where(blind, 0.0, grads[1])
+        no_visible_key = lse == -torch.inf
+        grad_out, grad_lse = grads[0].to(lse.dtype), torch.where(no_visible_key, 0.0, grads[1])
         delta = ((grad_out * out).sum(-1) - grad_lse).flatten()
-        flat_lse = lse.masked_fill(blind, torch.inf).flatten()  # exp(score − ∞) = 0: no gradient of a blind query
+        # exp(score − ∞) = 0: no gradient of a query without keys
+        flat_lse = lse.masked_fill(no_visible_key, torch.inf).flatten()
         grad_out = grad_out.flatten(0, 2)
         sums = [torch.zeros_like(x, dtype=lse.dtype, memory_format=torch.contiguous_format) for x in (q, k, v)]
         dq, dk, dv = (x.flatten(0, 2) for x in sums)

@@ -56,13 +56,14 @@ def reference(
     keys = torch.arange(k.shape[2], device=k.device)
     count = (index[..., None] == keys).sum(3).to(q.dtype)  # (B|1, H, Lq, Lk)
     logits = scale * (q @ k.transpose(-1, -2)) + count.log()
-    blind = (logits == -torch.inf).all(-1)  # avoid NaN gradients of a softmax over −∞
-    logits = logits.masked_fill(blind[..., None], 0.0)
+    no_visible_key = (logits == -torch.inf).all(-1)  # avoid NaN gradients of a softmax over −∞
+    logits = logits.masked_fill(no_visible_key[..., None], 0.0)
     probability = torch.softmax(logits, dim=-1)
     if dropout is not None:
         probability = probability * dropout.dense(k.shape[2], q.dtype)
-    out = probability @ v
-    return out.masked_fill(blind[..., None], 0.0), torch.logsumexp(logits, dim=-1).masked_fill(blind, -torch.inf)
+    out = (probability @ v).masked_fill(no_visible_key[..., None], 0.0)
+    lse = torch.logsumexp(logits, dim=-1).masked_fill(no_visible_key, -torch.inf)
+    return out, lse
 
 
 gathered_attention = Operator(
@@ -98,10 +99,10 @@ class _GatheredAttention(Function):
         grad_out, grad_lse = grads
         q, k, v, index, out, lse = ctx.saved_tensors
         dtype, shares = lse.dtype, math.lcm(k.shape[1], index.shape[1])
-        blind = lse == -torch.inf
-        delta = _by_share((grad_out.to(dtype) * out).sum(-1) - grad_lse.masked_fill(blind, 0.0), shares)
+        no_visible_key = lse == -torch.inf
+        delta = _by_share((grad_out.to(dtype) * out).sum(-1) - grad_lse.masked_fill(no_visible_key, 0.0), shares)
         # exp(score − ∞) = 0: no gradient from these queries
-        lse, grad_out = (_by_share(x, shares) for x in (lse.masked_fill(blind, torch.inf), grad_out))
+        lse, grad_out = (_by_share(x, shares) for x in (lse.masked_fill(no_visible_key, torch.inf), grad_out))
         to_q = torch.zeros_like(grad_out, dtype=dtype)
         dk, dv = (torch.zeros_like(x, dtype=dtype) for x in (k, v))
         to_k, to_v = (x.flatten(0, 2) for x in (dk, dv))

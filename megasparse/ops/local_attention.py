@@ -125,12 +125,12 @@ def reference(
     of_distance = torch.einsum("bhid,hed->bhie", q + w[:, None], r)
     relative = of_distance.gather(3, row[:, None].expand(-1, heads, -1, -1))
     score = ((q + u[:, None]) @ k.transpose(-1, -2) + relative) * spec.scale
-    blind = ~real[:, None, :, None]
-    score = score.masked_fill(~visible[:, None], -torch.inf).masked_fill(blind, 0.0)
+    no_visible_key = ~real[:, None, :, None]
+    score = score.masked_fill(~visible[:, None], -torch.inf).masked_fill(no_visible_key, 0.0)
     probability = torch.softmax(score, dim=-1)
     if dropout is not None:
         probability = probability * dropout.dense(length, dtype)
-    return (probability @ v).masked_fill(blind, 0.0).to(out_dtype)
+    return (probability @ v).masked_fill(no_visible_key, 0.0).to(out_dtype)
 
 
 relative_local_attention = Operator(

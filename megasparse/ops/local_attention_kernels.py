@@ -169,11 +169,11 @@ def local_forward(
         sums = sums * shrink[:, None] + dot(weight.to(values.dtype), values, PRECISION)
         highest, total = higher, total * shrink + tl.sum(weight, 1)
 
-    blind = total == 0.0
-    total = tl.where(blind, 1.0, total)
+    no_visible_key = total == 0.0
+    total = tl.where(no_visible_key, 1.0, total)
     of_head = out + (batch * length * heads + head) * D
     store_rows(of_head, row, sums / total[:, None], inside, heads * D, D, BD)
-    tl.store(lse2 + line + tile * T + tl.arange(0, T), tl.where(blind, 0.0, highest + tl.log2(total)))
+    tl.store(lse2 + line + tile * T + tl.arange(0, T), tl.where(no_visible_key, 0.0, highest + tl.log2(total)))
 
 
 @triton.jit(do_not_specialize=["heads", "length", "reach", "blocks"])

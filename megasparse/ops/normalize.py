@@ -1,8 +1,11 @@
 """Normalisation: layer norm, RMS norm and unit vectors, such as the keys of shared QK."""
 
+from collections.abc import Mapping
+from typing import Literal
+
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from megasparse.ops.operator import Operator, at_least_fp32, implementation
 from megasparse.ops.tiled import tiled
@@ -67,3 +70,21 @@ def _unit_vectors(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 
 unit_keys = Operator(_unit_keys, kernels="megasparse.ops.normalize_kernels:unit_keys")
 unit_vectors = Operator(_unit_vectors, kernels="megasparse.ops.normalize_kernels:unit_vectors")
+
+
+class Norm(nn.Module):
+    """Layer norm or RMS norm of vectors of a width, computed in the dtype of its input (fp32 for streams)."""
+
+    def __init__(self, kind: Literal["layer", "rms"], width: int, eps: float):
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(width))
+        self.bias = nn.Parameter(torch.zeros(width)) if kind == "layer" else None
+
+    def forward(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """Normalise x (..., E). dtype: dtype of the result; None keeps the dtype of x."""
+        return self.by(dict(self.named_parameters()), x, dtype)
+
+    def by(self, weights: Mapping[str, Tensor], x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """Apply `forward` with the given weights by name."""
+        return layer_norm(x, weights["weight"], weights.get("bias"), self.eps, dtype)

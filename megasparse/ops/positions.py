@@ -1,5 +1,6 @@
 """Functions of positions: sinusoids and rotations of pairs. B batch, L length, H heads, D head dim."""
 
+import math
 from functools import lru_cache
 
 import torch
@@ -46,3 +47,64 @@ def rotate(x: Tensor, first_position: int, frequency: Tensor, scale: float = 1.0
     cosine, sine = torch.cos(angle).to(wide.dtype), torch.sin(angle).to(wide.dtype)
     first, second = wide[..., :half], wide[..., half:]
     return torch.cat([first * cosine - second * sine, first * sine + second * cosine], dim=-1).to(x.dtype)
+
+
+LLAMA3_TURNS = (1.0, 4.0)
+"""Llama 3 divides frequencies with fewer turns in original_length than the first, keeps those above the second."""
+
+
+YARN_TURNS = (32.0, 1.0)
+"""The paper's alpha and beta, in turns: YaRN keeps a frequency above the first and divides it below the second."""
+
+
+class Rotary:
+    """Rotation of queries and keys with f_i = base^(−2i/D), modified by the scaling of this kind:
+
+    linear: f_i/factor (Chen et al. 2023). ntk: base becomes base·factor^(D/(D−2)). llama3: f_i for wavelengths up to
+    original_length/4, f_i/factor from original_length on, interpolated by the number of turns in between. yarn (Peng et
+    al. 2023, "NTK by parts"): the same between 32 turns and 1 turn in original_length, interpolated by i; queries and
+    keys are also multiplied by attention_factor.
+    """
+
+    def __init__(
+        self, head_dim: int, base: float, kind: str | None = None, factor: float = 1.0,
+        original_length: int | None = None, attention_factor: float | None = None,
+    ):  # fmt: skip
+        self.half = head_dim // 2
+        self.base = base
+        self.kind = kind
+        self.factor = factor
+        self.original_length = original_length
+        self.scale = 1.0
+        if kind == "yarn":
+            self.scale = attention_factor or 0.1 * math.log(factor) + 1.0
+
+    def __call__(self, x: Tensor, first_position: int) -> Tensor:
+        """Rotate x (B, H, L, D), whose tokens are at positions from `first_position` on."""
+        return rotate(x, first_position, self.frequencies(x.device), self.scale)
+
+    def frequencies(self, device: torch.device | str = "cpu") -> Tensor:
+        """Return the rotation angle of each pair per position, (D/2,) float64."""
+        base = self.base
+        if self.kind == "ntk":
+            base *= self.factor ** (self.half / (self.half - 1))
+        number = torch.arange(self.half, dtype=torch.float64, device=device)
+        frequency = base ** (-number / self.half)
+        if self.kind is None or self.kind == "ntk":
+            return frequency
+        if self.kind == "linear":
+            return frequency / self.factor
+        length = self.original_length
+        assert length is not None
+        if self.kind == "yarn":
+            # Index of the pair that makes this many turns in the original length.
+            first, last = (
+                self.half * math.log(length / (turns * 2 * math.pi)) / math.log(base) for turns in YARN_TURNS
+            )
+            first = max(math.floor(first), 0)
+            last = min(math.ceil(last), 2 * self.half - 1)
+            kept = 1 - ((number - first) / max(last - first, 0.001)).clamp(0, 1)
+        else:
+            low, high = LLAMA3_TURNS
+            kept = ((length * frequency / (2 * math.pi) - low) / (high - low)).clamp(0, 1)
+        return frequency * (kept + (1 - kept) / self.factor)

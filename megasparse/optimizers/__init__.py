@@ -5,13 +5,15 @@ To add one, subclass OptimizerSpec and add an entry to OPTIMIZERS.
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.optim import Adafactor, AdamW, Optimizer
 
+from megasparse.errors import ConfigError
+from megasparse.optimizers.muon import Muon, is_hidden, scratch_bytes
 from megasparse.optimizers.partitioned_adafactor import PartitionedAdafactor
 
 
@@ -23,6 +25,7 @@ class Settings(Protocol):
     schedule: Any
     warmup_steps: int
     final_fraction: float
+    decay_fraction: float
     weight_decay: float
     betas: tuple[float, float]
     eps: float
@@ -36,6 +39,8 @@ class OptimizerSpec(ABC):
     state_per_number: bool = True
     """True if a weight's state contains a number per weight number, so that ZeRO 1 to 3 partition it like the weights.
     If False, each rank stores all of it."""
+    separates_hidden: bool = False
+    """True if hidden matrices are updated differently: parameter groups then have a key "hidden"."""
 
     @abstractmethod
     def build(self, groups: list[dict[str, Any]], settings: Settings) -> Optimizer:
@@ -55,12 +60,12 @@ class OptimizerSpec(ABC):
         It contains the counter "step"; checkpoints store every other tensor under its name.
         """
 
-    def state_bytes(self, shape: Sequence[int]) -> int:
-        """Bytes of state for a weight of this shape, excluding its counter."""
+    def state_bytes(self, name: str, shape: Sequence[int]) -> int:
+        """Bytes of state for a weight of this name and shape, excluding its counter."""
         return self.bytes_per_weight * math.prod(shape)
 
-    def scratch_bytes(self, shape: Sequence[int]) -> int:
-        """Bytes of temporaries while a weight of this shape is updated."""
+    def scratch_bytes(self, shapes: Mapping[str, Sequence[int]]) -> int:
+        """Peak bytes of temporaries of an update. shapes: of the weights, by name."""
         return 0
 
 
@@ -97,11 +102,26 @@ class AdafactorSpec(OptimizerSpec):
             state[name] = torch.zeros(shape, dtype=torch.float32, device=weight.device)
         return state
 
-    def state_bytes(self, shape: Sequence[int]) -> int:
+    def state_bytes(self, name: str, shape: Sequence[int]) -> int:
         return 4 * sum(math.prod(part) for part in _state_shapes(shape).values())
 
-    def scratch_bytes(self, shape: Sequence[int]) -> int:
-        return 4 * math.prod(shape)  # the update of one weight
+    def scratch_bytes(self, shapes: Mapping[str, Sequence[int]]) -> int:
+        return 4 * max(map(math.prod, shapes.values()))  # the update of one weight
+
+
+class MuonSpec(AdamWSpec):
+    """Muon for hidden matrices, with one fp32 momentum per weight, and AdamW for the others."""
+
+    separates_hidden = True
+
+    def build(self, groups: list[dict[str, Any]], settings: Settings) -> Optimizer:
+        return Muon(groups, settings.betas, settings.eps)
+
+    def state_bytes(self, name: str, shape: Sequence[int]) -> int:
+        return (4 if is_hidden(name, shape) else self.bytes_per_weight) * math.prod(shape)
+
+    def scratch_bytes(self, shapes: Mapping[str, Sequence[int]]) -> int:
+        return scratch_bytes([shape for name, shape in shapes.items() if is_hidden(name, shape)])
 
 
 def _state_shapes(shape: Sequence[int]) -> dict[str, tuple[int, ...]]:
@@ -110,29 +130,39 @@ def _state_shapes(shape: Sequence[int]) -> dict[str, tuple[int, ...]]:
     return {"row_var": (*shape[:-1], 1), "col_var": (*shape[:-2], 1, shape[-1])}
 
 
-OPTIMIZERS: dict[str, OptimizerSpec] = {"adamw": AdamWSpec(), "adafactor": AdafactorSpec()}
+OPTIMIZERS: dict[str, OptimizerSpec] = {"adamw": AdamWSpec(), "adafactor": AdafactorSpec(), "muon": MuonSpec()}
 
 
 def build_optimizer(
-    parameters: Iterable[Tensor], config: Settings, partitioned: bool = False,
-    shapes: Iterable[Sequence[int]] | None = None,
+    parameters: Mapping[str, Tensor], config: Settings, partitioned: bool = False,
+    shapes: Mapping[str, Sequence[int]] | None = None,
 ) -> Optimizer:  # fmt: skip
-    """Build an optimizer over `parameters`. Matrices decay, vectors (norms, biases) do not.
+    """Build an optimizer over `parameters`, by name. Matrices decay, vectors (norms, biases) do not.
 
     partitioned: True if it will update vectors that contain pieces of them, as under ZeRO 1 to 3. shapes: of the whole
-    parameters, if these are already pieces.
+    parameters, if these are already pieces. Raises ConfigError if the optimizer needs hidden matrices and finds none.
 
     Its learning rate is 0: the engine sets it before every step. An engine that steps once to create its state (as
     DeepSpeed does in some settings) thus changes no weight.
     """
-    parameters = list(parameters)
-    dims = [p.ndim for p in parameters] if shapes is None else [len(shape) for shape in shapes]
-    pairs = list(zip(parameters, dims, strict=True))
-    groups = [
-        {"params": [p for p, dim in pairs if dim >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p, dim in pairs if dim < 2], "weight_decay": 0.0},
-    ]
     spec = OPTIMIZERS[config.name]
+    hidden, matrices, vectors = list[Tensor](), list[Tensor](), list[Tensor]()
+    for name, parameter in parameters.items():
+        shape = parameter.shape if shapes is None else shapes[name]
+        if spec.separates_hidden and is_hidden(name, shape):
+            hidden.append(parameter)
+        else:
+            (matrices if len(shape) >= 2 else vectors).append(parameter)
+    groups: list[dict[str, Any]] = [
+        {"params": hidden, "weight_decay": config.weight_decay},
+        {"params": matrices, "weight_decay": config.weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
+    if spec.separates_hidden:
+        if not hidden:
+            problem = f'"{config.name}" updates the matrices of megasparse\'s blocks, and none is trained'
+            raise ConfigError("optimizer.name", problem, 'Set it to "adamw"')
+        groups = [{**group, "hidden": group["params"] is hidden} for group in groups]
     build = spec.build_partitioned if partitioned else spec.build
     return build([group for group in groups if group["params"]], config)
 
@@ -144,6 +174,7 @@ def learning_rate(step: int, steps: int, config: Settings) -> float:
     constant:      peak
     cosine:        peak·(f + (1 − f)·(1 + cos(π·t))/2), f = `final_fraction`, t from 0 after the warm-up to 1 at the end
     linear:        peak·(1 − (1 − f)·t), with the same f and t
+    wsd:           peak (stable), then linear to f·peak over the last `decay_fraction` of all steps (Hu et al. 2024)
     inverse_sqrt:  peak·√(warm-up/step), with a warm-up of at least 1.
     """
     peak, warmup = config.learning_rate, config.warmup_steps
@@ -153,9 +184,15 @@ def learning_rate(step: int, steps: int, config: Settings) -> float:
         return peak
     if config.schedule == "inverse_sqrt":
         return peak * math.sqrt(max(1, warmup) / max(1, step))
-    progress = min(1.0, (step - warmup) / max(1, steps - warmup))
-    share = 1 - progress if config.schedule == "linear" else (1 + math.cos(math.pi * progress)) / 2
+    start = max(warmup, decay_start(steps, config)) if config.schedule == "wsd" else warmup
+    progress = min(1.0, max(0, step - start) / max(1, steps - start))
+    share = (1 + math.cos(math.pi * progress)) / 2 if config.schedule == "cosine" else 1 - progress
     return peak * (config.final_fraction + (1 - config.final_fraction) * share)
+
+
+def decay_start(steps: int, config: Settings) -> int:
+    """Return the last step of schedule "wsd" at the peak: steps up to it are the same for every longer run."""
+    return steps - round(config.decay_fraction * steps)
 
 
 def state_tensors(state: dict[str, Any]) -> dict[str, Tensor]:
@@ -172,7 +209,7 @@ def steps_done(optimizer: Optimizer) -> int:
 
 def create_state(optimizer: Optimizer, name: str, weight: Tensor) -> None:
     """Give `weight` the initial state of the optimizer `name`, for a checkpoint to fill."""
-    spec = optimizer if isinstance(optimizer, PartitionedAdafactor) else OPTIMIZERS[name]
+    spec = optimizer if isinstance(optimizer, PartitionedAdafactor | Muon) else OPTIMIZERS[name]
     optimizer.state[weight] = spec.initial_state(weight)
 
 

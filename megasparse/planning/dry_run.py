@@ -19,8 +19,9 @@ from megasparse.model.build import build_model
 from megasparse.model.encoder import Encoder
 from megasparse.ops.random import RngContext
 from megasparse.planning.flops import model_flops_per_token
+from megasparse.planning.hardware import GPUS
 from megasparse.planning.passes import dummy_records
-from megasparse.planning.plan import GPUS, Plan
+from megasparse.planning.plan import Plan
 from megasparse.training.engines import build_engine
 from megasparse.training.engines.contract import Engine
 from megasparse.training.ranks import Ranks, start_ranks

@@ -9,8 +9,9 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from megasparse.attention.contract import Attention, Passes, product
+from megasparse.attention.contract import Attention
 from megasparse.attention.cross import CrossAttention
+from megasparse.attention.flops import Flops, product
 from megasparse.attention.heads import build_mechanism, ranks_with_the_same_heads
 from megasparse.config.attention import heads_of_layer
 from megasparse.config.schema import GATED, ModelConfig, encoder_part
@@ -64,7 +65,7 @@ def hardware_flops_by_part(model: ModelConfig, sequence_length: int, ranks: int 
     return {part: passes.both + times[part] * passes.forward for part, passes in parts.items()}
 
 
-def flops_by_part(model: ModelConfig, length: int, ranks: int = 1, hardware: bool = False) -> dict[str, Passes]:
+def flops_by_part(model: ModelConfig, length: int, ranks: int = 1, hardware: bool = False) -> dict[str, Flops]:
     """Return FLOPs per token of each part. hardware: include operations that head groups repeat."""
     if model.source is None:
         return {**_layers(model, length, ranks, hardware), "head": _head(model)}
@@ -77,9 +78,9 @@ def flops_by_part(model: ModelConfig, length: int, ranks: int = 1, hardware: boo
     return {part: passes * (1 / length) for part, passes in sums.items()}
 
 
-def _layers(model: ModelConfig, length: int, ranks: int, hardware: bool) -> dict[str, Passes]:
+def _layers(model: ModelConfig, length: int, ranks: int, hardware: bool) -> dict[str, Flops]:
     """Return FLOPs per token of all layers of one stack. hardware: see `flops_by_part`."""
-    projections, attention = Passes(), Passes()
+    projections, attention = Flops(), Flops()
     groups = model.attention.head_groups if hardware else 1
     # The backward of head groups recomputes all, as a reversible one does anyway, and projects q, k and v once more.
     again, reread = groups > 1 and model.activations != "reversible", groups > 1
@@ -87,10 +88,10 @@ def _layers(model: ModelConfig, length: int, ranks: int, hardware: bool) -> dict
         grouped = 1 if mechanism.shared_qk else 2  # values, and keys unless shared with queries
         heads, head = mechanism.spec.heads, product(2.0 * model.d_model * mechanism.spec.head_dim)
         read = heads + grouped * max(groups, heads * (model.key_heads or model.heads) / model.heads)  # queries too
-        projections += head * (read + heads) + Passes(0.0, head.forward * ((read + heads) * again + read * reread))
+        projections += head * (read + heads) + Flops(0.0, head.forward * ((read + heads) * again + read * reread))
         repeated = 1 if mechanism.shares_pairs else ranks_with_the_same_heads(mechanism, model, ranks)
         passes = mechanism.flops(length) * repeated
-        attention += passes + Passes(0.0, passes.forward * again)
+        attention += passes + Flops(0.0, passes.forward * again)
     if model.ngrams and (width := model.ngrams.width or model.d_model) != model.d_model:
         projections += product(2.0 * model.d_model * len(model.ngrams.lengths) * width)
     products = 3 if model.feed_forward in GATED else 2
@@ -98,7 +99,7 @@ def _layers(model: ModelConfig, length: int, ranks: int, hardware: bool) -> dict
     return {"attention": attention, "projections": projections, "feed-forward": feed_forward}
 
 
-def _head(model: ModelConfig) -> Passes:
+def _head(model: ModelConfig) -> Flops:
     streams = 2 if model.blocks == "reversible" and not model.tied_embeddings else 1  # concatenated in the output head
     dense = model.d_model**2 if model.style == "bert" else 0  # before the output projection
     # Of an adaptive softmax only the head is counted, because the use of clusters depends on the data.

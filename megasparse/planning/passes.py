@@ -186,15 +186,17 @@ class ConfiguredPass:
     @cached_property
     def states(self) -> States:
         weights = list(self.model.parameters())
-        trained = [weight for weight in weights if weight.requires_grad]
-        number, largest = sum(w.numel() for w in trained), max(w.numel() for w in trained)
+        trained = {name: weight for name, weight in self.model.named_parameters() if weight.requires_grad}
+        number, largest = sum(w.numel() for w in trained.values()), max(w.numel() for w in trained.values())
         optimizer = OPTIMIZERS[self.config.optimizer.name]
-        divided = [optimizer.state_per_number or weight.dim() < 2 for weight in trained]
-        moments, factors = (
-            sum(optimizer.state_bytes(w.shape) for w, part in zip(trained, divided, strict=True) if part == kind)
-            for kind in (True, False)
-        )
-        scratch = max(optimizer.scratch_bytes(weight.shape) for weight in trained)
+        moments = factors = 0
+        for name, weight in trained.items():
+            size = optimizer.state_bytes(name, weight.shape)
+            if optimizer.state_per_number or weight.dim() < 2:
+                moments += size
+            else:
+                factors += size
+        scratch = optimizer.scratch_bytes({name: weight.shape for name, weight in trained.items()})
         frozen = sum(weight.numel() for weight in weights) - number
         rounded = self.config.training.precision == "bf16"
         return States(number, frozen, largest, moments, rounded, scratch, factors)

@@ -10,10 +10,8 @@ step are a roofline of counted work, without communication and swap:
                                         weights and moments
 """
 
-import re
 from bisect import bisect_left
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -24,69 +22,21 @@ from megasparse.config.messages import show
 from megasparse.config.schema import Config
 from megasparse.errors import ConfigError
 from megasparse.planning.flops import hardware_flops_by_part, model_flops_per_token
+from megasparse.planning.hardware import GPUS, Hardware
 from megasparse.planning.passes import ConfiguredPass
 from megasparse.planning.states import Memory, MemoryPool, Zero, building, gigabytes, memory
 from megasparse.training.ranks import Ranks, local_ranks
-from megasparse.training.reporting.memory import PEAK_TFLOPS, available_bytes
+from megasparse.training.reporting.memory import available_bytes
 
 RESERVE = 1 << 30
 """Bytes of a GPU assumed for the CUDA context, cuBLAS and NCCL."""
 STREAMED = 0.8
 """Assumed fraction of the memory bandwidth for streaming operations."""
 OPTIMIZER_BYTES = 30
-REACH = 0.49
-"""Assumed fraction of the peak for matrix products and attention on an H100 or H200; 0.55 on an A100. Predictions are
-within 20 % of published steps and within 10 % of measured steps of reformer_64k, hashed and full."""
 STEPS = 64
 """The longest sequence is searched in multiples of the configured length divided by this."""
 LARGEST = 1 << 14
 """The search ends at this multiple of the configured length."""
-UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12} | {
-    f"{letter}iB": 1024**power for power, letter in enumerate("KMGT", start=1)
-}
-
-
-@dataclass(frozen=True)
-class Hardware:
-    """One GPU: dense bf16 `peak` in FLOP/s, `memory` in bytes, `bandwidth` in bytes/s, and the fraction of the peak
-    that products `reach`. host: bytes/s of a node's CPU memory, shared by its GPUs.
-    """
-
-    name: str
-    peak: float
-    memory: int = 80 * 10**9
-    bandwidth: float = 2.04e12
-    reach: float = 0.55
-    host: float = 410e9
-
-
-GPUS = {
-    "A100": Hardware("A100", PEAK_TFLOPS["A100"] * 1e12),
-    "H100": Hardware("H100", PEAK_TFLOPS["H100"] * 1e12, bandwidth=3.35e12, reach=REACH, host=614e9),
-    "H200": Hardware("H200", PEAK_TFLOPS["H200"] * 1e12, 141 * 10**9, 4.8e12, REACH, 614e9),
-}
-"""From NVIDIA's data sheets of SXM modules (A100: 80 GB); 16 channels of DDR4-3200 or DDR5-4800 per node."""
-
-
-def hardware(name: str, peak_tflops: float | None) -> Hardware:
-    """Return the hardware with this name. Raises ConfigError for an unknown GPU without a peak."""
-    gpu = next((gpu for key, gpu in GPUS.items() if key in name.upper()), None)
-    if gpu is None and peak_tflops is None:
-        problem = f"{show(name)} is not one of {', '.join(GPUS)}"
-        raise ConfigError("--gpu", problem, "Also give --peak-tflops; other properties are taken from the A100")
-    gpu = gpu or replace(GPUS["A100"], name=name)
-    return gpu if peak_tflops is None else replace(gpu, peak=peak_tflops * 1e12)
-
-
-def parse_bytes(option: str, text: str) -> int:
-    """Return the bytes of "80GiB" or "0.5TB". Raises ConfigError for a size without a known unit, or not above 0."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*([A-Za-z]*)\s*", text)
-    units = {unit.lower(): size for unit, size in UNITS.items()}
-    number = float(match[1]) if match else 0.0
-    if match is None or match[2].lower() not in units or number <= 0:
-        problem = f"{show(text)} is not a size" if match is None or match[2] else f"{show(text)} needs a unit"
-        raise ConfigError(option, problem, "Write a number above 0 and a unit, such as 80GiB or 85.9GB")
-    return int(number * units[match[2].lower()])
 
 
 class Plan:

@@ -214,6 +214,7 @@ def plan(config: Config, gpus: int = 1, gpu_memory: str = "80GiB", gpu: str = "A
         >>> plan.fits, plan.peak < 80 * 2**30, plan.step_seconds > 0
         (True, True, True)
     """
-    from megasparse.planning.plan import Plan, hardware, parse_bytes
+    from megasparse.planning.hardware import hardware, parse_bytes
+    from megasparse.planning.plan import Plan
 
     return Plan(config, hardware(gpu, None), gpus, gpus_per_node, parse_bytes("gpu_memory", gpu_memory))

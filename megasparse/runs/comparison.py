@@ -76,8 +76,12 @@ def runs_of(
     an unknown arm or an invalid configuration.
     """
     names, runs = chosen(arms, comparison["arms"], "--arms"), []
-    from megasparse.config.load import load_config  # imports torch, for which a wrong name should not wait
+    from megasparse.config import attention
 
+    attention.POSTPONE = True
+    from megasparse.config.load import Config, load_config, load_settings
+
+    load_settings(comparison["config"], overrides, Config, mechanisms=False)
     for seed in seeds:
         for arm in names:
             folder = output / f"{arm.replace(' ', '_')}-{seed}"

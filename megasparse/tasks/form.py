@@ -21,8 +21,8 @@ from megasparse.data.tokenizers import Tokenizer
 from megasparse.errors import ConfigError, DataError
 from megasparse.ops.random import RngContext, derive, dropout
 from megasparse.tasks.batches import EncodedExample, ExampleCounts, Inputs, Padded, Segments, collate, side_by_side
+from megasparse.tasks.body import Backbone, MegasparseBody
 from megasparse.tasks.metrics import METRICS
-from megasparse.tasks.start import Backbone, MegasparseBody
 from megasparse.tasks.task import Example, Input, SourceLocation, Task
 
 LINE_END = 10  # byte between two segments, for models without a separator

@@ -29,13 +29,14 @@ from megasparse.errors import CheckpointError, ConfigError, DataError, UserError
 from megasparse.evaluation.outputs import whole_file
 from megasparse.ops.random import EVALUATION_STEP, RngContext
 from megasparse.tasks.batches import EncodedExample, ExampleBatches
+from megasparse.tasks.body import add_adapters
 from megasparse.tasks.catalog import build_task
 from megasparse.tasks.form import ChoiceForm, Form, LabelForm, column
 from megasparse.tasks.forms.forecast import ForecastForm
 from megasparse.tasks.forms.ranking import RankingForm
 from megasparse.tasks.forms.texts import TextForm, TokenBatches, packed, sizes_of
 from megasparse.tasks.metrics import METRICS, RESAMPLES, bootstrap_interval, require_metrics, signature, t_interval
-from megasparse.tasks.start import COPY, FOLDER, Start, add_adapters, body_of_run, open_start, require_length
+from megasparse.tasks.start import COPY, FOLDER, Start, body_of_run, open_start, require_length
 from megasparse.tasks.task import Example, SourceLocation, Task, chosen_files, sha256_of, split_files
 from megasparse.training.checkpoints.checkpoint import Checkpoint, load_weights
 from megasparse.training.checkpoints.manifest import find_checkpoint, read_manifest

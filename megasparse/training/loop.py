@@ -5,7 +5,6 @@ import json
 import math
 import tempfile
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -24,52 +23,6 @@ from megasparse.training.engines.contract import Engine, StepResult
 from megasparse.training.ranks import Ranks, StopWanted
 from megasparse.training.reporting.memory import memory_scalars, speed_scalars
 from megasparse.training.run import RunResult, TrainingRun
-
-HISTORY = 128
-"""Number of applied losses in the baseline of the spike test."""
-FEWEST = 32
-"""Fewest losses in the baseline; with fewer, no loss is a spike."""
-DEVIATIONS = 6.0
-SMALLEST_DEVIATION = 1e-3
-"""Smallest standard deviation, relative to the mean; otherwise rounding noise on a constant loss would be a spike."""
-
-
-class LossGuard:
-    """Detector of loss spikes (OLMo 2's rule, arXiv:2501.00656). Tests a loss before its update is applied.
-
-    Its decisions are the same on every rank and after a resume.
-    """
-
-    def __init__(self, state: Mapping[str, Any] | None = None):
-        """Restore the result of `state()`; None starts with no losses."""
-        state = state or {}
-        self.skipped_in_a_row: int = state.get("skipped_in_a_row", 0)
-        """Number of steps since the last applied one."""
-        self.spikes: int = state.get("spikes", 0)
-        """Number of spikes so far, applied or not."""
-        self._losses = deque[float](state.get("losses", []), maxlen=HISTORY)
-
-    def is_spike(self, loss: float) -> bool:
-        """True if `loss` is finite and more than 6 standard deviations above the mean of the last 128 applied ones."""
-        if len(self._losses) < FEWEST or not math.isfinite(loss):
-            return False
-        mean = math.fsum(self._losses) / len(self._losses)
-        deviation = math.hypot(*(x - mean for x in self._losses)) / math.sqrt(len(self._losses))
-        return loss > mean + DEVIATIONS * max(deviation, SMALLEST_DEVIATION * abs(mean))
-
-    def note(self, loss: float, applied: bool) -> bool:
-        """Record a step's loss. Return True if it is a spike."""
-        spike = self.is_spike(loss)
-        self.spikes += spike
-        self.skipped_in_a_row = 0 if applied else self.skipped_in_a_row + 1
-        if applied and math.isfinite(loss):
-            self._losses.append(loss)
-        return spike
-
-    def state(self) -> dict[str, Any]:
-        """Return the state as JSON, which stores finite floats exactly."""
-        return {"losses": list(self._losses), "skipped_in_a_row": self.skipped_in_a_row, "spikes": self.spikes}
-
 
 KEPT = ("step", "value", "scalars", "without_better")
 """Attributes of a Selection that checkpoints store."""
@@ -126,7 +79,7 @@ class Selection:
 
 
 class LoopState:
-    """Step, position in the data, loss guard and selection, restored from the checkpoint `start`."""
+    """Step, position in the data, last loss and selection, restored from the checkpoint `start`."""
 
     def __init__(self, start: Checkpoint | None, selection: Selection | None):
         state: dict[str, Any] = start.state if start else {}
@@ -134,7 +87,10 @@ class LoopState:
         self.sequences = start.sequences if start else 0
         """Position in the data."""
         self.pending: bool = state.get("evaluation_pending", False)  # a stop interrupted the evaluation of this step
-        self.guard = LossGuard(state.get("loss_guard"))
+        self.loss: float | None = state.get("loss")
+        """Loss of the last step; None if it is not finite."""
+        self.skipped_in_a_row: int = state.get("skipped_in_a_row", 0)
+        """Number of steps since the last applied one."""
         self.selection = selection or Selection("")  # no scalar has this name
         self.selection.restore(state.get("selection") or {})
 
@@ -148,7 +104,12 @@ class LoopState:
     def state(self) -> dict[str, Any]:
         """Return the state that a checkpoint stores, as JSON."""
         selection = self.selection.state() if self.selection.scalar else None
-        return {"loss_guard": self.guard.state(), "selection": selection, "evaluation_pending": self.pending}
+        return {
+            "loss": self.loss,
+            "skipped_in_a_row": self.skipped_in_a_row,
+            "selection": selection,
+            "evaluation_pending": self.pending,
+        }
 
     def save(self, engine: Engine, saver: Saver) -> None:
         """Save this step, unless its checkpoint exists or is being written."""
@@ -201,7 +162,8 @@ def train(run: TrainingRun) -> RunResult:
         rate = learning_rate(step, steps, config.optimizer)
         result = run.engine.train_step(data.micro_batches, step, rate, run.hooks.progress)
         state.step, state.sequences = step, data.position
-        spike = state.guard.note(result.loss, result.applied)
+        state.loss = result.loss if math.isfinite(result.loss) else None
+        state.skipped_in_a_row = 0 if result.applied else state.skipped_in_a_row + 1
 
         scalars = _scalars(run, state, result) | {
             "optimizer/learning_rate": rate,
@@ -213,11 +175,9 @@ def train(run: TrainingRun) -> RunResult:
         if not result.applied:
             problem = f"(not finite): loss {result.loss}, gradient norm {result.grad_norm}"
             tracker.event(step, f"STEP {step} SKIPPED on all ranks {problem}")
-        elif spike:
-            tracker.event(step, f"step {step}: loss spike, {result.loss}")
-        if state.guard.skipped_in_a_row >= MAX_SKIPPED:
+        if state.skipped_in_a_row >= MAX_SKIPPED:
             raise TrainingError(
-                f"step {step}: {state.guard.skipped_in_a_row} steps in a row were not applied, "
+                f"step {step}: {state.skipped_in_a_row} steps in a row were not applied, "
                 f"the last with loss {result.loss} and gradient norm {result.grad_norm}. "
                 "Lower optimizer.learning_rate, or use a longer warm-up"
             )
@@ -295,7 +255,6 @@ def _scalars(run: TrainingRun, state: LoopState, result: StepResult) -> dict[str
     scalars = {
         "train/loss": result.loss,
         "train/skipped_steps": state.step - run.engine.steps_done(),
-        "train/loss_spikes": state.guard.spikes,
         "optimizer/gradient_norm": result.grad_norm,
         **{f"model/{name}": x for name, x in result.statistics.items() if by_layer or "/layer_" not in name},
         **memory_scalars(run.ranks.device, result.held),

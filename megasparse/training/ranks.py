@@ -101,6 +101,15 @@ class Ranks:
             torch.distributed.all_reduce(values)
         return values
 
+    def exchange(self, vectors: list[torch.Tensor], lengths: list[int]) -> list[torch.Tensor]:
+        """Send one vector to each rank. Return the vectors of these lengths that the ranks sent, on this device."""
+        if self.world_size == 1:
+            return [vector.to(self.device) for vector in vectors]
+        sent = torch.cat(vectors).to(self.device)
+        received = sent.new_empty(sum(lengths))
+        torch.distributed.all_to_all_single(received, sent, lengths, [vector.numel() for vector in vectors])
+        return list(received.split(lengths))
+
     def any(self, answer: bool) -> bool:
         """True if `answer` is true on any rank. Blocks until all ranks have called it."""
         return self.any_of(answer)[0]

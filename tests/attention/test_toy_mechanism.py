@@ -6,7 +6,8 @@ import pytest
 import torch
 
 import megasparse
-from megasparse.attention.contract import Attention, AttentionOutput, Passes
+from megasparse.attention.contract import Attention, AttentionOutput
+from megasparse.attention.flops import Flops
 from megasparse.config.attention import MECHANISMS, AttentionConfig, MechanismSection, mechanism, rebuild_schemas
 from megasparse.config.load import build_config
 from megasparse.errors import ConfigError
@@ -33,7 +34,7 @@ class MeanAttention(Attention):
         return AttentionOutput(self.config.scale * inputs.v.cumsum(2) / count, None, {})
 
     def flops(self, length):
-        return Passes(1.0, 1.0) * (self.spec.heads * self.spec.head_dim)
+        return Flops(1.0, 1.0) * (self.spec.heads * self.spec.head_dim)
 
 
 class UncountedAttention(MeanAttention):

@@ -47,9 +47,23 @@ pretrain quickstart --stes 5
 pretrain quickstart --start runs/nope
 pretrain quickstart --data nope
 pretrain quickstart --resume runs/nope
+pretrain quickstart --gpus 2
+pretrain quickstart --set training.stepz=10
+pretrain quickstart --set data.path=nope
+pretrain quickstart --set data.tokenizer=nope.model
 finetune finetune/revews
 finetune glue/sts2
 finetune glue/sst2 --source nope
+finetune finetune/quick --set trainin.steps=10
+finetune finetune/quick --set task.name=nope
+finetune finetune/quick --set task.source=nope.csv
+finetune finetune/quick --set task.label=nope
+finetune finetune/quick --set task.validation=nope.csv
+finetune finetune/quick --set task.tokenizer=nope.model
+finetune finetune/quick --set start.checkpoint=runs/nope
+finetune finetune/quick --set start.glove=nope.txt
+finetune finetune/reviews --set start.checkpoint=runs/nope
+finetune finetune/reviews --set start.checkpoint=null --set start.huggingface=nope
 evaluate --checkpoint runs/nope
 evaluate --checkpoint runs/nope --task rtee --source LICENSE
 evaluate --checkpoint runs/nope --task rte --source nope
@@ -60,18 +74,29 @@ decompress nope.msz --checkpoint runs/nope
 predict --checkpoint runs/nope --text x
 prepare-data txt
 prepare-data text --source nope --output runs/nope
+prepare-data text --source LICENSE --tokenizer nope.model --output runs/nope
+prepare-data images --source configs --output runs/nope
+prepare-data enwik8 --source LICENSE --output runs/nope
 train-tokenizer words --source nope --output runs/nope/words.txt
 plan quickstrat --gpus 8
+plan quickstart --gpus 8 --gpu A10
+plan quickstart --gpus 8 --gpu-memory 80GG
+plan quickstart --gpus 8 --set training.stepz=10
 report runs/nope
 convert to-hf --checkpoint runs/nope --output runs/nope
 convert to-hf --checkpoint runs/nope --output runs/nope --to lama
 convert from-hf --model nope/nope --output runs/nope
+convert from-hf --model configs --output runs/nope
 replace-attention --model nope --attention {} --output runs/nope
+replace-attention --model configs --attention {} --output runs/nope
 replace-attention --model configs --attention { --output runs/nope
 teach --model nope --texts LICENSE --output runs/nope
+teach --model configs --texts LICENSE --output runs/nope
 check-model --model nope
+check-model --model configs
 compare comparisons/qickstart
 compare comparisons/quickstart --arms nope
+compare comparisons/duplication --set training.stepz=10 --output runs/nope
 """
 
 
@@ -125,7 +150,9 @@ def test_every_door_leads_to_a_subcommand_and_is_short():
 
 def test_without_deepspeed_training_names_the_engine_that_does_not_need_it(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "deepspeed", None)
-    code, _, error = ended(capsys, "pretrain", "quickstart", "--set", "deepspeed.zero_optimization.overlap_comm=false")
+    code, _, error = ended(
+        capsys, "pretrain", "quickstart", "--dry-run", "--set", "deepspeed.zero_optimization.overlap_comm=false"
+    )
     assert code == 2 and "deepspeed: " in error and "--set 'run.engine=\"torch\"'" in error
 
 
@@ -144,7 +171,7 @@ def test_a_door_works_from_any_folder_and_under_deepspeed(tmp_path):
     [
         (["pretrain", "quickstart", "--set", "training.steps=x"], "training.steps: "),
         (["pretrain", "quickstart", "--set", "training.stepz=1"], "training.stepz: "),
-        (["pretrain", "--config", QUICKSTART, "--set", "deepspeed.zero_optimization.stge=1"], "deepspeed.zero_optim"),
+        (["plan", QUICKSTART, "--gpus", "1", "--set", "deepspeed.zero_optimization.stge=1"], "deepspeed.zero_optim"),
         (["pretrain", "no/such.json"], "no/such.json: cannot be read"),
         (["pretrain", "quickstrat"], "quickstrat: cannot be read (no such file, and no such shipped configuration). D"),
         (["pretrain"], "--config: no configuration is given. Give one"),

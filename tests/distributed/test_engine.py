@@ -46,7 +46,7 @@ DECODER: dict[str, Any] = {
     "positions": {"kind": "axial", "axial_shape": [4, 8], "axial_dims": [12, 21]},
     "attention": {"pattern": ["local", "lsh", "full"], "local": {"chunk": 4}, "lsh": {"chunk": 4, "rounds": 2}},
 }  # fmt: skip
-HALF, ADAFACTOR = {"precision": "bf16"}, {"name": "adafactor"}
+HALF, ADAFACTOR, MUON = {"precision": "bf16"}, {"name": "adafactor"}, {"name": "muon"}
 TIED = {"model": DECODER | {"tied_embeddings": True, "adaptive_cutoffs": [50, 120]}, "training": {"micro_batch": 1}}
 """Accumulates over four micro-batches."""
 CHECKPOINTED = {"model": DECODER | {"blocks": "ordinary", "activations": "checkpoint", "label_smoothing": 0.1}}
@@ -72,6 +72,8 @@ GROUPS = {
     "bf16": Group({"training": HALF}, ("zero-0", "zero-2", "zero-3"), tolerance=1e-2),
     "adafactor": Group({"optimizer": ADAFACTOR}, ("zero-0", "zero-1", "zero-3")),
     "adafactor bf16": Group({"optimizer": ADAFACTOR, "training": HALF}, ("zero-1", "zero-3"), tolerance=1e-2),
+    "muon": Group({"optimizer": MUON}, ("zero-0", "zero-1", "zero-2-offload", "zero-3")),
+    "muon bf16": Group({"optimizer": MUON, "training": HALF}, ("zero-0", "zero-2"), tolerance=1e-2),
     "tied": Group(TIED, ("zero-0", "zero-2", "zero-3"), resumes=False, writes=True),
     "checkpointed": Group(CHECKPOINTED, ("zero-2", "zero-3"), resumes=False, writes=True),
 }
@@ -200,12 +202,12 @@ def across(folder: Path, ranks: Ranks, checkpoints: dict[str, str]) -> dict[str,
     return losses | {"2 to 1 to 2 ranks": middle + end}
 
 
-def adafactor_across(folder: Path, ranks: Ranks, checkpoint: Path) -> dict[str, list[str]]:
-    steps = GROUPS["adafactor"].steps
-    config = decoder_config(folder / "across", "zero-1", optimizer=ADAFACTOR)
+def optimizer_across(folder: Path, ranks: Ranks, name: str, checkpoint: Path) -> dict[str, list[str]]:
+    steps, optimizer = GROUPS[name].steps, {"name": name}
+    config = decoder_config(folder / "across", "zero-1", optimizer=optimizer)
     losses, engine = run(config, ranks, steps // 2 + 1, steps, checkpoint=checkpoint)
     engine.close()
-    alone = decoder_config(folder / f"alone-{ranks.rank}", optimizer=ADAFACTOR)
+    alone = decoder_config(folder / f"alone-{ranks.rank}", optimizer=optimizer)
     return {"zero-1": losses, "torch": run(alone, Ranks(), steps // 2 + 1, steps, checkpoint=checkpoint)[0]}
 
 
@@ -228,7 +230,9 @@ def everything(folder: str) -> dict[str, Any]:
     for part in ranks.gather(own):
         for group, found in part.items():
             report[group]["torch"] = found
-    report["adafactor across"] = adafactor_across(path, ranks, Path(report["adafactor"]["zero-3"]["checkpoint"]))
+    for name in ("adafactor", "muon"):
+        checkpoint = Path(report[name]["zero-3"]["checkpoint"])
+        report[f"{name} across"] = optimizer_across(path, ranks, name, checkpoint)
     report["across"] = across(path, ranks, {name: report["fp32"][name]["checkpoint"] for name in ZERO})
     report["skips"] = {name: skips(path, name, ranks, "fp32") for name in ZERO}
     report["skips"] |= {f"{name} bf16": skips(path, name, ranks, "bf16") for name in GROUPS["bf16"].zero}
@@ -272,9 +276,10 @@ def test_losses_and_texts_agree_with_plain_torch(trained, group, name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["zero-1", "torch"])
-def test_adafactor_resumes_under_another_stage_and_number_of_ranks(report, name):
-    losses = report["adafactor"]["torch"]["straight"]
-    assert difference(report["adafactor across"][name], losses[len(losses) // 2 :]) < 1e-5
+@pytest.mark.parametrize("optimizer", ["adafactor", "muon"])
+def test_other_optimizers_resume_under_another_stage_and_number_of_ranks(report, optimizer, name):
+    losses = report[optimizer]["torch"]["straight"]
+    assert difference(report[f"{optimizer} across"][name], losses[len(losses) // 2 :]) < 1e-5
 
 
 @pytest.mark.parametrize(("group", "name"), [run for run in RUNS if GROUPS[run.values[0]].resumes])

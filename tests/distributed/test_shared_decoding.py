@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megasparse.attention.full import KeyValueCache
+from megasparse.attention.cache import KeyValueCache
 from megasparse.config.attention import MECHANISMS
 from megasparse.config.schema import RunConfig
 from megasparse.model.build import build_model

@@ -22,11 +22,12 @@ from megasparse.config.schema import ModelConfig
 from megasparse.model.build import initialise
 from megasparse.tasks import metrics
 from megasparse.tasks import start as starts
+from megasparse.tasks.body import MegasparseBody
 from megasparse.tasks.catalog import build_task
 from megasparse.tasks.form import Form
 from megasparse.tasks.readers.series import Series
 from megasparse.tasks.run import FORMS, TaskRun, open_run
-from megasparse.tasks.start import MegasparseBody, Start
+from megasparse.tasks.start import Start
 from megasparse.training.checkpoints.checkpoint import Checkpoint
 from tests.helpers.tokenizers import wordpiece, written
 

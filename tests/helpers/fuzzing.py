@@ -19,7 +19,7 @@ import pyarrow
 
 from megasparse.errors import UserError
 
-MOST_SECONDS, MOST_BYTES = 5, 1 << 28
+MOST_SECONDS, MOST_BYTES = 5, 500_000_000
 """Seconds of a core, and bytes of memory, that reading any file may take."""
 KEPT_FREE = 6 << 30  # address space that reading may map, files among it
 NUMBERS = (0, 1, 0x7F, 0xFF, 0x7FFF, 0xFFFF, 10**6, 10**9, 2**31 - 1, 2**31, 2**32 - 1, 2**40, 2**63 - 1, 2**64 - 1)

@@ -276,8 +276,11 @@ def test_unsupported_arguments_are_errors_that_name_them(kind):
     pair = {}
     if hf.config.is_encoder_decoder:
         pair = {"decoder_input_ids": torch.full((2, 3), hf.config.decoder_start_token_id)}
-        with pytest.raises(ValueError, match="decoder_attention_mask has shape"):
-            hf(tokens, decoder_attention_mask=BLOCKS, **pair)
+        for use in (hf, hf.generate):
+            with pytest.raises(ValueError, match="decoder_attention_mask has shape"):
+                use(tokens, decoder_attention_mask=BLOCKS, **pair)
+        with pytest.raises(ValueError, match="decoder_attention_mask: a cache cannot contain padding"):
+            hf(tokens, decoder_attention_mask=torch.tensor([[1, 1, 1], [1, 1, 0]]), use_cache=True, **pair)
     for name, value in UNSUPPORTED.items():
         given = {name: value} if value is VECTORS else {name: value, "input_ids": tokens}
         with pytest.raises(ValueError, match=name):
@@ -297,11 +300,36 @@ def test_unsupported_arguments_are_errors_that_name_them(kind):
 
 
 @pytest.mark.parametrize("method", ["PromptTuningConfig", "PromptEncoderConfig", "PrefixTuningConfig"])
-def test_tuning_of_prompts_is_an_error(method):
+@pytest.mark.parametrize("task", ["CAUSAL_LM", "SEQ_CLS"])
+def test_tuning_of_prompts_is_an_error(method, task):
     peft, tokens = pytest.importorskip("peft"), random_tokens(2, 9)
     sizes = {"num_virtual_tokens": 4, "token_dim": 32, "num_layers": 2, "num_attention_heads": 2}
-    settings = getattr(peft, method)(task_type="CAUSAL_LM", **sizes)
-    tuned = peft.get_peft_model(wrapped(MegasparseForCausalLM, decoder("local")), settings)
-    for use in (tuned, lambda **given: tuned.generate(**given, max_new_tokens=2)):
+    kind = MegasparseForCausalLM if task == "CAUSAL_LM" else MegasparseForSequenceClassification
+    tuned = peft.get_peft_model(wrapped(kind, decoder("local")), getattr(peft, method)(task_type=task, **sizes))
+    generate = [lambda **given: tuned.generate(**given, max_new_tokens=2)] if task == "CAUSAL_LM" else []
+    for use in (tuned, *generate):
         with pytest.raises(ValueError, match=r"inputs_embeds is not supported|past_key_values is a DynamicCache"):
             use(input_ids=tokens, attention_mask=torch.ones_like(tokens))
+
+
+@pytest.mark.parametrize("blocks", ["reversible", "ordinary"])
+@pytest.mark.parametrize(
+    "kind", [*list(MODELS)[:3], MegasparseForSequenceClassification], ids=lambda kind: kind.__name__
+)
+def test_adapters_on_all_linear_layers_learn_with_recomputed_activations(kind, blocks):
+    peft, tokens, gradients = pytest.importorskip("peft"), random_tokens(2, 30), []
+    labels = torch.tensor([0, 1]) if kind is MegasparseForSequenceClassification else tokens
+    config = {**MODELS, MegasparseForSequenceClassification: encoder("full")}[kind]
+    for recomputed in (False, True):
+        settings = {"blocks": blocks, "activations": "stored"}
+        if recomputed and blocks == "reversible":
+            settings["activations"] = "reversible"
+        torch.manual_seed(0)
+        hf = wrapped(kind, config.model_copy(update=settings)).train()
+        if recomputed and blocks == "ordinary":
+            hf.gradient_checkpointing_enable()
+        tuned = peft.get_peft_model(hf, peft.LoraConfig(target_modules="all-linear", init_lora_weights=False))
+        tuned(input_ids=tokens, labels=labels).loss.backward()
+        gradients.append({name: x.grad for name, x in tuned.named_parameters() if x.requires_grad})
+    assert len(gradients[0]) > 8 and all(x.abs().sum() > 0 for x in gradients[0].values())
+    torch.testing.assert_close(*gradients, atol=1e-5, rtol=1e-4)

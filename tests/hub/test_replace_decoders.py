@@ -371,12 +371,13 @@ def test_generation_under_autocast(attention):
     assert torch.equal(*found)
 
 
+@pytest.mark.parametrize("part", ["model.embed_tokens", "model.layers.1"])
 @pytest.mark.parametrize("attention", [LOCAL, HEADS, RANKED], ids=["local", "sketch", "ranked"])
-def test_layers_offloaded_to_disk_generate_the_same_text(attention, tmp_path):
+def test_parts_offloaded_to_disk_generate_the_same_text(attention, part, tmp_path):
     model = replace_attention(build(), attention)
     model.save_pretrained(tmp_path / "model")
-    parts = ("model.embed_tokens", "model.layers.0", "model.norm", "model.rotary_emb", "lm_head")
-    places = {**dict.fromkeys(parts, "cpu"), "model.layers.1": "disk"}
+    parts = ("model.embed_tokens", "model.layers.0", "model.layers.1", "model.norm", "model.rotary_emb", "lm_head")
+    places = {**dict.fromkeys(parts, "cpu"), part: "disk"}
     options = {"device_map": places, "offload_folder": tmp_path / "weights"}
     offloaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model", **options)
     assert any(weight.is_meta for weight in offloaded.parameters())
@@ -438,12 +439,17 @@ def test_transformers_loads_a_saved_decoder_with_either_attention(tmp_path, kind
     assert not any(".megasparse." in name for name in names[: len(names) // 2])
     for folder in (tmp_path / "model", tmp_path / "one_file"):
         for settings in ({}, {"attn_implementation": "megasparse"}, {"attn_implementation": "sdpa"}):
-            loaded = AutoModelForCausalLM.from_pretrained(folder, **settings)
+            loaded, report = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, **settings)
+            assert not any(report.values())
             expected = plain if "sdpa" in settings.values() else replaced
             torch.testing.assert_close(logits(loaded, **given), expected, atol=1e-5, rtol=1e-5)
         loaded.set_attn_implementation("megasparse")
         assert type(loaded) is type(model) and torch.equal(logits(loaded, **given), replaced)
     assert "attention by megasparse: lha" in (tmp_path / "model" / "README.md").read_text()
+    model.save_pretrained(tmp_path / "model")
+    for load in (AutoModelForCausalLM.from_pretrained, load_replaced):
+        with pytest.raises(HubError, match=r"Delete megasparse\.safetensors to use the newer tensors"):
+            load(tmp_path / "model")
     monkeypatch.delitem(transformers.AttentionInterface._global_mapping, "megasparse")  # transformers alone
     with pytest.raises(ValueError, match='attn_implementation="megasparse"` is not supported'):
         AutoModelForCausalLM.from_pretrained(tmp_path / "model")

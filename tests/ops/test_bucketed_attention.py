@@ -204,7 +204,7 @@ def merged(attention, shares, codes, window, dropout=None, **rule):
 
     def attend(*heads):
         alone = {**rule, "self_at_last": False, "dropout": dropout}
-        return merge([call(attention, heads, codes, window, share=(g, shares), **alone) for g in range(shares)])
+        return merge([call(attention, heads, codes, window, pair_shard=(g, shares), **alone) for g in range(shares)])
 
     return attend
 
@@ -250,7 +250,7 @@ def test_each_share_is_a_part_of_the_work(window):
         leaves = [x.clone().requires_grad_() for x in heads]
         with FlopCounterMode(display=False) as counter:
             rule = {"causal": window.kind == "band", "self_at_last": False}
-            out, lse = call(blockwise, leaves, codes, window, share=share, **rule)
+            out, lse = call(blockwise, leaves, codes, window, pair_shard=share, **rule)
             (out.sum() + lse.clamp_min(0.0).sum()).backward()
         return counter.get_total_flops()
 

@@ -88,7 +88,7 @@ def test_shares_merged_are_as_defined(seed):
 
     def shares(*heads):
         each = ((number, 2) for number in range(2))
-        return merge([call(kernels.bucketed_attention, heads, codes, window, share=one, **rule) for one in each])
+        return merge([call(kernels.bucketed_attention, heads, codes, window, pair_shard=one, **rule) for one in each])
 
     exact = gradients(defined, [x.double() for x in heads], codes, window, **rule)
     assert_within_bars(operators.gradients(shares, heads), exact, heads[0].dtype)

@@ -59,16 +59,17 @@ def sign_sgd(monkeypatch):
     monkeypatch.setitem(OPTIMIZERS, "sign_sgd", SignSGDSpec())
 
 
-every_optimizer = pytest.mark.parametrize("name", ["adamw", "adafactor", "sign_sgd"])
+every_optimizer = pytest.mark.parametrize("name", ["adamw", "adafactor", "muon", "sign_sgd"])
 
 
 def test_the_parameters_of_these_tests_name_every_optimizer():
     assert list(OPTIMIZERS) == every_optimizer.args[1]
 
 
-def weights() -> list[Tensor]:
+def weights() -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(0)
-    return [torch.randn(shape, generator=generator).requires_grad_() for shape in ((3, 4), (5,), (2, 3, 4))]
+    shapes = {"blocks.0.up": (3, 4), "bias": (5,), "blocks.0.stack": (2, 3, 4), "embedding": (3, 4)}
+    return {name: torch.randn(shape, generator=generator).requires_grad_() for name, shape in shapes.items()}
 
 
 @every_optimizer
@@ -77,10 +78,11 @@ def test_a_first_step_creates_the_initial_state_and_the_planned_bytes(name):
     config = OptimizerConfig(name=name, weight_decay=0.5)
     before, stepped, created = weights(), weights(), weights()
     optimizer, ours = build_optimizer(stepped, config), build_optimizer(created, config)
-    for weight in stepped:
+    for weight in stepped.values():
         weight.grad = torch.zeros_like(weight)
     optimizer.step()
-    for old, ran, made in zip(before, stepped, created, strict=True):
+    for weight_name, ran in stepped.items():
+        old, made = before[weight_name], created[weight_name]
         assert torch.equal(old, ran)
         create_state(ours, name, made)
         kept = state_tensors(optimizer.state[ran])
@@ -88,7 +90,7 @@ def test_a_first_step_creates_the_initial_state_and_the_planned_bytes(name):
             k: (v.shape, v.dtype) for k, v in ours.state[made].items()
         }
         assert "step" not in kept
-        assert OPTIMIZERS[name].state_bytes(ran.shape) == sum(tensor.nbytes for tensor in kept.values())
+        assert OPTIMIZERS[name].state_bytes(weight_name, ran.shape) == sum(tensor.nbytes for tensor in kept.values())
     assert (steps_done(optimizer), steps_done(ours)) == (1, 0)
     set_steps_done(ours, 7)
     assert steps_done(ours) == 7
@@ -96,9 +98,9 @@ def test_a_first_step_creates_the_initial_state_and_the_planned_bytes(name):
 
 def test_adamw_against_its_definition_and_vectors_do_not_decay():
     config = OptimizerConfig(weight_decay=0.5, betas=(0.9, 0.98), eps=1e-8)
-    matrix, vector = weights()[:2]
+    matrix, vector = (weights()[name] for name in ("embedding", "bias"))
     old = [matrix.detach().clone(), vector.detach().clone()]
-    optimizer = build_optimizer([matrix, vector], config)
+    optimizer = build_optimizer({"embedding": matrix, "bias": vector}, config)
     for group in optimizer.param_groups:
         group["lr"] = 0.1
     for weight in (matrix, vector):
@@ -132,7 +134,7 @@ def test_an_added_optimizer_trains_a_step_and_is_planned():
 
 
 def test_an_unknown_optimizer_is_rejected_with_the_known_ones():
-    message = 'optimizer.name: "sgd" does not fit. It must be "adamw" or "adafactor" or "sign_sgd"'
+    message = 'optimizer.name: "sgd" does not fit. It must be "adamw" or "adafactor" or "muon" or "sign_sgd"'
     with pytest.raises(ConfigError, match=message):
         build_config({}, ["optimizer.name=sgd"])
 
@@ -141,7 +143,7 @@ def scheduled(**values: object) -> OptimizerConfig:
     return OptimizerConfig.model_validate({"learning_rate": 0.002, "warmup_steps": 10, **values})
 
 
-@pytest.mark.parametrize("schedule", ["constant", "cosine", "inverse_sqrt", "linear"])
+@pytest.mark.parametrize("schedule", ["constant", "cosine", "inverse_sqrt", "linear", "wsd"])
 def test_warmup_is_linear_from_zero_to_the_peak(schedule):
     settings = scheduled(schedule=schedule)
     for step in range(11):
@@ -158,6 +160,7 @@ def test_warmup_is_linear_from_zero_to_the_peak(schedule):
         ("inverse_sqrt", 0.25, lambda step: math.sqrt(10 / step)),
         ("linear", 0.1, lambda step: 0.1 + 0.9 * (100 - step) / 90),
         ("linear", 0.0, lambda step: (100 - step) / 90),
+        ("wsd", 0.25, lambda step: 1.0 if step < 80 else 1 - 0.75 * (step - 80) / 20),
     ],
 )
 def test_after_it_comes_the_formula(schedule, final, share):

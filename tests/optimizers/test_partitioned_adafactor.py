@@ -114,7 +114,7 @@ def test_state_is_a_row_and_a_column_of_each_matrix():
     """A hundredth of Adam's two moments for a matrix of 400 × 400."""
     config = OptimizerConfig(name="adafactor")
     weight = torch.randn(400, 400).requires_grad_()
-    optimizer = build_optimizer([weight], config, partitioned=True)
+    optimizer = build_optimizer({"weight": weight}, config, partitioned=True)
     assert isinstance(optimizer, PartitionedAdafactor)
     vector = copy.deepcopy(weight.detach().flatten()[:80_000]).requires_grad_()
     optimizer.attach({vector: [Piece("weight", (400, 400), 0, 80_000, 0)]}, lambda values: values)

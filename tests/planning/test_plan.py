@@ -21,8 +21,9 @@ from megasparse.ops.positions import cached_sinusoids
 from megasparse.ops.random import RngContext
 from megasparse.planning.dry_run import trial_engine
 from megasparse.planning.flops import hardware_flops_by_part
+from megasparse.planning.hardware import GPUS, hardware, parse_bytes
 from megasparse.planning.passes import PERIODS, ConfiguredPass, count_pass, dummy_records
-from megasparse.planning.plan import GPUS, RESERVE, Plan, hardware, parse_bytes
+from megasparse.planning.plan import RESERVE, Plan
 from megasparse.planning.states import BUCKET, MemoryPool, States, Zero, memory, require_fit
 from megasparse.training.engines import build_engine
 from megasparse.training.ranks import Ranks, start_ranks
@@ -59,6 +60,7 @@ ALLOCATED = {
         {"d_model": 64, "d_ff": 512, "feed_forward_tiles": 4, "loss_tiles": 4},
         {"optimizer": {"name": "adafactor"}, "training": {"global_batch": 2}},
     ),
+    "muon": (32, {"layers": 6, "d_model": 128, "d_ff": 256, "vocabulary": 300}, {"optimizer": {"name": "muon"}}),
     "tiles, adapters": (512, DECODER, {**BF16, "lora": {"targets": ["query", "value", "output"]}}),
 }  # fmt: skip
 
@@ -282,6 +284,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 CASES["bf16, ZeRO 2, optimizer on the CPU"] = ("bf16", {"stage": 2, "offload_optimizer": CPU})
 CASES["fp32, ZeRO 1, Adafactor"] = ("fp32", {"stage": 1})
+CASES["bf16, ZeRO 2, Muon"] = ("bf16", {"stage": 2})
 CASES["bf16, ZeRO 3, Adafactor"] = ("bf16", {"stage": 3})
 CASES["bf16, ZeRO 3, both on the CPU"] = ("bf16", {"stage": 3, "offload_optimizer": CPU, "offload_param": CPU})
 
@@ -294,7 +297,7 @@ def zero_config_of(case: str) -> Config:
         model,
         run={"device": "cpu", "engine": "deepspeed"},
         training={"global_batch": RANKS, "precision": precision},
-        optimizer={"name": "adafactor" if "Adafactor" in case else "adamw"},
+        optimizer={"name": next((name for name in ("adafactor", "muon") if name.title() in case), "adamw")},
         deepspeed={"zero_optimization": zero},
     )
 

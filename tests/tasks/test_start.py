@@ -20,8 +20,9 @@ from megasparse.hub.export import to_hf
 from megasparse.hub.replace import mechanisms, replace_attention, save_replaced
 from megasparse.ops.random import EVALUATION_STEP, RngContext
 from megasparse.tasks.batches import Inputs, Padded, collate
+from megasparse.tasks.body import Backbone, HuggingFaceBody, MegasparseBody
 from megasparse.tasks.run import answers, encode_all, predicted, restore_task
-from megasparse.tasks.start import Backbone, HuggingFaceBody, MegasparseBody, Start, rebuild
+from megasparse.tasks.start import Start, rebuild
 from megasparse.training.checkpoints.checkpoint import Checkpoint, Fragment, load_weights, persistent_buffers
 from megasparse.training.checkpoints.manifest import RunIdentity
 from megasparse.training.checkpoints.saving import Saver

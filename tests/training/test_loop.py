@@ -1,21 +1,18 @@
 """The loop: one line a step whatever happens, saves on time, skipped steps reported, and stops when it should."""
 
-import dataclasses
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megasparse.config.schema import Config
-from megasparse.data.batches import Step
 from megasparse.errors import StorageError, TrainingError
 from megasparse.optimizers import learning_rate
 from megasparse.training.checkpoints.manifest import list_checkpoints, read_manifest
 from megasparse.training.loop import Selection, train
 from megasparse.training.ranks import RunHooks, StopWanted
-from tests.helpers.tiny import TinyModel, metrics, read_metrics, tiny_config, tiny_run
+from tests.helpers.tiny import TinyModel, metrics, tiny_config, tiny_run
 
 
 def launch(config: Config, model: TinyModel | None = None, interrupted: int = 0, **options: Any) -> list[int]:
@@ -125,26 +122,6 @@ def test_an_evaluation_that_a_stop_interrupts_is_repeated_on_resume(tmp_path, st
     assert curves(stopped) == curves(straight)
     one, other = (read_manifest(tmp_path / name / "checkpoints" / "00000020") for name in ("straight", "stopped"))
     assert one["state"] == other["state"] and one["state"]["selection"]["step"] == 20
-
-
-def strange(batches: Iterator[Step], step: int) -> Any:
-    """The batches, but at `step` the text is noise, such as the model has never seen."""
-    for number, data in enumerate(batches, start=1):
-        if number == step:
-            noise = [dataclasses.replace(b, tokens=(97 * b.tokens**2) % 256) for b in data.micro_batches]
-            data = dataclasses.replace(data, micro_batches=noise)
-        yield data
-
-
-def test_a_loss_spike_is_reported_and_applied(tmp_path):
-    config = tiny_config(tmp_path, training={"steps": 160})
-    with tiny_run(config) as run:
-        run.batches = strange(run.batches, 150)
-        train(run)
-    assert [line["train/loss_spikes"] for line in metrics(config)] == [0] * 149 + [1] * 11
-    assert [line["train/skipped_steps"] for line in metrics(config)] == [0] * 160
-    (event,) = read_metrics(tmp_path, "events.jsonl")
-    assert event["step"] == 150 and event["message"].startswith("step 150: loss spike")
 
 
 def test_a_run_whose_last_checkpoint_fails_exits_with_an_error(tmp_path, monkeypatch):

@@ -46,7 +46,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
-from megasparse.attention import smart_bird
+from megasparse.attention import taught_sketch
 from megasparse.attention.contract import Attention, AttentionOutput
 from megasparse.attention.observation import Call, each_call
 from megasparse.config.files import parse_json
@@ -212,15 +212,15 @@ def attending(model: PreTrainedModel, oracle: Best | None, page: int = 1) -> Ite
         return output._replace(out=oracle.attend(Call(mechanism, *given)))
 
     handles = [mechanism.register_forward_hook(restrict) for mechanism in mechanisms(model) if oracle]
-    choice = smart_bird.chosen_keys
+    choice = taught_sketch.chosen_keys
     if page > 1:
         require_pages(vars(model.config)[ENTRY]["attention"], page)
-        config = next(part.config for part in mechanisms(model) if isinstance(part, smart_bird.SmartBirdAttention))
-        smart_bird.chosen_keys = partial(chosen_pages, config, page)
+        config = next(part.config for part in mechanisms(model) if isinstance(part, taught_sketch.TaughtSketch))
+        taught_sketch.chosen_keys = partial(chosen_pages, config, page)
     try:
         yield
     finally:
-        smart_bird.chosen_keys = choice
+        taught_sketch.chosen_keys = choice
         for handle in handles:
             handle.remove()
 

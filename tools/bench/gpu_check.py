@@ -46,8 +46,9 @@ from megasparse.errors import ConfigError, UserError, did_you_mean, report_user_
 from megasparse.ops.bucketed_attention import BucketedAttentionSpec, Window, bucketed_attention, gpu
 from megasparse.ops.kernels import Launch, observed
 from megasparse.planning.dry_run import trial_engine
+from megasparse.planning.hardware import GPUS
 from megasparse.planning.passes import META, ConfiguredPass, LiveBytes, as_on_a_gpu
-from megasparse.planning.plan import GPUS, RESERVE, Plan
+from megasparse.planning.plan import RESERVE, Plan
 from megasparse.training.ranks import start_ranks
 from tools.bench.attention import MECHANISMS, Case, Inputs, build, model_of, sdpa
 from tools.bench.jobs import RESULTS, Job, Report, compile_all, end_with_parent, gpu_facts, rows_of, run_jobs

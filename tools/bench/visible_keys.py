@@ -12,7 +12,7 @@ from megasparse.attention.full import FullAttention
 from megasparse.attention.local import LocalAttention
 from megasparse.attention.observation import Call
 from megasparse.attention.ranked import RankedAttention, bucket_numbers
-from megasparse.attention.smart_bird import SmartBirdAttention
+from megasparse.attention.taught_sketch import TaughtSketch
 from megasparse.errors import ConfigError
 from megasparse.ops.operator import at_least_fp32
 
@@ -52,7 +52,7 @@ def seen_pairs(call: Call, queries: Tensor) -> Tensor:
     if isinstance(mechanism, LocalAttention):
         near = queries[:, None] // mechanism.chunk - positions // mechanism.chunk <= 1
         return (causal & (near | (positions < mechanism.sinks)))[None]
-    if isinstance(mechanism, SmartBirdAttention):
+    if isinstance(mechanism, TaughtSketch):
         return _chosen(mechanism, call, queries, causal)
     if isinstance(mechanism, BandAttention):
         of_queries, of_keys = mechanism.band_codes(call.inputs, 0, call.context)
@@ -72,7 +72,7 @@ def seen_pairs(call: Call, queries: Tensor) -> Tensor:
     raise ConfigError("attention", f"visible keys of {name} cannot be counted", "Choose another kind")
 
 
-def _chosen(mechanism: SmartBirdAttention, call: Call, queries: Tensor, causal: Tensor) -> Tensor:
+def _chosen(mechanism: TaughtSketch, call: Call, queries: Tensor, causal: Tensor) -> Tensor:
     """Return the keys that the sketches choose, the window and the sinks."""
     config, positions = mechanism.config, torch.arange(causal.shape[1], device=causal.device)
     near = (queries[:, None] // config.chunk - positions // config.chunk <= 1) & config.local
@@ -91,7 +91,7 @@ def scored_pairs(call: Call, queries: Tensor) -> float:
     """
     mechanism = call.mechanism
     if not isinstance(mechanism, RankedAttention):
-        return float(isinstance(mechanism, SmartBirdAttention | FullAttention))
+        return float(isinstance(mechanism, TaughtSketch | FullAttention))
     q, k = mechanism.sketches(call.x, call.inputs, call.context)
     codes, scores = bucket_numbers(k[0]), mechanism.query_buckets(q, call.context)[0]
     probes = scores[:, queries].topk(mechanism.config.probes, dim=-1).indices

@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any, ClassVar
+from zipfile import ZipFile
 
 import numpy as np
 from numpy.lib import format as npy
@@ -15,7 +16,7 @@ from numpy.lib import format as npy
 from megasparse.data.corpora import images
 from megasparse.data.corpora.corpus import Corpus, CorpusSettings, CorpusSplits, option
 from megasparse.data.corpora.images import ARCHIVE, PixelEncoder, folders, members, part_content, planar_piece, reading
-from megasparse.data.corpora.source import PIECE, Part, Source, bounded_zip
+from megasparse.data.corpora.source import PIECE, Part, Source
 from megasparse.errors import ConfigError, DataError
 from megasparse.files import natural, open_file
 
@@ -223,7 +224,7 @@ def npz_batches(path: Path) -> list[str]:
 
     Raises DataError if there is neither.
     """
-    with reading(path), open_file(path) as file, bounded_zip(file, path) as archive:
+    with reading(path), open_file(path) as file, ZipFile(file) as archive:
         names = archive.namelist()
     if ARRAY in names:
         return [path.name]
@@ -243,9 +244,9 @@ def npz_rows(path: Path, batch: str, numbers: int) -> Iterator[bytes]:
     shown = f"{os.fspath(path)}: {batch}" if batch != path.name else os.fspath(path)
     with ExitStack() as stack:
         with reading(path):
-            archive = stack.enter_context(bounded_zip(stack.enter_context(open_file(path)), path))
+            archive = stack.enter_context(ZipFile(stack.enter_context(open_file(path))))
             if batch != path.name:
-                archive = stack.enter_context(bounded_zip(stack.enter_context(archive.open(batch)), shown))
+                archive = stack.enter_context(ZipFile(stack.enter_context(archive.open(batch))))
             stream = stack.enter_context(archive.open(ARRAY))
             is_first = npy.read_magic(stream) == (1, 0)
             shape, by_columns, kind = (npy.read_array_header_1_0 if is_first else npy.read_array_header_2_0)(stream)

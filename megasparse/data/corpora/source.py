@@ -26,12 +26,8 @@ from megasparse.errors import ConfigError, DataError, SourceError, did_you_mean,
 from megasparse.files import open_file
 
 PIECE = 1 << 20
-BOMB_BYTES, BOMB_RATIO, MEMORY_RATIO = 1 << 26, 200, 20
-"""Largest unpacked bytes, and ratio to the packed ones, of a file (text packs 3 to 20 times); the second ratio is for
-content that is decompressed in memory as a whole.
-"""
-MOST_MEMBERS, MOST_DIRECTORY = 1 << 16, 1 << 23
-"""Files of a zip archive, and bytes of its directory, which zipfile reads whole."""
+BOMB_BYTES, BOMB_RATIO = 1 << 26, 200
+"""Largest unpacked bytes, and ratio to the packed ones, of a file: text packs 3 to 20 times."""
 ZIP_HIDDEN = (".", "__MACOSX")
 Document = Iterable[bytes]
 Kind = Literal["stream", "files", "raw"]
@@ -272,23 +268,6 @@ def _is_archive(file: Path) -> bool:
     return False
 
 
-def bounded_zip(file: IO[bytes], name: str | Path) -> zipfile.ZipFile:
-    """Open a zip archive, which messages call `name`. Raises BadZipFile; DataError for too many files.
-
-    An archive of gigabytes may have more files than MOST_MEMBERS: image-net.org's train_64x64.zip has 1.3 million.
-    """
-    end = zipfile._EndRecData(file)  # type: ignore[attr-defined]
-    size = end[zipfile._ECD_LOCATION] if end else 0  # type: ignore[attr-defined]
-    most = max(MOST_DIRECTORY, size // 64)
-    if end and (directory := end[zipfile._ECD_SIZE]) > most:  # type: ignore[attr-defined]
-        raise zipfile.BadZipFile(f"its directory has {directory:,} bytes, at most {most:,} are read")
-    archive = zipfile.ZipFile(file)
-    if (count := len(archive.infolist())) > (most := max(MOST_MEMBERS, size // 4096)):
-        problem = f"this archive has {count:,} files, at most {most:,} are read"
-        raise DataError(name, problem, "Unpack it, and give the folder")
-    return archive
-
-
 def open_zip(file: Path) -> zipfile.ZipFile:
     """Return a zip archive, which stays open."""
     status = file.stat()
@@ -298,7 +277,7 @@ def open_zip(file: Path) -> zipfile.ZipFile:
 @lru_cache(maxsize=1)
 def _opened(file: Path, size: int, modified: int) -> zipfile.ZipFile:
     """Keep it open: reading the directory again for each member would take quadratic time."""
-    return bounded_zip(open_file(file), file)
+    return zipfile.ZipFile(open_file(file))
 
 
 def _examine(part: Part, see: Callable[[bytes], None]) -> Part:
@@ -348,10 +327,10 @@ def _require_text(part: Part, start: bytes) -> None:
             raise DataError(str(part), f"this is {kind}, not plain text", hint)
 
 
-def refuse_bomb(what: Part | Path | str, size: int, compressed: int, ratio: int = BOMB_RATIO) -> None:
+def refuse_bomb(what: Part | Path | str, size: int, compressed: int) -> None:
     """Raise DataError if a file of `compressed` bytes unfolds to too many bytes: `size` or more."""
-    if size > max(BOMB_BYTES, ratio * compressed):
-        problem = f"its {compressed:,} bytes unfold to {ratio} times as many and more, too many for a corpus"
+    if size > max(BOMB_BYTES, BOMB_RATIO * compressed):
+        problem = f"its {compressed:,} bytes unfold to {BOMB_RATIO} times as many and more, too many for a corpus"
         hint = "If you trust it, unpack it yourself; write the texts of Parquet and Arrow files to .jsonl files"
         raise DataError(str(what), problem, hint)
 

@@ -5,14 +5,12 @@ touched, because offsets in a forged file point anywhere.
 """
 
 import json
-import os
 import re
-import struct
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
-from typing import IO, Any
+from typing import Any
 
 from megasparse.data.corpora.corpus import (
     MEMBER,
@@ -29,7 +27,6 @@ from megasparse.data.corpora.corpus import (
 from megasparse.data.corpora.records import EMPTY, NOT_UTF8, RecordCorpus, Records, RecordSource, Unfit
 from megasparse.data.corpora.source import (
     DECOMPRESS,
-    MEMORY_RATIO,
     Part,
     arrow,
     find_parts,
@@ -39,17 +36,16 @@ from megasparse.data.corpora.source import (
     report_left_out,
 )
 from megasparse.errors import ConfigError, DataError, did_you_mean
-from megasparse.files import MOST_VALUES, has_many_values, natural, open_file, read_file
+from megasparse.files import natural, open_file, read_file
 
 LONGEST_TEXT = 1 << 24  # bytes: in memory it may take four times as many, and several copies
 NOT_JSON = Unfit("not JSON", damaged=True)
 NO_OBJECT = Unfit("no JSON object", damaged=True)
 TOO_LONG = Unfit(f"more than {LONGEST_TEXT:,} bytes", damaged=True)
-TOO_MANY = Unfit(f"more than {MOST_VALUES:,} JSON values", damaged=True)
 SURROGATE = Unfit("half a surrogate pair", damaged=True)
-BATCH_ROWS, BATCH_BYTES = 512, 1 << 26  # decoded at once
+BATCH_ROWS = 16  # decoded at once: each may be a copy of its page's largest text
 LARGEST_FOOTER = 1 << 26
-"""Bytes of any text, and numbers of any list, in a Parquet file's description; bytes of an Arrow batch's metadata."""
+"""Bytes of any text, and numbers of any list, in a Parquet file's description."""
 JSON_SUFFIXES = [f".{name}{packed}" for name in ("jsonl", "ndjson", "json") for packed in ("", *DECOMPRESS)]
 
 
@@ -151,8 +147,8 @@ def json_texts(part: Part, field: str) -> Records:
     """Yield the texts of all lines that are not blank."""
     no_field, no_text = Unfit(f'no "{field}"', damaged=True), Unfit(f'"{field}" is no text', damaged=True)
     for number, line in lines(read(part), LONGEST_TEXT):
-        if line is None or has_many_values(line):
-            yield number, TOO_LONG if line is None else TOO_MANY
+        if line is None:
+            yield number, TOO_LONG
         elif line.strip():
             try:
                 record = json.loads(line.decode())
@@ -207,128 +203,28 @@ def _parquet_values(path: Path, column: str) -> Iterator[bytes | None]:
     limits = {"thrift_string_size_limit": LARGEST_FOOTER, "thrift_container_size_limit": LARGEST_FOOTER}
     with (
         _reading(path),
-        open_file(path) as pages,
-        ParquetFile(path, page_checksum_verification=True, pre_buffer=False, **limits) as file,
+        open_file(path) as content,
+        ParquetFile(content, page_checksum_verification=True, pre_buffer=False, **limits) as file,
     ):
         _require_texts(path, file.schema_arrow, column)
         leaf = [file.schema.column(number).path for number in range(len(file.schema))].index(column)
-        largest = 1
         for number in range(file.num_row_groups):
             chunk = file.metadata.row_group(number).column(leaf)
-            # 0 without such a page: a chunk without rows contains at most a dictionary
-            start = min(filter(None, (chunk.data_page_offset, chunk.dictionary_page_offset)), default=0)
-            total, part = 0, f'{path}: column "{column}" of row group {number}'
-            for size in page_sizes(pages, start, start + chunk.total_compressed_size):
-                largest, total = max(largest, size), total + size
-                refuse_bomb(part, size, chunk.total_compressed_size, MEMORY_RATIO)
-                refuse_bomb(part, total, chunk.total_compressed_size)
-        # Each row may be a copy of its page's largest text (a dictionary's entry, a repeated prefix)
-        rows = max(1, min(BATCH_ROWS, BATCH_BYTES // largest))
-        for batch in file.iter_batches(rows, columns=[column], use_threads=False):
+            name = f'{path}: column "{column}" of row group {number}'
+            refuse_bomb(name, chunk.total_uncompressed_size, chunk.total_compressed_size)
+        for batch in file.iter_batches(BATCH_ROWS, columns=[column], use_threads=False):
             yield from _values(batch.column(0))
 
 
 def _arrow_values(path: Path, column: str) -> Iterator[bytes | None]:
     """Yield the values of a column of texts in an Arrow file, of the stream or the file format, None for null."""
     pyarrow = arrow()
-    with _reading(path), open_file(path) as messages, pyarrow.OSFile(str(path)) as file:
-        start = 8 if messages.read(6) == b"ARROW1" else 0  # the file format is a stream between two frames
-        for size in batch_sizes(messages, start):
-            refuse_bomb(path, size, file.size(), MEMORY_RATIO)
-        file.seek(start)
+    with _reading(path), open_file(path) as file:
+        file.seek(8 if file.read(6) == b"ARROW1" else 0)  # the file format is a stream between two frames
         table = pyarrow.ipc.open_stream(file)
         _require_texts(path, table.schema, column)
         for batch in table:
             yield from _values(batch.column(table.schema.get_field_index(column)))
-
-
-# Unpacked sizes, read from the pages and batches that the decompressor reads: a footer may state others
-
-
-def page_sizes(file: IO[bytes], start: int, stop: int) -> Iterator[int]:
-    """Yield the unpacked bytes of each page between two offsets of a Parquet file."""
-    while start < stop:
-        file.seek(start)
-        header = _thrift(file)
-        if min(header[2], header[3]) < 0:
-            raise ValueError(f"the page at byte {start} states {header[2]:,} bytes, {header[3]:,} packed")
-        yield header[2]
-        start = file.tell() + header[3]
-
-
-def _thrift(file: IO[bytes], depth: int = 0) -> dict[int, int]:
-    """Return the integers of a structure in Thrift's compact protocol, by number of the field."""
-    values, number = dict[int, int](), 0
-    while head := file.read(1)[0]:
-        kind, step = head & 15, head >> 4
-        number = number + step if step else _zigzag(_varint(file))
-        if kind in (4, 5, 6):
-            values[number] = _zigzag(_varint(file))
-        elif kind == 8:
-            file.seek(_varint(file), os.SEEK_CUR)
-        elif kind == 12 and depth < 4:
-            _thrift(file, depth + 1)
-        elif kind not in (1, 2):
-            raise ValueError(f"byte {file.tell():,} is not in the header of a page")
-    return values
-
-
-def _varint(file: IO[bytes]) -> int:
-    value = 0
-    for shift in range(0, 70, 7):
-        byte = file.read(1)[0]
-        value |= (byte & 127) << shift
-        if byte < 128:
-            return value
-    raise ValueError(f"the number before byte {file.tell():,} has more than 64 bits")
-
-
-def _zigzag(value: int) -> int:
-    return value >> 1 ^ -(value & 1)
-
-
-def batch_sizes(file: IO[bytes], position: int) -> Iterator[int]:
-    """Yield the unpacked bytes of each compressed batch of an Arrow stream that starts at a position."""
-    while True:
-        file.seek(position)
-        mark, length = struct.unpack("<II", file.read(8).ljust(8, b"\0"))
-        position += 8
-        if mark != 0xFFFFFFFF:  # of versions before 0.15
-            length, position = mark, position - 4
-        if not length:
-            return
-        if length > LARGEST_FOOTER:
-            raise ValueError(f"the message before byte {position:,} states {length:,} bytes of metadata")
-        file.seek(position)
-        content = file.read(length)
-        position += length
-        message = _offset(content, 0)
-        kind = content[_field(content, message, 1)]
-        batch = _offset(content, _field(content, message, 2))
-        if kind == 2:  # a dictionary's entries are a batch
-            batch = _offset(content, _field(content, batch, 1))
-        if kind in (2, 3) and _field(content, batch, 3):
-            buffers, size = _offset(content, _field(content, batch, 2)), 0
-            for number in range(struct.unpack_from("<I", content, buffers)[0]):
-                start, packed = struct.unpack_from("<qq", content, buffers + 4 + 16 * number)
-                file.seek(position + start)
-                size += max(packed, struct.unpack("<q", file.read(8))[0]) if packed else 0
-            yield size
-        size = _field(content, message, 3)
-        position += max(0, struct.unpack_from("<q", content, size)[0]) if size else 0
-
-
-def _offset(content: bytes, position: int) -> int:
-    """Return the position that the one at `position` of a flatbuffer refers to."""
-    return position + int(struct.unpack_from("<I", content, position)[0])
-
-
-def _field(content: bytes, table: int, number: int) -> int:
-    """Return the position of a field of a flatbuffer's table, 0 if absent."""
-    fields = table - struct.unpack_from("<i", content, table)[0]
-    (size,) = struct.unpack_from("<H", content, fields)
-    offset = struct.unpack_from("<H", content, fields + 4 + 2 * number)[0] if 4 + 2 * number < size else 0
-    return table + int(offset) if offset else 0
 
 
 def _require_texts(path: Path, schema: Any, column: str) -> None:
@@ -374,7 +270,7 @@ def _reading(path: Path) -> Iterator[None]:
     """Convert exceptions of pyarrow for a damaged file to DataError."""
     try:
         yield
-    except (arrow().ArrowException, OSError, MemoryError, ValueError, LookupError, struct.error) as error:
+    except (arrow().ArrowException, OSError, MemoryError, ValueError, LookupError) as error:
         raise DataError(path, f"cannot be read: {reason(error)}", "Check that it is complete; get it again") from None
 
 

@@ -114,21 +114,22 @@ class _BucketedAttention(Function):
         for rows in row_groups(layout, q, k, v, spec, ctx.shared_codes, dropout):
             row_out, row_lse2 = out.flatten(0, 1)[rows.index], lse2.flatten(0, 1)[rows.index]
             _attend(rows, rows.layout.blocks(rows), row_out, row_lse2)
-        blind = lse2 < 0.5 * LOWEST
-        lse = (lse2 / _LOG2_E).masked_fill_(blind, -torch.inf)
-        lonely = None
+        no_visible_key = lse2 < 0.5 * LOWEST
+        lse = (lse2 / _LOG2_E).masked_fill_(no_visible_key, -torch.inf)
+        self_only = None
         # Queries with no visible key attend to themselves.
         if spec.self_at_last and (spec.exclude_self or key_codes is not None):
-            lonely = (blind if key_mask is None else blind & key_mask[:, None]).nonzero(as_tuple=True)
-            out[lonely] = _own_value(v[lonely].to(dtype), lonely, dropout, v.shape[2])
-            lse[lonely] = (q[lonely].to(dtype) * k[lonely]).sum(-1) * spec.scale
+            alone = no_visible_key if key_mask is None else no_visible_key & key_mask[:, None]
+            self_only = alone.nonzero(as_tuple=True)
+            out[self_only] = _own_value(v[self_only].to(dtype), self_only, dropout, v.shape[2])
+            lse[self_only] = (q[self_only].to(dtype) * k[self_only]).sum(-1) * spec.scale
         if key_mask is not None:
             out.masked_fill_(~key_mask[:, None, :, None], 0.0)
             lse.masked_fill_(~key_mask[:, None], -torch.inf)
-            blind |= ~key_mask[:, None]
-        lse2.masked_fill_(blind, torch.inf)  # exp2(score − ∞) = 0: no gradient from tiles
+            no_visible_key |= ~key_mask[:, None]
+        lse2.masked_fill_(no_visible_key, torch.inf)  # exp2(score − ∞) = 0: no gradient from tiles
         out = out.to(q.dtype)
-        ctx.spec, ctx.lonely, ctx.dropout, ctx.layout = spec, lonely, dropout, type(layout)
+        ctx.spec, ctx.self_only, ctx.dropout, ctx.layout = spec, self_only, dropout, type(layout)
         ctx.save_for_backward(q, k, v, key_mask, out, lse, lse2, *layout)
         return out, lse
 
@@ -162,12 +163,12 @@ class _BucketedAttention(Function):
                 block.add_to_keys(row_dk, score_grad, block_q)
             row_dq.mul_(spec.scale)
             row_dk.div_(_LOG2_E)
-        if ctx.lonely is not None:  # for these tokens out = v and lse = scale·q·k
-            lonely = ctx.lonely
-            slope = grad_lse[lonely].unsqueeze(-1) * spec.scale
-            dq[lonely] += slope * k[lonely]
-            dk[lonely] += slope * q[lonely]
-            dv[lonely] += _own_value(grad_out[lonely], lonely, ctx.dropout, v.shape[2])
+        if ctx.self_only is not None:  # for these tokens out = v and lse = scale·q·k
+            self_only = ctx.self_only
+            slope = grad_lse[self_only].unsqueeze(-1) * spec.scale
+            dq[self_only] += slope * k[self_only]
+            dk[self_only] += slope * q[self_only]
+            dv[self_only] += _own_value(grad_out[self_only], self_only, ctx.dropout, v.shape[2])
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None, None, None, None
 
 
@@ -256,9 +257,9 @@ def _power(x: Tensor) -> Tensor:
     return x.mul_(_LN_2).exp_()
 
 
-def _own_value(x: Tensor, lonely: tuple[Tensor, ...], dropout: PairDropout | None, keys: int) -> Tensor:
-    """Apply dropout to the values (n, D) of the tokens `lonely`, which attend to themselves with probability 1."""
+def _own_value(x: Tensor, self_only: tuple[Tensor, ...], dropout: PairDropout | None, keys: int) -> Tensor:
+    """Apply dropout to the values (n, D) of the tokens `self_only`, which attend to themselves with probability 1."""
     if dropout is None:
         return x
-    factors = dropout.factors(dropout.queries[lonely], dropout.keys(keys)[lonely[2]], x.dtype)
+    factors = dropout.factors(dropout.queries[self_only], dropout.keys(keys)[self_only[2]], x.dtype)
     return x * factors.unsqueeze(-1)

@@ -62,7 +62,7 @@ class BucketedAttentionSpec:
             of shorter sequences are bit-identical; None means the length of the input.
         self_at_last: A query without a visible key attends to itself, even if exclude_self or key codes hide it;
             otherwise its output is 0 and its log-sum-exp −∞, for a merge with other keys.
-        share: (g, G): only queries in the g-th of G parts of every round's sorted order attend (on a CPU with key
+        pair_shard: (g, G): only queries in the g-th of G parts of every round's sorted order attend (on a CPU with key
             codes, of the positions); others get 0 and −∞. Merging all parts gives the full result.
     """
 
@@ -74,18 +74,18 @@ class BucketedAttentionSpec:
     buckets: int | None = None
     longest: int | None = None
     self_at_last: bool = True
-    share: tuple[int, int] | None = None
+    pair_shard: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
-        assert self.share is None or not self.self_at_last, (
-            "queries without a visible key are known only after merging all shares"
+        assert self.pair_shard is None or not self.self_at_last, (
+            "queries without a visible key are known only after merging all shards"
         )
 
     def places(self, length: int) -> range:
         """Return the sorted indices of the queries that attend."""
-        number, shares = self.share or (0, 1)
-        size = -(-length // (PLACES * shares)) * PLACES
-        return range(min(number * size, length), min((number + 1) * size, length))
+        shard, shards = self.pair_shard or (0, 1)
+        size = -(-length // (PLACES * shards)) * PLACES
+        return range(min(shard * size, length), min((shard + 1) * size, length))
 
 
 class RankedTiles(NamedTuple):
@@ -178,8 +178,8 @@ def _visible_by_key_rank(codes: Tensor, key_codes: Tensor, chunk: int, causal: b
     return near
 
 
-def _in_share(codes: Tensor, spec: BucketedAttentionSpec, key_mask: Tensor | None, segments: Tensor | None) -> Tensor:
-    """Return (B, H, R, L) bool, True for queries in the share of the round's order by (document, bucket, position),
+def _in_shard(codes: Tensor, spec: BucketedAttentionSpec, key_mask: Tensor | None, segments: Tensor | None) -> Tensor:
+    """Return (B, H, R, L) bool, True for queries in the shard of the round's order by (document, bucket, position),
     padding last.
     """
     order = codes.argsort(dim=-1, stable=True)
@@ -215,21 +215,21 @@ def reference_attention(
         shown = shown & ~torch.eye(length, dtype=torch.bool, device=q.device)
     counts = shown.sum(2)  # (B, H, L, L)
     score = (q * spec.scale) @ k.transpose(-1, -2)
-    if spec.share is None:
+    if spec.pair_shard is None:
         weight = (counts > 0).to(q.dtype).log() if spec.count_rounds else counts.to(q.dtype).log()
-    else:  # a share's weight of a pair is (its rounds that select the pair)/N
-        in_share = (shown & _in_share(codes, spec, key_mask, segments)[..., None]).sum(2)
-        weight = (in_share.to(q.dtype) / counts.clamp_min(1) if spec.count_rounds else in_share.to(q.dtype)).log()
-        counts = in_share
+    else:  # a shard's weight of a pair is (its rounds that select the pair)/N
+        in_shard = (shown & _in_shard(codes, spec, key_mask, segments)[..., None]).sum(2)
+        weight = (in_shard.to(q.dtype) / counts.clamp_min(1) if spec.count_rounds else in_shard.to(q.dtype)).log()
+        counts = in_shard
     logits = score + weight
     real = torch.ones_like(q[:, :1, :, 0], dtype=torch.bool) if key_mask is None else key_mask[:, None]
     if spec.self_at_last and (spec.exclude_self or key_codes is not None):
-        lonely = (counts.sum(-1) == 0) & real
-        itself = torch.eye(length, dtype=torch.bool, device=q.device) & lonely[..., None]
+        self_only = (counts.sum(-1) == 0) & real
+        itself = torch.eye(length, dtype=torch.bool, device=q.device) & self_only[..., None]
         logits = torch.where(itself, score, logits)
-    blind = (logits == -torch.inf).all(-1)  # padding: avoid NaN gradients of a softmax over −∞
-    probability = torch.softmax(logits.masked_fill(blind[..., None], 0.0), dim=-1)
-    lse = torch.logsumexp(logits.masked_fill(blind[..., None], 0.0), dim=-1)
+    no_visible_key = (logits == -torch.inf).all(-1)  # padding: avoid NaN gradients of a softmax over −∞
+    probability = torch.softmax(logits.masked_fill(no_visible_key[..., None], 0.0), dim=-1)
+    lse = torch.logsumexp(logits.masked_fill(no_visible_key[..., None], 0.0), dim=-1)
     if dropout is not None:
         probability = probability * dropout.dense(length, q.dtype)
-    return (probability @ v).masked_fill(blind[..., None], 0.0), lse.masked_fill(blind, -torch.inf)
+    return (probability @ v).masked_fill(no_visible_key[..., None], 0.0), lse.masked_fill(no_visible_key, -torch.inf)

@@ -208,7 +208,7 @@ def bucketed_attention(
         else:
             assert codes is not None
             intervals = separate_intervals(codes, key_codes, spec, key_mask, segments)
-        if spec.share is not None:
+        if spec.pair_shard is not None:
             intervals = intervals.of_queries(spec.places(q.shape[2]))
         separate = key_codes is not None
         slots: tuple[Tensor | None, Tensor | None] = (None, None)

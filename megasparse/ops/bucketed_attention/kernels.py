@@ -344,13 +344,13 @@ def forward(
     end = tl.where(nonzero, top + tl.log2(total), -float("inf"))
     natural = end * LN2
     if SELF and ROUND == ROUNDS - 1:
-        lonely = inside & real & (end == -float("inf"))
-        own_q = gather(row_of(q, row, heads, q_batch, q_head), query, q_stride, lonely, HEAD_DIM, BLOCK_D)
-        own_k = gather(k_row, query, k_stride, lonely, HEAD_DIM, BLOCK_D)
+        self_only = inside & real & (end == -float("inf"))
+        own_q = gather(row_of(q, row, heads, q_batch, q_head), query, q_stride, self_only, HEAD_DIM, BLOCK_D)
+        own_k = gather(k_row, query, k_stride, self_only, HEAD_DIM, BLOCK_D)
         score = tl.sum(own_q.to(tl.float32) * own_k.to(tl.float32), 1) * scale
-        natural = tl.where(lonely, score, natural)
-        own_v = gather(v_row, query, v_stride, lonely, HEAD_DIM, BLOCK_D)
-        result = tl.where(lonely[:, None], own_v.to(tl.float32), result)
+        natural = tl.where(self_only, score, natural)
+        own_v = gather(v_row, query, v_stride, self_only, HEAD_DIM, BLOCK_D)
+        result = tl.where(self_only[:, None], own_v.to(tl.float32), result)
         end = tl.where(real, end, float("inf"))
     tl.store(lse2 + statistic, end, mask=inside)
     if ROUND == ROUNDS - 1:
@@ -457,9 +457,9 @@ def query_gradient(
             result += gather(partial, query, dq_stride, inside, HEAD_DIM, BLOCK_D)
     if SELF and ROUND == ROUNDS - 1:
         statistic = row.to(tl.int64) * length + query
-        lonely = tl.load(lse2 + statistic, mask=inside, other=0.0) == -float("inf")
-        slope = tl.load(grad_lse + statistic, mask=lonely, other=0.0) * scale
-        own_k = gather(k_row, query, k_stride, lonely, HEAD_DIM, BLOCK_D)
+        self_only = tl.load(lse2 + statistic, mask=inside, other=0.0) == -float("inf")
+        slope = tl.load(grad_lse + statistic, mask=self_only, other=0.0) * scale
+        own_k = gather(k_row, query, k_stride, self_only, HEAD_DIM, BLOCK_D)
         result += slope[:, None] * own_k.to(tl.float32)
     dq_row = row_of(dq, row, heads, dq_batch, dq_head)
     keep(result, partial, dq_row, query, dq_stride, inside, ROUND == ROUNDS - 1, HEAD_DIM, BLOCK_D)
@@ -536,11 +536,11 @@ def key_gradient(
             to_k += gather(partial_k, key, dk_stride, inside, HEAD_DIM, BLOCK_D)
             to_v += gather(partial_v, key, dk_stride, inside, HEAD_DIM, BLOCK_D)
     if SELF and ROUND == ROUNDS - 1:
-        lonely = tl.load(token_level + statistics + key, mask=inside, other=0.0) == -float("inf")
-        slope = tl.load(grad_lse + statistics + key, mask=lonely, other=0.0) * scale
-        own_q = gather(q_row, key, q_stride, lonely, HEAD_DIM, BLOCK_D)
+        self_only = tl.load(token_level + statistics + key, mask=inside, other=0.0) == -float("inf")
+        slope = tl.load(grad_lse + statistics + key, mask=self_only, other=0.0) * scale
+        own_q = gather(q_row, key, q_stride, self_only, HEAD_DIM, BLOCK_D)
         to_k += slope[:, None] * own_q.to(tl.float32)
-        to_v += gather(grad_row, key, grad_stride, lonely, HEAD_DIM, BLOCK_D).to(tl.float32)
+        to_v += gather(grad_row, key, grad_stride, self_only, HEAD_DIM, BLOCK_D).to(tl.float32)
     dk_row, dv_row = row_of(dk, row, heads, dk_batch, dk_head), row_of(dv, row, heads, dk_batch, dk_head)
     keep(to_k, partial_k, dk_row, key, dk_stride, inside, ROUND == ROUNDS - 1, HEAD_DIM, BLOCK_D)
     keep(to_v, partial_v, dv_row, key, dk_stride, inside, ROUND == ROUNDS - 1, HEAD_DIM, BLOCK_D)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from megasparse.attention.contract import Targets
 from megasparse.attention.cross import EncoderOutput
-from megasparse.attention.heads import Norm, Padding, projection
+from megasparse.attention.heads import Padding, projection
 from megasparse.config.attention import predicts
 from megasparse.config.finetuning import FinetuneConfig
 from megasparse.config.schema import ModelConfig, encoder_part
@@ -25,10 +25,11 @@ from megasparse.model.branch import mean_stream
 from megasparse.model.decoder import SourceEncoder
 from megasparse.model.embedding import Positions
 from megasparse.model.stack import Stack
+from megasparse.ops.normalize import Norm
 from megasparse.ops.random import RngContext
 from megasparse.tasks.batches import EncodedExample, Movable
+from megasparse.tasks.body import Backbone, attention_settings
 from megasparse.tasks.form import DEVIATION, Form, draw_normal
-from megasparse.tasks.start import Backbone, attention_settings
 from megasparse.tasks.task import Example
 
 
@@ -76,7 +77,7 @@ class VectorStacks(Stack):
         assert config.source is not None
         source, shared = encoder_part(config), embedding.linear if config.source.shared_embedding else None
         self.encoder = SourceEncoder(source, VectorEmbedding(source, width, shared))
-        self.norm = Norm(config)
+        self.norm = Norm(config.norm, config.d_model, config.norm_eps)
 
 
 class ForecastBody(Backbone):

@@ -23,8 +23,8 @@ from megasparse.config.schema import ModelConfig, PositionsConfig
 from megasparse.errors import ConfigError
 from megasparse.ops.random import RngContext, derive, random_bits
 from megasparse.tasks.batches import EncodedExample, Movable, Padded, Segments, collate, first, side_by_side
+from megasparse.tasks.body import Backbone
 from megasparse.tasks.form import Form, draw_normal, dropped
-from megasparse.tasks.start import Backbone
 from megasparse.tasks.task import Example
 
 HISTORY_LAYER = -2  # layer number for random draws of the attention over clicked news; not a layer of the body

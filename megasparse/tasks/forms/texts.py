@@ -26,8 +26,8 @@ from megasparse.model.decoder import EncoderDecoder
 from megasparse.model.stack import mean_cost
 from megasparse.ops.random import RngContext
 from megasparse.tasks.batches import EncodedExample, ExampleBatches, ExampleCounts, Movable, Padded, side_by_side
+from megasparse.tasks.body import Backbone, attention_settings
 from megasparse.tasks.form import Form, require_vocabulary
-from megasparse.tasks.start import Backbone, attention_settings
 from megasparse.tasks.task import Example, Task
 
 LENGTH_PENALTY = 0.6  # exponent of ((5 + length)/6), the divisor of a hypothesis' log-probability (Wu et al. 2016)

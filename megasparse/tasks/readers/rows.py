@@ -6,9 +6,9 @@ ending in .gz, and .zip archives of a single file, are decompressed while they a
 
 import csv
 import gzip
-import json
 import math
 import re
+import zipfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,9 +19,9 @@ from typing import Any
 
 import numpy as np
 
-from megasparse.data.corpora.source import UNREADABLE, bounded_zip
+from megasparse.data.corpora.source import UNREADABLE
 from megasparse.errors import DataError, did_you_mean
-from megasparse.files import MOST_VALUES, has_many_values, open_file, read_file
+from megasparse.files import open_file, read_file, strict_json
 from megasparse.tasks.task import HUB, SourceLocation, is_remote
 
 LONGEST_LINE, LONGEST_FIELD, LARGEST = 1 << 24, 1 << 22, 1 << 31
@@ -76,7 +76,7 @@ def _opened(file: Path) -> Iterator[Any]:
         with open_file(file) as plain, gzip.open(plain) if file.suffix == ".gz" else plain as stream:
             yield stream
         return
-    with open_file(file) as packed, bounded_zip(packed, file) as archive:
+    with open_file(file) as packed, zipfile.ZipFile(packed) as archive:
         members = [member for member in archive.infolist() if not member.is_dir()]
         if len(members) != 1:
             raise DataError(file, f"contains {len(members)} files instead of one", "Unpack it and use one of them")
@@ -158,23 +158,13 @@ def _repeated(names: Sequence[str]) -> list[str]:
 def json_lines(file: Path) -> Rows:
     """Read JSON objects, one per line, without empty lines. Repeated keys, NaN and infinity are malformed."""
 
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        if repeated := _repeated([key for key, _ in pairs]):
-            raise ValueError(f'the key "{repeated[0]}" occurs twice')
-        return dict(pairs)
-
-    def refuse(constant: str) -> None:
-        raise ValueError(f"{constant} is not a JSON number")
-
     for location, line in lines(file):
         if isinstance(line, str) and not line.strip():
             continue
         if isinstance(line, str):
             try:
-                if len(line) > MOST_VALUES and has_many_values(line.encode()):
-                    raise ValueError(f"more than {MOST_VALUES:,} values")
-                line = json.loads(line, object_pairs_hook=unique, parse_constant=refuse)
-            except (ValueError, RecursionError) as error:
+                line = strict_json(line)
+            except ValueError as error:
                 line = DataError(str(location), f"not JSON ({error})", "Write one object per line: {...}")
         if not isinstance(line, dict | DataError):
             hint = 'Write one object per line: {"text": "...", "label": "..."}'

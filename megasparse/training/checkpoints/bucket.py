@@ -26,9 +26,8 @@ from urllib.parse import urlsplit
 from megasparse.config.schema import RunSettings
 from megasparse.data.urls import POLL_SECONDS, STORES, Requests, check_url, store, store_answer
 from megasparse.errors import CheckpointError, StorageError
-from megasparse.files import Progress, read_file, silent, sync_folder, write_file
+from megasparse.files import LARGEST, Progress, read_file, silent, sync_folder, write_file
 from megasparse.training.checkpoints.manifest import (
-    LARGEST_MANIFEST,
     MANIFEST,
     TEMPORARY,
     list_checkpoints,
@@ -113,7 +112,7 @@ class Bucket:
 
     def _read(self, file: str) -> bytes | None:
         """Return the content of a small file, None if there is none."""
-        return self._ask("reading", file, lambda url: bytes(self._system.cat_file(url, end=LARGEST_MANIFEST)), None)
+        return self._ask("reading", file, lambda url: bytes(self._system.cat_file(url, end=LARGEST)), None)
 
     def _write(self, file: str, content: bytes) -> None:
         def write(url: str) -> None:

@@ -12,14 +12,17 @@ import os
 import platform
 import re
 import stat
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import FailFast, Field, TypeAdapter, ValidationError
+from typing_extensions import NotRequired, TypedDict
 
 from megasparse.errors import CheckpointError
-from megasparse.files import open_file, read_file
+from megasparse.files import read_file
 
 if TYPE_CHECKING:
     from megasparse.config.schema import RunSettings
@@ -28,59 +31,58 @@ FORMAT = 1
 MANIFEST = "manifest.json"
 NO_DATA = "none"
 """Data fingerprint of weights that were not trained by megasparse: training may continue on any data."""
-LARGEST_MANIFEST = 1 << 28
-"""Largest manifest in bytes: at some 200 per piece, room for a million pieces of tensors."""
-LEAST_ROOM, ROOM_PER_HEADER = 1 << 20, 8
-"""Bytes of a manifest without its pieces, and bytes per byte of the headers of its files. Headers list every piece too,
-in a third of the space.
-"""
 RESTORE = "Restore it from a copy, or resume from an older checkpoint with --resume PATH"
+Count = Annotated[int, Field(ge=0, lt=1 << 63)]
 
 
-def _is_count(value: Any) -> bool:
-    return type(value) is int and 0 <= value < 1 << 63
+class _Piece(TypedDict):
+    file: str
+    key: str
+    start: Count
+    numel: Count
 
 
-def _is_number(value: Any) -> bool:
-    return type(value) is float or (type(value) is int and abs(value) < 1 << 63)
+class _Tensor(TypedDict):
+    shape: Annotated[list[Count], FailFast()]
+    pieces: Annotated[list[_Piece], FailFast()]
 
 
-_SELECTION = {
-    "metric": str, "step": (_is_count, None), "value": (_is_number, None), "scalars": {"*": _is_number},
-    "without_better": _is_count,
-}  # fmt: skip
-_GUARD = {"losses?": [_is_number], "skipped_in_a_row?": _is_count, "spikes?": _is_count}
-_PIECE = {"file": str, "key": str, "start": _is_count, "numel": _is_count}
-_FORM = {
-    **dict.fromkeys(("step", "sequences", "optimizer_steps"), _is_count),
-    "state?": {"loss_guard?": _GUARD, "selection?": (_SELECTION, None), "evaluation_pending?": bool},
-    "config": {"*": object},
-    "data_fingerprint": str,
-    "tokenizer": {"*": str},
-    "files": {"*": {"bytes": _is_count, "sha256": str}},
-    "tensors": {"*": {"*": {"shape": [_is_count], "pieces": [_PIECE]}}},
-}
-"""Fields that the code uses; the configuration is validated when it is used. `*` is any key, `?` an optional one."""
+class _File(TypedDict):
+    bytes: Count
+    sha256: str
 
 
-def _mismatch(value: Any, form: Any, path: str = "") -> str | None:
-    """Return the path of the first value that does not match a form: a type, a test, or a collection of forms."""
-    items: Iterable[tuple[Any, Any, Any]] = ()
-    if isinstance(form, tuple):
-        form = form[0]
-        if value is None:
-            return None
-    if isinstance(form, list) and isinstance(value, list):
-        items = ((number, item, form[0]) for number, item in enumerate(value))
-    elif isinstance(form, dict) and isinstance(value, dict):
-        if "*" in form:
-            items = ((key, item, form["*"]) for key, item in value.items())
-        else:
-            fields = {key.rstrip("?"): part for key, part in form.items() if not key.endswith("?") or key[:-1] in value}
-            items = ((key, value.get(key), part) for key, part in fields.items())
-    elif not (isinstance(value, form) if isinstance(form, type) else callable(form) and form(value)):
-        return path
-    return next((bad for key, item, part in items if (bad := _mismatch(item, part, f"{path}.{key}".lstrip(".")))), None)
+class _Selection(TypedDict):
+    metric: str
+    step: Count | None
+    value: float | None
+    scalars: dict[str, float]
+    without_better: Count
+
+
+class _State(TypedDict, total=False):
+    loss: float | None
+    skipped_in_a_row: Count
+    selection: _Selection | None
+    evaluation_pending: bool
+
+
+class _Manifest(TypedDict):
+    step: Count
+    sequences: Count
+    optimizer_steps: Count
+    state: NotRequired[_State]
+    config: dict[str, Any]
+    data_fingerprint: str
+    tokenizer: dict[str, str]
+    files: dict[Annotated[str, Field(pattern=r"^rank-[0-9]{5,}\.safetensors$")], _File]
+    tensors: dict[str, dict[str, _Tensor]]
+
+
+_FIELDS = TypeAdapter(_Manifest)
+"""Fields that the code uses, without those of earlier versions. The configuration is validated when it is used.
+Dictionaries take less memory than objects: there may be a million pieces.
+"""
 
 
 def seal(manifest: dict[str, Any]) -> str:
@@ -105,34 +107,32 @@ def read_manifest(path: Path) -> dict[str, Any]:
     if not path.is_dir():
         problem = "not a folder" if path.exists() else "no such checkpoint"
         raise CheckpointError(path, problem, "Use a checkpoint's folder, such as checkpoints/00001000")
-    if (size := size_of(file)) > (most := _most_bytes(path)):
-        problem = f"{size} bytes; the manifest of these files has at most {most}"
-        raise CheckpointError(file, problem, RESTORE)
+    size_of(file)
     try:
         return parse_manifest(read_file(file), file)
     except OSError as error:
-        raise CheckpointError(file, f"cannot be read ({type(error).__name__})", RESTORE) from None
+        raise CheckpointError(file, f"cannot be read ({error.strerror})", RESTORE) from None
 
 
 def parse_manifest(content: bytes, file: Path | str) -> dict[str, Any]:
     """Parse the content of a manifest. file: its name in messages. Raises CheckpointError as `read_manifest` does."""
-    try:  # seal writes one value per line; many more on a line would take memory out of proportion to the file
-        is_whole = content.endswith(b"}\n")
-        is_ours = is_whole and content.count(b"{") + content.count(b"[") <= content.count(b"\n") + 1000
-        text = content.decode() if is_ours else ""
-        del content  # free memory before the digest takes as much again
-        manifest: Any = json.loads(text) if text else None
-        del text
-        intact = isinstance(manifest, dict) and manifest.get("sha256") == _digest(manifest, sort=False)
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(file, f"cannot be read ({type(error).__name__})", RESTORE) from None
-    if not intact:
+    manifest: Any = None
+    with suppress(ValueError, RecursionError):
+        manifest = json.loads(content) if content.endswith(b"\n") else None
+    del content  # free memory before the digest takes as much again
+    if not isinstance(manifest, dict) or manifest.get("sha256") != _digest(manifest, sort=False):
         raise CheckpointError(file, "changed since it was written (sha256 differs)", RESTORE)
     if manifest.get("format") != FORMAT:
         problem = f"format {manifest.get('format')}, this version of megasparse reads {FORMAT}"
         raise CheckpointError(file, problem, "Use the version of megasparse that wrote it")
-    if (strange := _strange(manifest)) is not None:
-        raise CheckpointError(file, f"invalid manifest: {strange}", "Do not trust it")
+    try:
+        _FIELDS.validate_python(manifest, strict=True)
+        problem = _wrong_pieces(manifest)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        problem = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+    if problem:
+        raise CheckpointError(file, f"invalid manifest: {problem}", "Do not trust it")
     return manifest
 
 
@@ -149,21 +149,6 @@ def size_of(file: Path) -> int:
     return status.st_size
 
 
-def _most_bytes(path: Path) -> int:
-    """Return the largest valid size of the manifest, given the headers of the checkpoint's files."""
-    headers = 0
-    for file in path.glob("rank-*.safetensors"):
-        if not (size := size_of(file)):
-            continue
-        try:
-            with open_file(file) as stream:
-                header_size = int.from_bytes(stream.read(8), "little")
-                headers += min(size, header_size, os.lseek(stream.fileno(), 0, os.SEEK_HOLE))  # holes contain no header
-        except OSError as error:
-            raise CheckpointError(file, f"cannot be read ({error.strerror})", RESTORE) from None
-    return min(LARGEST_MANIFEST, LEAST_ROOM + ROOM_PER_HEADER * headers)
-
-
 def gap(tensor: dict[str, Any]) -> str | None:
     """Describe the first gap or overlap between the pieces of a tensor; None if they cover it exactly."""
     end = 0
@@ -174,12 +159,8 @@ def gap(tensor: dict[str, Any]) -> str | None:
     return None if end == math.prod(tensor["shape"]) else f"{end} numbers for the shape {tensor['shape']}"
 
 
-def _strange(manifest: dict[str, Any]) -> str | None:
-    if (path := _mismatch(manifest, _FORM)) is not None:
-        return f"{path}: a value of another type"
-    for name in manifest["files"]:
-        if not re.fullmatch(r"rank-[0-9]{5,}\.safetensors", name):
-            return f"names a file {name!r}"
+def _wrong_pieces(manifest: dict[str, Any]) -> str | None:
+    """Describe the first tensor whose pieces do not cover it or are in no file; None if there is none."""
     for kind, tensors in manifest["tensors"].items():
         for name, tensor in tensors.items():
             if (problem := gap(tensor)) is not None:

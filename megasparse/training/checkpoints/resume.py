@@ -13,7 +13,8 @@ from typing import Any
 
 from megasparse.config.schema import Config, RunSettings
 from megasparse.errors import CheckpointError, ConfigError
-from megasparse.files import Progress, json_object, open_file, read_file
+from megasparse.files import Progress, json_object, open_file
+from megasparse.optimizers import decay_start
 from megasparse.training.checkpoints.bucket import fetch_newest
 from megasparse.training.checkpoints.checkpoint import Checkpoint
 from megasparse.training.checkpoints.manifest import (
@@ -83,7 +84,7 @@ def find_start(
         raise CheckpointError(newest, "a new run here would overwrite this one", hint)
     path = newest if resume in ("auto", "never") else Path(resume)
     if path is None:
-        ranks.on_first_rank(lambda: check_records(directory.parent, None, resume))
+        ranks.on_first_rank(lambda: check_records(run, None, resume))
         return None
     if newest is not None and path.resolve().parent != directory.resolve():
         problem = f"this run contains its own checkpoints, such as {newest}, so it cannot resume from {path}"
@@ -91,7 +92,7 @@ def find_start(
     checkpoint = _open(path, ranks, hooks, None if path != newest else directory)
     _check_data(checkpoint, run)
     _check_config(checkpoint, run.config, allow_changed_config, ranks)
-    ranks.on_first_rank(lambda: check_records(directory.parent, checkpoint, resume))
+    ranks.on_first_rank(lambda: check_records(run, checkpoint, resume))
     ranks.on_first_rank(lambda: _set_aside_later(directory, checkpoint))
     return checkpoint
 
@@ -162,7 +163,12 @@ def _check_config(checkpoint: Checkpoint, config: RunSettings, allow_changed: bo
     if conflicts:
         ranks.say(f"resuming with a changed configuration, as requested: {listed}")
     schedule = now["optimizer.schedule"]
-    moved = [key for key in changed if key in derived or (key == "training.steps" and schedule in ("linear", "cosine"))]
+    # wsd depends on the number of steps only once it decays.
+    stable = "training.steps" in changed and all(
+        checkpoint.step <= decay_start(values["training.steps"], config.optimizer) for values in (then, now)
+    )
+    fixed = ("constant", "inverse_sqrt") + ("wsd",) * stable
+    moved = [key for key in changed if key in derived or (key == "training.steps" and schedule not in fixed)]
     if moved and checkpoint.step:
         line = f"the {schedule} schedule changes with it, so the learning rate differs from this step on"
         ranks.say(f"{_listed(then, now, moved)}; {line}")
@@ -191,70 +197,33 @@ def _set_aside_later(directory: Path, checkpoint: Checkpoint) -> None:
             print(f"{path} is later than the checkpoint to resume from: renamed to {aside}", file=sys.stderr)
 
 
-LONGEST_LINE = 1 << 24
-"""Longest line that is read, bytes."""
-
-
-def check_records(directory: Path, start: Checkpoint | None, resume: str) -> None:
-    """Check that `directory`/metrics.jsonl and the checkpoint to resume from belong to the same run.
-
-    Steps after the checkpoint are repeated, and their lines removed. More repeated steps than an interruption can cost,
-    and missing lines before the checkpoint, are reported. resume: see `find_start`.
+def check_records(run: RunIdentity, start: Checkpoint | None, resume: str) -> None:
+    """Check that metrics.jsonl and the checkpoint to resume from belong to the same run. resume: see `find_start`.
 
     Raises CheckpointError if the two record different losses for the checkpoint's step, or if there is no checkpoint
-    although the log shows that one was saved.
+    although metrics.jsonl contains twice the steps between two.
     """
-    path = directory / "metrics.jsonl"
+    path, settings = run.checkpoints.parent / "metrics.jsonl", run.config.checkpoint
     last, line = read_line(path, start.step if start else 0)
-    saved = _saved_for_certain(directory, last) if resume == "auto" else 0
-    contradiction = f"{path} ends at step {last}, but the checkpoint of step {saved} is missing"
     if start is None:
-        if saved:
-            hint = "Restore it, or start again: --resume never, or another run.directory"
-            raise CheckpointError(directory / "checkpoints", f"{contradiction}, as are all others", hint)
+        if resume == "auto" and settings.on_failure == "stop" and 0 < 2 * settings.every < last:
+            problem = f"{path} ends at step {last}, but all checkpoints are missing"
+            hint = "Restore them, or start again: --resume never, or another run.directory"
+            raise CheckpointError(run.checkpoints, problem, hint)
         return
-    if saved > start.step:
-        print(f"{contradiction}: resuming from step {start.step}", file=sys.stderr)
-    if last < start.step and path.exists():
-        missing = f"steps {last + 1} to {start.step} are not in it"
-        print(f"{path} ends at step {last}, before the checkpoint: {missing}", file=sys.stderr)
-    loss, recorded = _last_loss(start), line.get("train/loss")
+    loss, recorded = start.state.get("loss"), line.get("train/loss")
     if loss is not None and recorded is not None and loss != recorded:
         problem = f"the loss of step {start.step} is {loss}, but {recorded} in {path}: they belong to different runs"
         raise CheckpointError(start.path, problem, f"Move {path.name} away, or choose another run.directory")
 
 
-def _last_loss(checkpoint: Checkpoint) -> float | None:
-    """Return the loss of the checkpoint's step; None if that step was skipped, because its loss is then not stored."""
-    guard = checkpoint.state.get("loss_guard", {})
-    losses = guard.get("losses")
-    return losses[-1] if losses and not guard.get("skipped_in_a_row") else None
-
-
 def read_line(path: Path, step: int) -> tuple[int, dict[str, Any]]:
     """Return the last step with a complete line (0 if there is none), and the line of `step` ({} if there is none)."""
-    last, match = b"", b""
+    last = match = b""
     with suppress(FileNotFoundError), open_file(path) as file:
-        while line := file.readline(LONGEST_LINE):
-            if line.endswith(b"\n"):
-                last = line
-                if line.startswith(b'{"step": %d,' % step):
-                    match = line
-    last_step = json_object(last).get("step") if last else 0
-    if type(last_step) is not int or not 0 <= last_step < 1 << 63:
-        problem = f"its last line contains no step: {last.strip()[:40].decode(errors='replace')}"
-        raise CheckpointError(path, problem, "Remove that line, or move the file away")
-    return last_step, json_object(match)
-
-
-def _saved_for_certain(directory: Path, last: int) -> int:
-    """Return the newest step that the previous run, which reached step `last`, must have saved; 0 if unknown."""
-    try:
-        settings = json.loads(read_file(directory / "config.json"))["checkpoint"]
-        every, waits = int(settings["every"]), bool(settings["asynchronous"])
-        if settings["on_failure"] != "stop":
-            return 0
-    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
-        return 0
-    newest = (last - 1) // every * every if every > 0 else 0  # a step is logged before it is saved
-    return max(0, newest - every * waits)  # an asynchronous save completes before the next one starts
+        while (line := file.readline(1 << 24)).endswith(b"\n"):
+            last = line
+            if line.startswith(b'{"step": %d,' % step):
+                match = line
+    last_step = json_object(last).get("step")
+    return last_step if isinstance(last_step, int) else 0, json_object(match)

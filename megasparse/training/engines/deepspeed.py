@@ -17,6 +17,7 @@ from megasparse.config.schema import RunSettings
 from megasparse.data.batches import check_shares
 from megasparse.files import open_regular
 from megasparse.optimizers import build_optimizer, state_tensors
+from megasparse.optimizers.muon import Muon
 from megasparse.optimizers.partitioned_adafactor import FACTORS, PartitionedAdafactor, Piece
 from megasparse.training.checkpoints.checkpoint import Fragment
 from megasparse.training.engines.contract import Engine, MakeRng, Weights, move_buffers, put, whole_fragments
@@ -43,18 +44,21 @@ class DeepSpeedEngine(Engine):
                 weights.fill(ranks.device)
             else:
                 self._partition(weights, settings)
-            trained, shapes = self._trained.values(), self._shapes.values()
-            self.optimizer = build_optimizer(trained, config.optimizer, self._stage > 0, shapes)
+            self.optimizer = build_optimizer(self._trained, config.optimizer, self._stage > 0, self._shapes)
             groups = enumerate(self.optimizer.param_groups)
             self._group_of = {self._names[id(p)]: number for number, group in groups for p in group["params"]}
             self._engine = deepspeed.initialize(model=model, optimizer=self.optimizer, config=settings)[0]
             self._forward = self._engine
         self.optimizer.state.clear()  # ZeRO 0 in bf16 ran a step with zero gradients, which would count as an update
         if isinstance(self.optimizer, PartitionedAdafactor):
-            contents: dict[Tensor, list[Piece]] = {}
-            for flat, piece in self._pieces():
-                contents.setdefault(flat, []).append(piece)
-            self.optimizer.attach(contents, lambda values: ranks.sum(values.to(ranks.device)).to(values.device))
+            total = lambda values: ranks.sum(values.to(ranks.device)).to(values.device)  # noqa: E731
+            self.optimizer.attach(self._contents(), total)
+        elif isinstance(self.optimizer, Muon) and self._stage > 0:
+            contents = self._contents()
+            pieces = {piece.name: piece for vector in contents.values() for piece in vector}
+            places = ranks.gather([(piece.start, piece.numel) for piece in pieces.values()])
+            spans = dict(zip(pieces, zip(*places, strict=True), strict=True))
+            self.optimizer.attach(contents, spans, ranks.rank, ranks.exchange)
 
     def _partition(self, weights: Weights, settings: dict[str, Any]) -> None:
         """Partition the model for ZeRO 3, weight by weight. `deepspeed.initialize` would need the whole model on every
@@ -153,6 +157,13 @@ class DeepSpeedEngine(Engine):
                     offset = zero.grad_position[zero.get_param_id(p)][1]
                     piece = Piece(name, self._shapes[name], start, numel, offset)
                 yield zero.fp32_partitioned_groups_flat[number], piece
+
+    def _contents(self) -> dict[Tensor, list[Piece]]:
+        """Map flat vectors to their pieces, under ZeRO 1 to 3."""
+        contents: dict[Tensor, list[Piece]] = {}
+        for flat, piece in self._pieces():
+            contents.setdefault(flat, []).append(piece)
+        return contents
 
     def _replicated_state(self) -> Iterator[Fragment]:
         if isinstance(self.optimizer, PartitionedAdafactor):

@@ -27,7 +27,7 @@ class TorchEngine(Engine):
             self._masters = {name: p.detach().clone() for name, p in self._masters.items()}
             for p in model.parameters():
                 p.data = p.data.bfloat16()
-        self.optimizer = build_optimizer(self._masters.values(), config.optimizer)
+        self.optimizer = build_optimizer(self._masters, config.optimizer)
 
     def _backward(self, objective: Tensor, micro_batches: int, last: bool, poison_gradient: bool) -> None:
         (objective / micro_batches).backward()

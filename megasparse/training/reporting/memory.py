@@ -14,12 +14,11 @@ from torch import Tensor
 from megasparse.errors import MemoryShortage
 from megasparse.files import write_file
 from megasparse.training.ranks import Ranks
+from megasparse.training.reporting import PEAK_TFLOPS
 
 if TYPE_CHECKING:
     from megasparse.training.engines.contract import Engine
 
-PEAK_TFLOPS = {"A100": 312.0, "H100": 989.0, "H200": 989.0}
-"""Dense bf16 peak per device, by a word in its name."""
 KINDS = ("weights", "gradients", "optimizer")
 HINT = (
     "Use a smaller training.micro_batch, shorter sequences, a higher zero_optimization stage or more ranks; "

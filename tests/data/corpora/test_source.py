@@ -62,13 +62,6 @@ def test_members_of_an_archive(tmp_path):
     refusal(lambda: open_source(tmp_path / "plain", member="x"), ConfigError, r"--member: .*plain is not a zip archive")
 
 
-@pytest.mark.parametrize(("name", "most", "problem"), [("MEMBERS", 2, "3 files, at most 2"), ("DIRECTORY", 50, "")])
-def test_an_archive_of_too_many_files_is_rejected(tmp_path, monkeypatch, name, most, problem):
-    path = write_zip(tmp_path / "x.zip", {f"{number}.txt": b"text" for number in range(3)})
-    monkeypatch.setattr(source_module, f"MOST_{name}", most)
-    refusal(lambda: source_of(path), match=rf"x\.zip: .*{problem}.* are read")
-
-
 def test_a_folder_in_the_order_of_paths_without_hidden_files(tmp_path, capsys):
     content = {"b.txt": b"2", "a/z.txt": b"1", "c.txt.gz": gzip.compress(b"3"), ".hidden": b"x", ".git/y": b"x"}
     write_files(tmp_path, {**content, "more": b"4"})

@@ -231,7 +231,7 @@ def test_arrow_files_of_both_formats(tmp_path, kind, form, packed):
 def test_arrow_metadata_of_gigabytes_are_not_read(tmp_path):
     (tmp_path / "a.arrow").write_bytes(struct.pack("<II", 0xFFFFFFFF, 3 << 30))
     os.truncate(tmp_path / "a.arrow", 4 << 30)
-    refusal(lambda: next(_arrow_values(tmp_path / "a.arrow", "text")), match=r"a\.arrow: .* 3,221,225,472 bytes of")
+    refusal(lambda: next(_arrow_values(tmp_path / "a.arrow", "text")), match=r"a\.arrow: .* negative metadata length")
 
 
 @pytest.mark.parametrize(

@@ -16,9 +16,9 @@ from megasparse.data.tokenizers import build_tokenizer
 from megasparse.errors import ConfigError
 from megasparse.ops.random import RngContext
 from megasparse.tasks.batches import EncodedExample, Padded, Segments
+from megasparse.tasks.body import Backbone, HuggingFaceBody
 from megasparse.tasks.catalog import build_task
 from megasparse.tasks.form import ChoiceForm, ChoiceModel
-from megasparse.tasks.start import Backbone, HuggingFaceBody
 from megasparse.tasks.task import Example, SourceLocation
 from megasparse.training.checkpoints.checkpoint import Checkpoint
 from tests.helpers.commands import refusal

@@ -19,8 +19,8 @@ from megasparse.errors import ConfigError, DataError
 from megasparse.hub.replace import mechanisms, replace_attention
 from megasparse.ops.random import EVALUATION_STEP, RngContext
 from megasparse.tasks.batches import EncodedExample, Padded, Segments, collate
+from megasparse.tasks.body import Backbone, HuggingFaceBody
 from megasparse.tasks.form import Head, LabelForm, TaskModel, dropped
-from megasparse.tasks.start import Backbone, HuggingFaceBody
 from megasparse.tasks.task import Example, SourceLocation, Task
 from tests.helpers.finetuning import bert, bert_tokenizer, our_body, write_tokenizer
 from tests.helpers.tokenizers import byte_level, written

@@ -118,11 +118,6 @@ def test_two_columns_of_one_name_are_rejected(made, reader, mark):
     assert rejection(reader, made).startswith(f'{made}:1: the column name "99999" occurs twice')
 
 
-def test_a_line_of_a_million_objects_is_not_parsed(made):
-    made.write_text('{"a": [' + "{}," * (1 << 20) + "0]}\n")
-    assert rejection(json_lines, made).startswith(f"{made}:1: not JSON (more than 1,048,576 values)")
-
-
 def test_quoted_fields_equal_the_standard_library_with_their_first_line(made):
     rows = [["text", "label"], ["a, b", "1"], ["two\nlines\r\nand a third\n", 'said "no"'], ["", " x "]]
     rows += [["\u2028 \\ \\n 'quoted' \t", "2"], ["last", "3"]]
@@ -164,8 +159,8 @@ def test_malformed_csv_is_rejected_at_the_first_line_of_its_row_with_a_hint(made
         ('{"a": 1} {"a": 2}', "not JSON ("),
         ("[1]", "not a JSON object"),
         ('"a"', "not a JSON object"),
-        ('{"a": NaN}', "not JSON (NaN is not a JSON number)"),
-        ('{"a": 1, "b": 2, "a": 3}', 'not JSON (the key "a" occurs twice)'),
+        ('{"a": NaN}', "not JSON (NaN is not JSON)"),
+        ('{"a": 1, "b": 2, "a": 3}', 'not JSON (the key "a" is given twice)'),
         ("[" * 100_000, "not JSON"),
         ('{"a": ' + "9" * 5000 + "}", "not JSON"),
     ],

@@ -128,13 +128,16 @@ def norm(manifest: dict, name: str = "weight") -> dict:
     ("edit", "message"),
     [
         (lambda m: m.update(format=2), "format 2, this version of megasparse reads 1"),
-        (lambda m: m["files"].update({"../outside": {"bytes": 0, "sha256": ""}}), "names a file '../outside'"),
+        (
+            lambda m: m["files"].update({"../outside": {"bytes": 0, "sha256": ""}}),
+            "files.*outside.*should match",
+        ),
         (lambda m: m["config"]["model"].update(wings=2), "model.wings"),
         (lambda m: norm(m)["pieces"].clear(), r"weight of norm.weight: 0 numbers for the shape \[13\]"),
-        (lambda m: norm(m)["pieces"][0].update(start=-5), r"norm.weight.pieces.0.start: a value of another type"),
+        (lambda m: norm(m)["pieces"][0].update(start=-5), r"norm.weight.pieces.0.start: Input should be greater"),
         (lambda m: norm(m).update(pieces=norm(m, "bias")["pieces"]), r"twice"),
         (lambda m: norm(m)["pieces"][0].update(file="/etc/passwd"), r"a piece in a file '/etc/passwd'"),
-        (lambda m: m.pop("tensors"), r"tensors: a value of another type"),
+        (lambda m: m.pop("tensors"), r"tensors: Field required"),
     ],
 )
 def test_a_manifest_of_another_making_is_rejected(copy, edit, message):

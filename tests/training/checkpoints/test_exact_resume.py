@@ -143,6 +143,7 @@ def test_killed_in_the_middle_of_an_accumulation(data, tmp_path, straight):
     [
         {"training": {"precision": "bf16"}},
         {"optimizer": {"name": "adafactor", "schedule": "inverse_sqrt"}},
+        {"optimizer": {"name": "muon"}},
         {"optimizer": {"weight_decay": 0.1}, "training": {"gradient_clipping": 0.1}},
         {"model": {"blocks": "ordinary", "activations": "checkpoint", "positions": {"kind": "rotary"}}},
     ],

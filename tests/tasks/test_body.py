@@ -12,9 +12,9 @@ from megasparse.hub.replace import replace_attention
 from megasparse.model.build import initialise
 from megasparse.ops.random import RngContext
 from megasparse.tasks.batches import Inputs, Padded
+from megasparse.tasks.body import HuggingFaceBody, MegasparseBody, add_adapters
 from megasparse.tasks.form import TaskModel
 from megasparse.tasks.run import answers, predict_examples, restore_task
-from megasparse.tasks.start import HuggingFaceBody, MegasparseBody, add_adapters
 from megasparse.training.checkpoints.checkpoint import Checkpoint
 from megasparse.training.checkpoints.manifest import find_checkpoint
 from tests.helpers import finetuning

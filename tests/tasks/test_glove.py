@@ -8,7 +8,7 @@ from megasparse.config.finetuning import FinetuneConfig
 from megasparse.data.tokenizers import build_tokenizer, words_of
 from megasparse.errors import ConfigError, DataError
 from megasparse.model.build import build_model
-from megasparse.model.embedding import initialise_from_glove, pca, read_glove
+from megasparse.tasks.glove import initialise_from_glove, pca, read_glove
 from megasparse.tasks.start import open_start
 from tests.helpers.commands import refusal
 from tests.helpers.finetuning import bert_tokenizer, form_for

@@ -1,26 +1,14 @@
-"""Performer attention (Choromanski et al. 2020, FAVOR+) and Linformer attention (Wang et al. 2020).
-
-B batch, H heads, L length, D head dim, F features, P projected length.
-"""
+"""Performer attention (Choromanski et al. 2020, FAVOR+). B batch, H heads, L length, D head dim, F features."""
 
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from megasparse.attention.contract import (
-    Attention,
-    AttentionContext,
-    AttentionInputs,
-    AttentionOutput,
-    Cache,
-    MechanismSpec,
-    Passes,
-    product,
-)
+from megasparse.attention.cache import Cache
+from megasparse.attention.contract import Attention, AttentionContext, AttentionInputs, AttentionOutput, MechanismSpec
 from megasparse.attention.documents import attend_each
-from megasparse.attention.full import attend_to_all
+from megasparse.attention.flops import Flops, product
 from megasparse.attention.sequence_part import WHOLE, SequencePart
 from megasparse.config.attention import MechanismSection, mechanism
 from megasparse.config.section import Positive
@@ -81,7 +69,7 @@ class PerformerAttention(Attention):
         rule: dict[str, Any] = {"scale": self.scale, "chunk": self.config.chunk, "key_mask": inputs.key_mask}
         return causal_linear_attention(*inputs[:3], projection, state=state, **rule)
 
-    def flops(self, length: int) -> Passes:
+    def flops(self, length: int) -> Flops:
         """Features of q and of k, 6·D each per feature, and 12·D per feature instead of per key; causal: pairs inside a
         chunk, whose scores are products of features.
         """
@@ -102,53 +90,3 @@ class PerformerAttention(Attention):
             cache.projection = self.projection(inputs.q, context)
         out, cache.state = self._causal(inputs, cache.projection, cache.state)
         return out
-
-
-class SequenceProjection(nn.Module):
-    """Learned matrix (P, max_length) over positions; a shorter sequence uses its first columns."""
-
-    def __init__(self, projected: int, max_length: int):
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(projected, max_length))
-
-    def forward(self, length: int, dtype: torch.dtype) -> Tensor:
-        """Return (P, length) in this dtype, as a copy: under ZeRO 3 the weight is gathered only during this call."""
-        return self.weight[:, :length].to(dtype, copy=True)
-
-
-class LinformerAttentionConfig(MechanismSection):
-    projected: Positive = 256
-    """Length P to which the keys and values of all positions are projected."""
-
-    bidirectional_only = "it projects the whole sequence"
-
-
-@mechanism("linformer", LinformerAttentionConfig)
-class LinformerAttention(Attention):
-    """Linformer, softmax(q(E k)ᵀ/√D) F v, with keys and values projected over the sequence to length P by matrices E
-    and F that all heads share.
-
-    Padding is projected as zeros. Packed documents are projected separately, with positions relative to their first
-    real token. Every projected key mixes all tokens, so a causal form does not exist.
-    """
-
-    def __init__(self, config: LinformerAttentionConfig, spec: MechanismSpec):
-        super().__init__(config, spec)
-        self.keys = SequenceProjection(config.projected, spec.max_length)
-        self.values = SequenceProjection(config.projected, spec.max_length)
-
-    def forward(self, x: Tensor, inputs: AttentionInputs, context: AttentionContext) -> AttentionOutput:
-        inputs = inputs.of_one_dtype()
-        keys, values = (side(inputs.k.shape[2], inputs.k.dtype) for side in (self.keys, self.values))
-
-        def attend(inputs: AttentionInputs) -> Tensor:
-            k, v, length = inputs.k, inputs.v, inputs.k.shape[2]
-            if inputs.key_mask is not None:
-                k, v = (x.masked_fill(~inputs.key_mask[:, None, :, None], 0.0) for x in (k, v))
-            return attend_to_all(inputs.q, keys[:, :length] @ k, values[:, :length] @ v, None, inputs.dropout)
-
-        return AttentionOutput(attend_each(inputs, attend), None, {})
-
-    def flops(self, length: int) -> Passes:
-        """P projected keys, and the projections of keys and of values, 6·D each per projected key."""
-        return product(self.spec.heads * 8.0 * self.spec.head_dim * self.keys.weight.shape[0])

@@ -7,8 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megasparse.attention.contract import Attention, AttentionContext, AttentionInputs, AttentionOutput, Passes
+from megasparse.attention.contract import Attention, AttentionContext, AttentionInputs, AttentionOutput
 from megasparse.attention.documents import ClusterIndices, Document, clusters_by_document
+from megasparse.attention.flops import Flops
 from megasparse.config.attention import MechanismSection, mechanism
 from megasparse.config.section import Positive
 from megasparse.ops.cluster_attention import ClusterAttentionSpec, cluster_attention
@@ -54,15 +55,15 @@ class SMYRFAttention(Attention):
     def forward(self, x: Tensor, inputs: AttentionInputs, context: AttentionContext) -> AttentionOutput:
         queries, keys = context.recompute.keep(lambda: self.assign(inputs, context))
         spec = ClusterAttentionSpec(causal=False, scale=inputs.q.shape[-1] ** -0.5, count_clusters=False)
-        share = context.part.share
-        if share is not None:
-            queries, keys = (x[:, :, share[0] :: share[1]] for x in (queries, keys))
+        shard = context.part.pair_shard
+        if shard is not None:
+            queries, keys = (x[:, :, shard[0] :: shard[1]] for x in (queries, keys))
         out, lse = cluster_attention(inputs.q, inputs.k, inputs.v, queries, keys, spec, dropout=inputs.dropout)
-        return AttentionOutput(out, None, {}, None if share is None else lse)
+        return AttentionOutput(out, None, {}, None if shard is None else lse)
 
-    def flops(self, length: int) -> Passes:
+    def flops(self, length: int) -> Flops:
         """Per round, one cluster and the projection of q and k, widened by two numbers, to one dimension."""
-        codes = Passes(self.spec.heads * 2 * 2.0 * (self.spec.head_dim + 2))
+        codes = Flops(self.spec.heads * 2 * 2.0 * (self.spec.head_dim + 2))
         return (self.spec.workload(length).pairs(self.config.chunk) + codes) * self.config.rounds
 
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from megasparse.attention.baselines.bigbird import random_blocks
 from megasparse.attention.contract import MechanismSpec
-from megasparse.attention.fixed_patterns import random_blocks
 from megasparse.config.attention import MECHANISMS, AttentionConfig
 from megasparse.ops.random import derive
 from tests.helpers.comparing import assert_same_with_gradients, softmax_over

@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 import torch
 
+from megasparse.attention.baselines.smyrf import asymmetric, equal_clusters
 from megasparse.attention.contract import AttentionContext, AttentionInputs
-from megasparse.attention.smyrf import asymmetric, equal_clusters
 from megasparse.ops.random import RngContext, normal
 from tests.helpers.comparing import assert_same_with_gradients
 from tests.helpers.models import Single, padded_and_packed

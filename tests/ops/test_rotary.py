@@ -7,8 +7,7 @@ import torch
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from megasparse.attention.heads import Rotary
-from megasparse.config.schema import PositionsConfig
+from megasparse.ops.positions import Rotary
 
 BASE, DIM = 5000.0, 16
 THEIRS = {
@@ -29,7 +28,7 @@ THEIRS = {
 def test_scaled_frequencies_equal_transformers(name):
     kind, (mine, yours) = name.split(",")[0], THEIRS[name]
     scaling = {"kind": kind, "factor": 4.0, **mine}
-    rotary = Rotary(PositionsConfig(kind="rotary", base=BASE, scaling=scaling), DIM)
+    rotary = Rotary(DIM, BASE, **scaling)
     parameters = {"rope_type": kind, "rope_theta": BASE, "factor": 4.0, **yours}
     config = LlamaConfig(hidden_size=2 * DIM, num_attention_heads=2, rope_parameters=parameters)
     frequencies, scale = ROPE_INIT_FUNCTIONS[kind](config, "cpu")
@@ -38,17 +37,14 @@ def test_scaled_frequencies_equal_transformers(name):
 
 
 def test_ntk_keeps_the_fastest_pair_and_slows_the_slowest_by_the_factor():
-    plain, scaled = (
-        Rotary(PositionsConfig(kind="rotary", base=BASE, scaling=scaling), DIM).frequencies()
-        for scaling in (None, {"kind": "ntk", "factor": 4.0})
-    )
+    plain, scaled = (Rotary(DIM, BASE, **scaling).frequencies() for scaling in ({}, {"kind": "ntk", "factor": 4.0}))
     assert scaled[0] == plain[0] == 1.0
     torch.testing.assert_close(scaled[-1], plain[-1] / 4)
 
 
 def test_a_rotation_turns_each_pair_and_scales_it():
     scaling = {"kind": "yarn", "factor": 4.0, "original_length": 64}
-    rotary = Rotary(PositionsConfig(kind="rotary", base=BASE, scaling=scaling), 4)
+    rotary = Rotary(4, BASE, **scaling)
     x = torch.tensor([1.0, 0.0, 0.0, 2.0]).view(1, 1, 1, 4)
     (a, b), scale = rotary.frequencies().tolist(), 0.1 * math.log(4) + 1
     expected = [math.cos(7 * a), -2 * math.sin(7 * b), math.sin(7 * a), 2 * math.cos(7 * b)]

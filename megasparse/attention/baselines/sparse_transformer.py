@@ -1,0 +1,73 @@
+"""Sparse Transformer attention (Child et al. 2019): a local window and a stride.
+
+B batch, H heads, L length, D head dim, S stride.
+"""
+
+import torch
+from torch import Tensor
+
+from megasparse.attention.baselines.fixed_patterns import FixedPatternAttention, attention_of_clusters
+from megasparse.attention.contract import AttentionContext, AttentionInputs, AttentionOutput, MechanismSpec
+from megasparse.attention.flops import Flops
+from megasparse.config.attention import MechanismSection, mechanism
+from megasparse.config.section import Positive
+from megasparse.ops.bucketed_attention import BucketedAttentionSpec, Window
+
+
+class SparseTransformerAttentionConfig(MechanismSection):
+    stride: Positive | None = None
+    """A token attends to the last `stride` positions and to every stride-th one; null means √max_length."""
+
+
+@mechanism("sparse_transformer", SparseTransformerAttentionConfig)
+class SparseTransformerAttention(FixedPatternAttention):
+    """One softmax over the last S positions, i − S < j <= i, and every S-th one, (i − j) mod S = 0.
+
+    In an encoder |i − j| < S, and every S-th one on both sides. The paper's two patterns are merged in each head (its
+    merged form). Time grows as L·(S + L/S).
+    """
+
+    computed_by_document = True
+
+    def __init__(self, config: SparseTransformerAttentionConfig, spec: MechanismSpec):
+        super().__init__(config, spec)
+        self.stride = config.stride or round(spec.max_length**0.5)
+
+    def forward(self, x: Tensor, inputs: AttentionInputs, context: AttentionContext) -> AttentionOutput:
+        if inputs.key_mask is not None and inputs.segments is None:
+            # Separate padding: the window uses ranks and the stride positions, equal only without padding.
+            inputs = inputs._replace(segments=torch.zeros_like(inputs.key_mask, dtype=torch.int64))
+        return super().forward(x, inputs, context)
+
+    def attend(self, inputs: AttentionInputs, context: AttentionContext) -> Tensor:
+        near, near_lse = self._near(inputs)
+        length, stride = inputs.q.shape[2], min(self.stride, inputs.q.shape[2])
+        rows = -(-length // stride)
+        token = torch.arange(rows * stride, device=inputs.q.device)
+        token = token.masked_fill(token >= length, -1).view(rows, stride).T[None, None]  # (1, 1, S, L/S)
+        far, far_lse = attention_of_clusters(inputs, token, token)
+        lse = torch.logaddexp(near_lse, far_lse)
+        out = near * torch.exp(near_lse - lse).unsqueeze(-1) + far * torch.exp(far_lse - lse).unsqueeze(-1)
+        return out.to(inputs.q.dtype)
+
+    def _near(self, inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
+        """Attend to the other tokens nearer than S; the token itself is in the strided pattern."""
+        spec = BucketedAttentionSpec(Window("band", self.stride), inputs.causal, inputs.q.shape[-1] ** -0.5)
+        out, lse = inputs.in_buckets(None, spec)
+        no_visible_key = torch.arange(lse.shape[-1], device=lse.device) == 0
+        if self.stride == 1 or lse.shape[-1] == 1:
+            no_visible_key = torch.ones_like(no_visible_key)
+        elif not inputs.causal:
+            no_visible_key = torch.zeros_like(no_visible_key)
+        return out, lse.masked_fill(
+            no_visible_key, -torch.inf
+        )  # without other keys, the operator returns the token's own value
+
+    def flops(self, length: int) -> Flops:
+        """The last S positions (bidirectional: S on either side) and every S-th one."""
+        work = self.spec.workload(length)
+        return work.pairs(self.stride * (1 if work.causal else 2) + work.visible / self.stride)
+
+    def visible(self, position: int, context: AttentionContext, device: torch.device) -> Tensor:
+        near = torch.arange(max(0, position - self.stride + 1), position + 1, device=device)
+        return torch.cat([torch.arange(position % self.stride, position, self.stride, device=device), near])[None]
