@@ -12,7 +12,7 @@ from megasparse.attention.cache import Cache, CachedTokens
 from megasparse.attention.flops import Flops, Workload
 from megasparse.attention.sequence_part import WHOLE, SequencePart
 from megasparse.errors import ConfigError
-from megasparse.ops.bucketed_attention import BucketedAttentionSpec, bucketed_attention
+from megasparse.ops.bucketed_attention import BucketedAttentionSpec, Codes, bucketed_attention
 from megasparse.ops.random import PairDropout, RngContext
 
 R = TypeVar("R")
@@ -37,12 +37,10 @@ class AttentionInputs(NamedTuple):
         """Cast k and v to the dtype of q; torch.autocast leaves some tensors in bf16 and some in fp32."""
         return self._replace(k=self.k.to(self.q.dtype), v=self.v.to(self.q.dtype))
 
-    def in_buckets(
-        self, codes: Tensor | None, spec: BucketedAttentionSpec, key_codes: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def in_buckets(self, codes: Tensor | Codes | None, spec: BucketedAttentionSpec) -> tuple[Tensor, Tensor]:
         """Call `bucketed_attention` on these inputs."""
         q, k, v, key_mask, segments, _, dropout = self
-        return bucketed_attention(q, k, v, codes, spec, key_mask, segments, key_codes, dropout=dropout)
+        return bucketed_attention(q, k, v, codes, spec, key_mask, segments, dropout=dropout)
 
     def continues(self) -> Tensor:
         """Return (B or 1, L) bool, true for real tokens that follow a real token of the same document."""

@@ -25,7 +25,7 @@ from megasparse.config.section import Count, Positive
 from megasparse.errors import ConfigError
 from megasparse.ops.bucketed_attention import BucketedAttentionSpec, Window
 from megasparse.ops.bucketed_attention.blocks import QueryBlock, query_attention
-from megasparse.ops.local_attention import LocalAttentionSpec, distances, relative_local_attention
+from megasparse.ops.local_attention import LocalAttentionSpec, RelativeVectors, distances, relative_local_attention
 from megasparse.ops.operator import at_least_fp32
 from megasparse.ops.positions import sinusoids
 
@@ -45,13 +45,13 @@ class RelativePositions(nn.Module):
         self.content_bias = nn.Parameter(torch.empty(spec.heads, spec.head_dim))
         self.distance_bias = nn.Parameter(torch.empty(spec.heads, spec.head_dim))
 
-    def forward(self, chunk: int, causal: bool, part: SequencePart = WHOLE) -> tuple[Tensor, Tensor, Tensor]:
-        """Return r (H, E, D) in fp32 or wider, u (H, D) and w (H, D), for this rank's heads."""
+    def forward(self, chunk: int, causal: bool, part: SequencePart = WHOLE) -> RelativeVectors:
+        """Return the vectors of this rank's heads, r in fp32 or wider."""
         steps = distances(chunk, causal)
         r = sinusoids(steps[-1], len(steps), self.width, self.projection.device).flip(0)
         dtype = torch.promote_types(self.projection.dtype, torch.float32)
         r = r.to(dtype) @ part.local_part(self.projection, 0).to(dtype)
-        return r, part.local_part(self.content_bias, 0), part.local_part(self.distance_bias, 0)
+        return RelativeVectors(r, part.local_part(self.content_bias, 0), part.local_part(self.distance_bias, 0))
 
 
 @dataclass
@@ -61,7 +61,7 @@ class LocalCache(Cache):
     """
 
     tokens: KeyValueCache
-    relative: tuple[Tensor, Tensor, Tensor] | None
+    relative: RelativeVectors | None
 
 
 class LocalAttentionConfig(MechanismSection):
@@ -105,9 +105,9 @@ class LocalAttention(Attention):
         causal, scale = inputs.causal, self.spec.head_dim**-0.5
         if self.relative is not None:
             q, k, v, key_mask, segments, _, dropout = inputs
-            r, u, w = self.relative(self.chunk, causal, context.part)
-            relative = LocalAttentionSpec(self.chunk, causal, scale)
-            out = relative_local_attention(q, k, v, r, u, w, relative, key_mask, segments, dropout=dropout)
+            vectors = self.relative(self.chunk, causal, context.part)
+            spec = LocalAttentionSpec(self.chunk, causal, scale)
+            out = relative_local_attention(q, k, v, vectors, spec, key_mask, segments, dropout=dropout)
             return AttentionOutput(out, None, {})
         part = context.part
         out, lse = inputs.in_buckets(None, self._rule(causal, part.pair_shard))
@@ -166,9 +166,7 @@ class LocalAttention(Attention):
             out, _ = merge([(out, lse), sinks])
         return out
 
-    def _decode_relative(
-        self, q: Tensor, tokens: KeyValueCache, relative: tuple[Tensor, Tensor, Tensor], position: int
-    ) -> Tensor:
+    def _decode_relative(self, q: Tensor, tokens: KeyValueCache, relative: RelativeVectors, position: int) -> Tensor:
         near = torch.arange(max(0, position // self.chunk - 1) * self.chunk, position + 1, device=q.device)
         k, v = (at_least_fp32(x[:, :, near % (2 * self.chunk)]) for x in (tokens.k, tokens.v))
         r, u, w = relative

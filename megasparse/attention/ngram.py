@@ -140,7 +140,7 @@ class NGramAttention(Attention):
             return inputs._replace(k=k, v=v, dropout=dropout).in_buckets(of_all, replace(self.moved, pair_shard=shard))
         # A real token may be followed by padding, so keys need separate buckets.
         keys = _following(codes[:, None], inputs, self.buckets)[:, None]
-        return inputs.in_buckets(of_all, replace(self.far, pair_shard=shard), keys)
+        return inputs.in_buckets((of_all, keys), replace(self.far, pair_shard=shard))
 
     def new_cache(self, batch: int, like: Tensor, rounds: int | None, part: SequencePart = WHOLE) -> NGramCache:
         lengths, spec = self.config.lengths, self.spec.on_rank(part)
