@@ -3,7 +3,6 @@ encoder also to the next chunk. B batch, H heads, L length, D head dim, C chunk,
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +20,7 @@ from megasparse.attention.flops import Flops
 from megasparse.attention.sequence_part import WHOLE, SequencePart
 from megasparse.attention.sinks import cached_sinks, merge, sink_attention
 from megasparse.config.attention import MechanismSection, mechanism
+from megasparse.config.schema import ModelConfig
 from megasparse.config.section import Count, Positive
 from megasparse.errors import ConfigError
 from megasparse.ops.bucketed_attention import BucketedAttentionSpec, Window
@@ -28,9 +28,6 @@ from megasparse.ops.bucketed_attention.blocks import QueryBlock, query_attention
 from megasparse.ops.local_attention import LocalAttentionSpec, RelativeVectors, distances, relative_local_attention
 from megasparse.ops.operator import at_least_fp32
 from megasparse.ops.positions import sinusoids
-
-if TYPE_CHECKING:
-    from megasparse.config.schema import ModelConfig
 
 
 class RelativePositions(nn.Module):
@@ -73,7 +70,7 @@ class LocalAttentionConfig(MechanismSection):
     """First tokens of each document that all later ones (in an encoder all) attend to, in the same softmax, each
     once."""
 
-    def check(self, key: str, model: "ModelConfig") -> None:
+    def check(self, key: str, model: ModelConfig) -> None:
         if self.relative and model.positions.kind == "rotary":
             raise ConfigError(
                 f"{key}.relative",

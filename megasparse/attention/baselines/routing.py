@@ -4,7 +4,7 @@ B batch, H heads, L length, n tokens of a document, D head dim, N centroids, W c
 """
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -16,14 +16,12 @@ from megasparse.attention.documents import Document, attend_in_clusters, cluster
 from megasparse.attention.flops import Flops
 from megasparse.attention.lha_hash import HashInputs, bucket_codes
 from megasparse.config.attention import MechanismSection, mechanism
+from megasparse.config.schema import ModelConfig
 from megasparse.config.section import Count, Positive, Rate
 from megasparse.ops.bucketed_attention import Window
 from megasparse.ops.cluster_attention import ClusterIndices
 from megasparse.ops.operator import at_least_fp32
 from megasparse.ops.random import derive, normal
-
-if TYPE_CHECKING:
-    from megasparse.config.schema import ModelConfig
 
 _TILE_ELEMENTS = 1 << 22  # similarities at a time
 
@@ -43,7 +41,7 @@ class RoutingAttentionConfig(MechanismSection):
     decay: Rate = 0.999
     """Decay of the centroids' moving average, per step."""
 
-    def check(self, key: str, model: "ModelConfig") -> None:
+    def check(self, key: str, model: ModelConfig) -> None:
         check_band(key, self.window, self.local, self.sinks)
 
 
