@@ -176,6 +176,12 @@ class Attention(nn.Module, ABC):
     `leak` is None if the mechanism is strictly causal: with inputs.causal, replacing tokens from t on changes no output
     before t. Put parameters that decoding also reads into submodules and call these, because ZeRO 3 gathers weights
     when a module is called. Callers disable torch.autocast; the dtype of q, k and v sets the precision.
+
+    Decoding has two interfaces, because one cache cannot serve both uses. `decode` gives the bits of `forward` on a CPU,
+    on which decompression depends: it sums a token's keys in the tiles of the whole pass, in any number of rounds, from
+    a cache made for this (rings of a bucket's last keys, two chunks, tables). `choose` names keys in a cache that
+    transformers owns, crops, reorders and offloads, for several new tokens and with padding; gathered attention then
+    sums them in another order, so outputs equal those of `forward` only up to rounding.
     """
 
     config: Any
@@ -273,8 +279,7 @@ class Attention(nn.Module, ABC):
         key, rows = rng.key(context.layer, "attention probability dropout"), rng.rows(q.shape[2], q.device)
         return PairDropout.of(self.spec.dropout, key, rows, range(first, first + q.shape[1]))
 
-    # Decoding of causal mechanisms token by token. On a CPU, outputs are bit-identical to `forward` for mechanisms with
-    # `decodes_alike` (compressed texts depend on it), because a token's keys are summed in the tiles of the whole pass.
+    # Decoding of causal mechanisms token by token, from a cache of their own
 
     def new_cache(self, batch: int, like: Tensor, rounds: int | None, part: SequencePart = WHOLE) -> Cache:
         """Return an empty cache for `batch` sequences, on the device and in the dtype of `like`.
@@ -293,8 +298,7 @@ class Attention(nn.Module, ABC):
         """Append the new token at `position` to the cache and return its output (B, H, 1, D). x: (B, 1, E)."""
         raise self._lacks("cannot decode from a cache", "decode")
 
-    # Decoding several tokens at once, with padding, from a cache of all keys and values that another library owns (see
-    # hub/replaced_layer.py). Outputs equal those of `forward` up to rounding.
+    # Decoding several tokens with a cache of all keys and values (hub/replaced_layer.py)
 
     def index(self, x: Tensor, inputs: AttentionInputs, context: AttentionContext) -> IndexedTokens:
         """Index the newest n tokens. x: (B, n, E). inputs: their queries and keys."""
