@@ -11,7 +11,7 @@ MOST_PARAMETERS = 8
 
 
 def functions(node: ast.AST, private: bool = False) -> Iterator[tuple[ast.FunctionDef, bool]]:
-    """Yield the functions in a node, and True if their name is private or they are inside a function or a private class."""
+    """Yield the functions in a node, and True for private ones: by name, of a private class, or inside a function."""
     for child in ast.iter_child_nodes(node):
         inside = private
         if isinstance(child, ast.FunctionDef | ast.ClassDef):
