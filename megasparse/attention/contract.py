@@ -177,11 +177,11 @@ class Attention(nn.Module, ABC):
     before t. Put parameters that decoding also reads into submodules and call these, because ZeRO 3 gathers weights
     when a module is called. Callers disable torch.autocast; the dtype of q, k and v sets the precision.
 
-    Decoding has two interfaces, because one cache cannot serve both uses. `decode` gives the bits of `forward` on a
-    CPU, on which decompression depends: it sums a token's keys in the tiles of the whole pass, from a cache made for
-    this (rings of a bucket's last keys, two chunks, tables). `choose` names keys in a cache that transformers owns,
+    There are two interfaces for decoding, because one cache cannot serve both uses. `decode` gives the bits of `forward`
+    on a CPU, on which decompression depends: it sums a token's keys in the tiles of the whole pass, from a cache made
+    for this (rings of a bucket's last keys, two chunks, tables). `choose` names keys in a cache that transformers owns,
     crops, reorders and offloads, for several new tokens and with padding; gathered attention then sums them in another
-    order, so outputs equal those of `forward` only up to rounding.
+    order, so results are equal only up to rounding.
     """
 
     config: Any
