@@ -122,7 +122,7 @@ def walk(
             logits = model.prefill(torch.empty(len(starts), 0, dtype=torch.int64, device=device), cache)
         for t in range(size):
             if streams is not None:
-                logits = model.head([x[:, : t + 1] for x in streams], None)
+                logits = model.logits([x[:, t] for x in streams])
             unfinished = starts if starts[-1] + t < tokens else starts[:-1]
             symbols = choose(unfinished, t, depths(logits[: len(unfinished)]))
             progress(len(unfinished))
