@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import megasparse.attention  # noqa: F401  (registers the mechanisms, whose keys are listed too)
 from megasparse.cli.main import COMMANDS, parser_of
 from megasparse.config.attention import AttentionConfig
 from megasparse.config.finetuning import FinetuneConfig

@@ -22,7 +22,7 @@ _MODULES = {
     "from_pretrained": "hub",
     "generate": "runs.api",
     "load_checkpoint": "runs.api",
-    "load_config": "config.load",
+    "load_config": "settings.load",
     "load_finetune_config": "runs.api",
     "plan": "runs.api",
     "predict": "runs.api",

@@ -282,6 +282,18 @@ def cut_lines(path: Path, last_step: int | None) -> None:
                 out.writelines(filter(valid, lines))
 
 
+def read_line(path: Path, step: int) -> tuple[int, dict[str, Any]]:
+    """Return the last step with a complete line (0 if there is none), and the line of `step` ({} if there is none)."""
+    last = match = b""
+    with suppress(FileNotFoundError), open_file(path) as file:
+        while (line := file.readline(1 << 24)).endswith(b"\n"):
+            last = line
+            if line.startswith(b'{"step": %d,' % step):
+                match = line
+    last_step = json_object(last).get("step")
+    return last_step if isinstance(last_step, int) else 0, json_object(match)
+
+
 def file_sha256(file: str | os.PathLike[str] | int, progress: Callable[[], None] = lambda: None) -> str:
     """Return the SHA-256 of a regular file, a path or an open descriptor. `progress` is called every MiB."""
     digest = hashlib.sha256()

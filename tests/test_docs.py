@@ -116,7 +116,7 @@ def test_the_drawn_layers_equal_the_imports():
     text = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
     rows = [re.findall(r"(\w+)(?:/|\.py)", line[:39]) for line in text.split("```")[1].splitlines()]
     floor = {part: -number for number, row in enumerate(rows) for part in row}
-    parts = {*MAY_IMPORT} - {"__main__"}
+    parts = {*MAY_IMPORT} - {"__main__", "__init__"}
     assert {*floor} == parts | {"launch", "tools"}
     wrong = [(part, below) for part in parts for below in MAY_IMPORT[part] if floor[below] >= floor[part]]
     assert not wrong
@@ -236,9 +236,10 @@ def test_counts_equal_their_tables():
     assert "three of four corpora" in index and len(corpora) == 4 and min(GAINS) >= 0.1
 
 
-def test_files_of_the_packages_exist():
+def test_files_and_folders_of_the_packages_exist():
     packages = (ROOT / "docs/architecture.md").read_text(encoding="utf-8").split("## Packages")[1].split("## ")[0]
     for item in re.split(r"\n(?=- |\n)", packages):
         if package := re.match(r"- `(\w+)/`", item):
-            names = re.findall(r"`([\w*]+\.(?:py|json))`", item)
-            assert not [name for name in names if not [*(ROOT / "megasparse" / package[1]).rglob(name)]], item
+            names = re.findall(r"`([\w*]+(?:\.py|\.json|(?=/)))/?`", item)[1:]  # files and folders inside it
+            folder = ROOT / "megasparse" / package[1]
+            assert not [name for name in names if not [*folder.rglob(name), *folder.parent.glob(name)]], item

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from megasparse.config.load import build_config, load_config
 from megasparse.errors import ConfigError
+from megasparse.settings.load import build_config, load_config
 
 ROOT = Path(__file__).parents[1]
 SOURCES = sorted(path for folder in ("megasparse", "launch", "tools") for path in (ROOT / folder).rglob("*.py"))
@@ -167,7 +167,7 @@ def test_a_value_is_taken_literally(tmp_path, monkeypatch, value):
 )
 def test_a_configuration_that_is_not_json_is_rejected_in_one_line_and_never_executed(tmp_path, name, text):
     (tmp_path / name).write_text(text)
-    code = f"from megasparse.config.load import load_config; load_config({str(tmp_path / name)!r})"
+    code = f"from megasparse.settings.load import load_config; load_config({str(tmp_path / name)!r})"
     program = f"from megasparse.errors import report_user_errors\n@report_user_errors\ndef main():\n    {code}\nmain()"
     found = subprocess.run(
         [sys.executable, "-c", program],

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+import megasparse.attention  # noqa: F401  (registers the mechanisms)
 from megasparse.config.finetuning import FinetuneConfig
 from megasparse.config.messages import all_keys
 from megasparse.config.schema import Config

@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megasparse.config.load import build_config
 from megasparse.evaluation.attention_quality import record_calls, weights_of
 from megasparse.evaluation.outputs import COLOURS, GREY
 from megasparse.model.build import build_model
+from megasparse.settings.load import build_config
 
 FOLDER = Path(__file__).parent
 TEXT = "the cat and the hat and the bat."

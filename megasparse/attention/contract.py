@@ -1,9 +1,9 @@
 """Interface of attention mechanisms. B batch, L length, H heads, D head dim, E width of the layer's input."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -179,6 +179,11 @@ class Attention(nn.Module, ABC):
     """True if rotary positions rotate its queries and keys. If False, its layers use none."""
     task_weight: float = 1.0
     """Weight of the task loss relative to the auxiliary loss (LHA's convex combination)."""
+    has_auxiliary_loss: bool = False
+    """True if training passes return an auxiliary loss. It is a mean over a micro-batch, so a run that resumes with
+    another `training.micro_batch` gets other results."""
+    initial_deviations: ClassVar[Mapping[str, float]] = {}
+    """Name of a matrix of the mechanism -> standard deviation of its initial weights; of others it is 1/√fan-in."""
     auxiliary_weight: float = 1.0
     """Weight of the auxiliary loss; `learn` divides it among the layers."""
     leak: str | None = None
@@ -250,8 +255,7 @@ class Attention(nn.Module, ABC):
 
     def rounds(self, rng: RngContext) -> int:
         """Return the number of hash rounds (YOSO: hashes) per pass, from the context or else from the settings."""
-        section = self.config
-        return rng.rounds or (getattr(section, section.rounds_key) if rng.training else section.rounds_in_evaluation)
+        return rng.rounds or cast(int, self.config.hash_rounds(rng.training))
 
     def pair_dropout(self, q: Tensor, context: AttentionContext) -> PairDropout | None:
         """Return the dropout of the probabilities of this rank's queries q (B, H, L, D); None if the rate is 0."""

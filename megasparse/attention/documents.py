@@ -64,7 +64,8 @@ def attend_each(inputs: AttentionInputs, attend: Callable[[AttentionInputs], Ten
     if inputs.segments is None and (mask is None or mask.is_meta or bool((mask[:, :-1] >= mask[:, 1:]).all())):
         out = attend(inputs)
         return out if mask is None else out.masked_fill(~mask[:, None, :, None], 0.0)
-    parts, slots = [], []
+    parts = []
+    slots = []
     batch, heads, length, head_dim = inputs.q.shape
     for document in documents(mask, inputs.segments):
         q, k, v = (document.take(x) for x in inputs[:3])

@@ -34,7 +34,8 @@ def drawn_positions(key: int, length: int, count: int, device: torch.device) -> 
 def far_pairs(inputs: AttentionInputs, queries: Tensor, sinks: int, near: Near | None) -> Tensor:
     """Return the visible pairs that are neither in the window nor with a sink: (B or 1, S, L) bool. queries: (S,)."""
     _, number, rank = DocumentRanks.of(inputs)
-    length, of_query = rank.shape[1], rank[:, queries, None]
+    length = rank.shape[1]
+    of_query = rank[:, queries, None]
     first = number - rank  # index of the document's first token in `DocumentRanks.order`
     visible = (first[:, None] == first[:, queries, None]) & (of_query < length) & (rank < length)[:, None]
     if inputs.causal:
@@ -50,7 +51,7 @@ def far_attention(inputs: AttentionInputs, queries: Tensor, far: Tensor, scale: 
     (B or 1, S, L) bool.
     """
     q, k = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (inputs.q[:, :, queries], inputs.k))
-    score = (q @ k.transpose(-1, -2)).mul_(scale)
+    score = (q @ k.transpose(-1, -2)).mul_(scale)  # (B, H, S, L)
     score.masked_fill_(~far_pairs(inputs, queries, 0, None)[:, None], torch.finfo(score.dtype).min)
     return torch.softmax(score, dim=-1).masked_fill_(~far[:, None], 0.0)
 
@@ -79,9 +80,9 @@ def sketch_divergence(q: Tensor, k: Tensor, share: Tensor, far: Tensor, real: Te
 
     q: (B, S, d). k: (B, L, d). share: (B, S, L), 0 where `far` (B or 1, S, L) is false. real: (B, S) or None.
     """
-    score = (q @ k.transpose(-1, -2)) * q.shape[-1] ** -0.5
+    score = (q @ k.transpose(-1, -2)) * q.shape[-1] ** -0.5  # (B, S, L)
     log_p = torch.log_softmax(score.masked_fill(~far, torch.finfo(score.dtype).min), dim=-1).masked_fill(~far, 0.0)
-    total = share.sum(-1, keepdim=True)
+    total = share.sum(-1, keepdim=True)  # (B, S, 1)
     entropy = torch.xlogy(share, share / total.clamp_min(torch.finfo(share.dtype).tiny))
     return token_mean((entropy - share * log_p).sum(-1)[:, None, :, None], real).squeeze()
 
@@ -96,7 +97,8 @@ def collision_loss(
     query_scores, key_scores: (B, H, S, N), of sampled queries and keys. share: (B, H, S, K), attention a_ij to the best
     keys. best_scores: (B, H, S, K, N), scores of these keys. real: (B, S) bool, or None if no token is padding.
     """
-    chosen, drawn = torch.softmax(query_scores, dim=-1), torch.softmax(key_scores, dim=-1)
+    chosen = torch.softmax(query_scores, dim=-1)
+    drawn = torch.softmax(key_scores, dim=-1)
     match = (torch.softmax(best_scores, dim=-1) @ chosen.unsqueeze(-1)).squeeze(-1)
     total = share.sum(-1)
     hit = (share * match).sum(-1) / total.clamp_min(torch.finfo(total.dtype).tiny)

@@ -16,8 +16,8 @@ from megasparse.attention.contract import Attention, AttentionContext, Attention
 from megasparse.attention.initial_weights import initialise
 from megasparse.attention.sequence_part import WHOLE, Edges, SequencePart
 from megasparse.attention.sinks import merge
-from megasparse.config.attention import MECHANISMS, heads_of_layer, layers_with
-from megasparse.config.schema import ModelConfig
+from megasparse.config.attention import MECHANISMS
+from megasparse.config.schema import ModelConfig, heads_of_layer, layers_with
 from megasparse.ops.normalize import Norm, unit_keys
 from megasparse.ops.operator import Linear, autocast_off
 from megasparse.ops.positions import Rotary
@@ -139,6 +139,7 @@ class AttentionLayer(nn.Module):
                     mechanism.fill_cache(x, inputs, cache[kind], local)
             outs.append(start_to_tokens(output, local.part)())
             if (loss := output.auxiliary_loss) is not None:
+                assert mechanism.has_auxiliary_loss, f"{kind} returns an auxiliary loss: set its has_auxiliary_loss"
                 auxiliary = loss if auxiliary is None else auxiliary + loss
             statistics |= {f"{kind}/{name}": value for name, value in output.statistics.items()}
         return AttentionOutput(self._merge(outs), auxiliary, statistics)

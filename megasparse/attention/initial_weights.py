@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from megasparse.config.attention import MECHANISMS
 from megasparse.config.schema import ModelConfig, encoder_part
 from megasparse.ops.random import derive
 
@@ -62,8 +63,6 @@ def initialise_buffers(module: nn.Module, seed: int) -> None:
 
 
 BERT_DEVIATION = 0.02
-BUCKET_DEVIATION = 0.02
-"""For buckets of ranked attention: larger weights give one bucket almost all probability, so gradients vanish."""
 
 
 def _deviation(name: str, shape: Sequence[int], config: ModelConfig) -> float:
@@ -75,8 +74,10 @@ def _deviation(name: str, shape: Sequence[int], config: ModelConfig) -> float:
         return BERT_DEVIATION
     if name.startswith("embedding.") and not name.startswith("embedding.ngrams."):
         return 1.0
-    if name.endswith("_buckets.weight"):
-        return BUCKET_DEVIATION
+    for kind, mechanism in MECHANISMS.items():
+        for parameter, deviation in mechanism.initial_deviations.items():
+            if f".{name}".endswith(f".{kind}.{parameter}"):
+                return float(deviation)
     scale = shape[1] ** -0.5
     branches = config.layers * (3 if config.source else 2)
     return scale * branches**-0.5 if name.endswith((".output.weight", ".down")) else scale

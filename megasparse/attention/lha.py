@@ -10,7 +10,7 @@ B batch, H heads, L length, D head dim, N buckets, M chunk, W clusters, S sample
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -37,6 +37,7 @@ from megasparse.attention.lha_hash import (
     scores_of,
 )
 from megasparse.config.attention import MechanismSection, mechanism
+from megasparse.config.schema import ModelConfig
 from megasparse.config.section import Count, Positive
 from megasparse.errors import ConfigError
 from megasparse.ops import hash_learning
@@ -45,9 +46,6 @@ from megasparse.ops.hash_learning import Draws
 from megasparse.ops.operator import Linear, at_least_fp32, implementation
 from megasparse.ops.positions import sinusoids
 from megasparse.ops.random import random_bits
-
-if TYPE_CHECKING:
-    from megasparse.config.schema import ModelConfig
 
 
 class Assignment(NamedTuple):
@@ -115,7 +113,7 @@ class LHAAttentionConfig(MechanismSection):
     normalize: bool = False
     """Layer-normalise the queries and keys of each head, without gain and bias, as in the released code."""
 
-    def check(self, key: str, model: "ModelConfig") -> None:
+    def check(self, key: str, model: ModelConfig) -> None:
         check_band(key, self.window, self.local, self.sinks)
         if self.utility == "collisions" and self.joint and model.kind != "encoder":
             problem = '"collisions" needs separate hashes of queries and keys, but joint = true adds them'
@@ -138,6 +136,7 @@ class LHAAttention(BandAttention):
     query and key into the same bucket (Eq. 18). Number and size of buckets follow from max_length.
     """
 
+    has_auxiliary_loss = True
     auxiliary_weight = WEIGHT
 
     def __init__(self, config: LHAAttentionConfig, spec: MechanismSpec):
@@ -147,7 +146,9 @@ class LHAAttention(BandAttention):
         projections = {side: skip_init(Linear, spec.d_model, spec.heads * spec.head_dim, **linear) for side in sides}
         self.position_projections = nn.ModuleDict(projections)
         self.window = Window("band", min(config.chunk, spec.max_length))
-        self.local, self.sinks, self.shares_pairs = config.local, config.sinks, config.window == "band"
+        self.local = config.local
+        self.sinks = config.sinks
+        self.shares_pairs = config.window == "band"
         self.buckets = -(-spec.max_length // config.chunk)
         self.bucket_size = math.floor(math.sqrt(2) * spec.max_length / self.buckets)
         self.changes_keys = config.sinusoidal_positions or config.normalize
@@ -179,17 +180,20 @@ class LHAAttention(BandAttention):
             table = sinusoids(first, q.shape[2], self.spec.d_model, q.device).to(q.dtype)
             projected = (self.position_projections[side](table) for side in ("query", "key"))
             of_queries, of_keys = (x.unflatten(-1, (-1, q.shape[3])).transpose(0, 1) for x in projected)  # (H, L, D)
-            q, k = q + of_queries, k + of_keys
+            q = q + of_queries
+            k = k + of_keys
         elif config.sinusoidal_positions:
             positions = sinusoids(first, q.shape[2], q.shape[3], q.device).to(q.dtype)
-            q, k = q + positions, k + positions
+            q = q + positions
+            k = k + positions
         if config.normalize:
             q, k = (F.layer_norm(x, x.shape[-1:], eps=1e-6).to(x.dtype) for x in (q, k))
         return q, k
 
     @torch.no_grad()
     def assign(self, inputs: AttentionInputs, context: AttentionContext) -> Assignment:
-        joint, weights = self._joint(inputs), self.hash(inputs.q, context)
+        joint = self._joint(inputs)
+        weights = self.hash(inputs.q, context)
         queries, keys = hash_inputs(inputs.q.detach(), inputs.k.detach(), joint, hash_functions(weights, joint))
         query_codes = bucket_codes(queries, self.buckets)
         key_codes = query_codes if joint else bucket_codes(keys, self.buckets)
@@ -225,7 +229,8 @@ class LHAAttention(BandAttention):
         """
         if self.config.utility == "collisions":
             return self._collisions(inputs, context)
-        assigned, weights = assigned or self.assign(inputs, context), self.hash(inputs.q, context)
+        assigned = assigned or self.assign(inputs, context)
+        weights = self.hash(inputs.q, context)
         functions = training_functions(weights, self._joint(inputs), inputs.q)
         draws = [context.rng.key(context.layer, purpose) for purpose in ("lha sample", "lha keys")]
         tensors = (inputs.q.detach(), inputs.k.detach(), assigned.query_codes, assigned.key_codes)
@@ -257,20 +262,26 @@ class LHAAttention(BandAttention):
         tensors: queries and keys (B, H, L, D) and their codes (B, H, L). token_key, draw_key: random keys of the draws.
         """
         all_q, all_k, *codes = tensors
-        scale, length, device = self.rule["scale"], all_q.shape[2], all_q.device
+        scale = self.rule["scale"]
+        length = all_q.shape[2]
+        device = all_q.device
         tokens = drawn_positions(token_key, length, _sample_size(self.buckets), device)
-        q, k = all_q.index_select(2, tokens), all_k.index_select(2, tokens)
+        q = all_q.index_select(2, tokens)
+        k = all_k.index_select(2, tokens)
         if length <= SAMPLED_KEYS:
-            first, draws = 0, Draws(k, tokens, torch.zeros(length, device=device))
+            first = 0
+            draws = Draws(k, tokens, torch.zeros(length, device=device))
         else:
             bits = random_bits(draw_key, torch.arange(SAMPLED_KEYS, device=device), 1).squeeze(-1)
             middles = torch.arange(0.5 / SAMPLED_KEYS, 1, 1 / SAMPLED_KEYS, dtype=torch.float64, device=device)
             points = middles.add(bits, alpha=2.0**-32 / SAMPLED_KEYS)
             draws = hash_learning.draw_keys(q[:, :, :SAMPLES], all_k, points, scale=scale)
             q = torch.cat([hash_learning.at_tokens(all_q, draws.tokens), q], dim=2)
-            first, k = SAMPLED_KEYS, torch.cat([draws.k, k], dim=2)
+            first = SAMPLED_KEYS
+            k = torch.cat([draws.k, k], dim=2)
         q, k = at_least_fp32(q), at_least_fp32(k)  # of the drawn keys, then, from `first` on, of the U tokens
-        queries, drawn = slice(first, first + min(SAMPLES, length)), slice(min(SAMPLED_KEYS, length))
+        queries = slice(first, first + min(SAMPLES, length))
+        drawn = slice(min(SAMPLED_KEYS, length))
         keys = slice(first, first + drawn.stop)
         sides = hash_inputs(q, k, joint, functions)
         sizes = (self.buckets, max(1, round(self.bucket_size * len(tokens) / length)))
@@ -297,22 +308,26 @@ class LHAAttention(BandAttention):
 
     def _collisions(self, inputs: AttentionInputs, context: AttentionContext) -> tuple[Tensor, dict[str, Tensor]]:
         """Return `collision_loss` of sampled queries and their best keys beyond the window and the sinks, weighted."""
-        key, width = context.rng.key(context.layer, "lha sample"), self.window.chunk
+        key = context.rng.key(context.layer, "lha sample")
+        width = self.window.chunk
         queries = drawn_positions(key, inputs.q.shape[2], SAMPLES, inputs.q.device)
         near: Near | None = (lambda q, k: (q - k).abs() < width) if self.local else None
         share, best = best_far(inputs, queries, self.sinks, near, self.rule["scale"])
-        q, k = inputs.q.detach(), inputs.k.detach()
-        best_keys = k.gather(2, best.flatten(2).unsqueeze(-1).expand(-1, -1, -1, k.shape[3]))
+        q = inputs.q.detach()
+        k = inputs.k.detach()
+        best_keys = k.gather(2, best.flatten(2).unsqueeze(-1).expand(-1, -1, -1, k.shape[3]))  # (B, H, S·K, D)
         of_q, of_k = self.hash(inputs.q, context)
-        of_best = scores_of((best_keys,), (of_k,)).unflatten(2, best.shape[2:])
-        query_scores, key_scores = scores_of((q[:, :, queries],), (of_q,)), scores_of((k[:, :, queries],), (of_k,))
+        of_best = scores_of((best_keys,), (of_k,)).unflatten(2, best.shape[2:])  # (B, H, S, K, N)
+        query_scores = scores_of((q[:, :, queries],), (of_q,))
+        key_scores = scores_of((k[:, :, queries],), (of_k,))
         real = None if inputs.key_mask is None else inputs.key_mask[:, queries]
         loss = collision_loss(query_scores, key_scores, share, of_best, real)
         return loss * (WEIGHT / self.spec.layers), {"collision_loss": loss.detach()}
 
     def flops(self, length: int) -> Flops:
         """Pairs in windows, assuming buckets of equal size, plus the hash functions."""
-        work, band = self.spec.workload(length), self.config.window == "band"
+        work = self.spec.workload(length)
+        band = self.config.window == "band"
         keys = work.band(self.config.chunk, False) if band else work.clusters(self.buckets, self.bucket_size)
         return work.pairs(keys) * (1 + self.local) + work.pairs(self.sinks) + self._hashing_flops(length)
 
@@ -324,14 +339,18 @@ class LHAAttention(BandAttention):
         thresholds; scores of S queries and all keys; scores of S queries and C keys, twice; sums of their
         attention over N buckets, for both sides.
         """
-        heads, dim, buckets = self.spec.heads, self.spec.head_dim, self.buckets
+        heads = self.spec.heads
+        dim = self.spec.head_dim
+        buckets = self.buckets
         if self.config.hash == "random":
             return Flops(heads * 2 * 2.0 * dim * buckets)
         weights = dim * buckets + (dim * dim if self.config.hash == "mlp" else 0)
-        queries, keys = min(SAMPLES, length), min(SAMPLED_KEYS, length)
+        queries = min(SAMPLES, length)
+        keys = min(SAMPLED_KEYS, length)
         if self.config.utility == "collisions":
             return (product(2 * 2.0 * weights) + Flops(queries * 2.0 * dim)) * heads
-        joint, tokens = self.spec.causal and self.config.joint, min(length, _sample_size(buckets))
+        joint = self.spec.causal and self.config.joint
+        tokens = min(length, _sample_size(buckets))
         hashed = 2.0 * weights * (1 + joint) * (queries + keys)
         pairs = queries * keys * (2 * 2.0 * dim + 2 * 2.0 * buckets)
         received = queries * length * 2.0 * dim if keys < length else 0.0
@@ -349,11 +368,14 @@ def _balance(inputs: AttentionInputs, codes: Assignment, buckets: int) -> dict[s
     """Return the share of non-empty buckets, over documents and heads, with more than twice as many queries as keys or
     the reverse (section 3.2); and the share of queries whose bucket contains no key, which attend only to themselves.
     """
-    queries, keys = codes.query_codes.long(), codes.key_codes.long()
+    queries = codes.query_codes.long()
+    keys = codes.key_codes.long()
     if inputs.segments is not None:
         first = inputs.segments.unsqueeze(1) * buckets
         documents_in_row = 1 if inputs.segments.is_meta else int(inputs.segments.max()) + 1  # at most
-        queries, keys, buckets = queries + first, keys + first, buckets * documents_in_row
+        queries = queries + first
+        keys = keys + first
+        buckets = buckets * documents_in_row
     real = queries.new_ones(()) if inputs.key_mask is None else inputs.key_mask.unsqueeze(1).long()
     counts = [
         torch.zeros(*x.shape[:2], buckets, dtype=torch.int64, device=x.device).scatter_add_(-1, x, real.expand_as(x))
@@ -409,10 +431,14 @@ class _Divergence(torch.autograd.Function):
             if not total:  # no real token
                 total += [weights[0].new_zeros(3, dtype=torch.float64), *map(torch.zeros_like, side_leaves)]
         ctx.save_for_backward(*(x for total in totals for x in total[1:]))
-        ctx.joint, ctx.shapes, ctx.dtype = functions[0] is functions[1], [w.shape for w in weights], weights[0].dtype
-        ctx.count, ctx.merged = count, len(leaves[0]) * (2 - ctx.joint) < len(weights)
+        ctx.joint = functions[0] is functions[1]
+        ctx.shapes = [w.shape for w in weights]
+        ctx.dtype = weights[0].dtype
+        ctx.count = count
+        ctx.merged = len(leaves[0]) * (2 - ctx.joint) < len(weights)
         means = torch.stack([total[0] for total in totals]).to(leaves[0][0].dtype) / count
-        divergences, others = means[:, 0], means[:, 1:].T
+        divergences = means[:, 0]
+        others = means[:, 1:].T
         ctx.mark_non_differentiable(others)
         return divergences, others
 

@@ -35,8 +35,10 @@ class HashFunctions(nn.Module):
 
     def __init__(self, kind: str, spec: MechanismSpec, buckets: int):
         super().__init__()
-        self.kind, self.buckets = kind, buckets
-        heads, dim = spec.heads, spec.head_dim
+        self.kind = kind
+        self.buckets = buckets
+        heads = spec.heads
+        dim = spec.head_dim
         shapes = {"mlp": [(heads, dim, dim), (heads * dim,), (heads, dim, buckets), (heads * buckets,)]}
         shapes["linear"], shapes["random"] = [(heads, dim, buckets)], []
         self.names: dict[str, list[str]] = {"query": [], "key": []}
@@ -120,7 +122,8 @@ def merged_parts(layers: Sequence[Tensor], count: int) -> list[Tensor]:
     (first, last), parts = layers, []
     dim = (last.shape[-2] - _CONSTANTS) // count
     for number in range(count):
-        units, bias = slice(number * dim, (number + 1) * dim), count * dim + number
+        units = slice(number * dim, (number + 1) * dim)
+        bias = count * dim + number
         parts += [first[..., units, units], first[..., bias, units], last[..., units, :], last[..., bias, :]]
     return parts
 
@@ -162,7 +165,8 @@ def in_buckets(hashed: HashInputs, buckets: int, size: int, first: int, count: i
     The tokens from number `first` on determine the minimum score of members: the mean of the lowest score of the `size`
     best tokens (see `bucket_members`) and the next token's score, or −∞ without a next token.
     """
-    best, early = torch.empty(0), []
+    best = torch.empty(0)
+    early = []
     for start, scores in hashed.tiles(buckets):
         score = scores.log_softmax(-1)
         del scores  # before the next tile is computed
@@ -181,11 +185,13 @@ def _smallest(x: Tensor, count: int) -> Tensor:
 
 def _score(x: Tensor, weights: Weights) -> Tensor:
     dtype = torch.promote_types(torch.promote_types(x.dtype, weights[0].dtype), torch.float32)
-    x, wide = x.to(dtype), [w.to(dtype) for w in weights]
+    x = x.to(dtype)
+    wide = [w.to(dtype) for w in weights]
     if len(wide) == 1:
         return x @ wide[0]
     if len(wide) == 2:
         return torch.relu(x @ wide[0]) @ wide[1]
-    first, second = wide[0], wide[2]
-    hidden = torch.relu(x @ first + wide[1].view(-1, 1, first.shape[2]))
+    first = wide[0]
+    second = wide[2]
+    hidden = torch.relu(x @ first + wide[1].view(-1, 1, first.shape[2]))  # (B, H, T, D)
     return hidden @ second + wide[3].view(-1, 1, second.shape[2])

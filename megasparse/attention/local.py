@@ -4,7 +4,7 @@ encoder also to the next chunk. B batch, H heads, L length, D head dim, C chunk,
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,7 @@ from megasparse.attention.flops import Flops
 from megasparse.attention.sequence_part import WHOLE, SequencePart
 from megasparse.attention.sinks import cached_sinks, merge, sink_attention
 from megasparse.config.attention import MechanismSection, mechanism
+from megasparse.config.schema import ModelConfig
 from megasparse.config.section import Count, Positive
 from megasparse.errors import ConfigError
 from megasparse.ops.bucketed_attention import BucketedAttentionSpec, Window
@@ -22,9 +23,6 @@ from megasparse.ops.bucketed_attention.blocks import QueryBlock, query_attention
 from megasparse.ops.local_attention import LocalAttentionSpec, distances, relative_local_attention
 from megasparse.ops.operator import at_least_fp32
 from megasparse.ops.positions import sinusoids
-
-if TYPE_CHECKING:
-    from megasparse.config.schema import ModelConfig
 
 
 class RelativePositions(nn.Module):
@@ -67,7 +65,7 @@ class LocalAttentionConfig(MechanismSection):
     """First tokens of each document that all later ones (in an encoder all) attend to, in the same softmax, each
     once."""
 
-    def check(self, key: str, model: "ModelConfig") -> None:
+    def check(self, key: str, model: ModelConfig) -> None:
         if self.relative and model.positions.kind == "rotary":
             raise ConfigError(
                 f"{key}.relative",

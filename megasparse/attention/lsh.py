@@ -4,7 +4,7 @@ B batch, H heads, R rounds, L length, D head dim.
 """
 
 import math
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -13,16 +13,14 @@ from torch import Tensor
 from megasparse.attention.band import BandAttention, BandCache, Codes, check_band
 from megasparse.attention.contract import AttentionContext, AttentionInputs, AttentionOutput, Buckets, MechanismSpec
 from megasparse.attention.flops import Flops
-from megasparse.config.attention import MechanismSection, heads_of_layer, mechanism
+from megasparse.config.attention import MechanismSection, mechanism
 from megasparse.config.messages import show
+from megasparse.config.schema import ModelConfig, heads_of_layer
 from megasparse.config.section import Count, Positive
 from megasparse.errors import ConfigError
 from megasparse.ops.bucketed_attention import Window
 from megasparse.ops.hashing import angular_hash, code_gap
 from megasparse.ops.random import rotations
-
-if TYPE_CHECKING:
-    from megasparse.config.schema import ModelConfig
 
 
 class LSHAttentionConfig(MechanismSection):
@@ -55,13 +53,14 @@ class LSHAttentionConfig(MechanismSection):
     attends to the tokens that followed equal ones, at any distance. The first key of a document is 0, in bucket 0. Such
     layers do not use rotary positions."""
 
-    rounds_key = "rounds"
+    def hash_rounds(self, training: bool) -> int:
+        return self.rounds if training else self.evaluation_rounds or self.rounds
 
     @property
     def causal_only(self) -> str | None:  # type: ignore[override]
         return "with shifted_keys it attends to the tokens that followed earlier ones" if self.shifted_keys else None
 
-    def check(self, key: str, model: "ModelConfig") -> None:
+    def check(self, key: str, model: ModelConfig) -> None:
         if self.chunk > model.max_length:
             problem = f"{self.chunk} is longer than model.max_length = {model.max_length}"
             raise ConfigError(f"{key}.chunk", problem, f"Set it to {model.max_length} or less")
@@ -92,7 +91,7 @@ class LSHAttentionConfig(MechanismSection):
             problem = f"{error}, and one rotation of that size would cost too much"
             raise ConfigError(key, problem, "Use a multiple of 4") from None
 
-    def _check_shifted_keys(self, key: str, model: "ModelConfig") -> None:
+    def _check_shifted_keys(self, key: str, model: ModelConfig) -> None:
         if not self.shared_qk or self.window != "band":
             problem = f'true is given, but shared_qk = {show(self.shared_qk)} and window = "{self.window}"'
             raise ConfigError(key, problem, 'Set shared_qk to true and window to "band"')
@@ -155,11 +154,13 @@ class LSHAttention(BandAttention):
         self.factors = lsh_buckets(config, spec.max_length)
         self.buckets = math.prod(self.factors)
         scale = 1.0 if self.shared_qk else spec.head_dim**-0.5
-        self.shifted_keys, self.rotated = config.shifted_keys, not config.shifted_keys
+        self.shifted_keys = config.shifted_keys
+        self.rotated = not config.shifted_keys
         excludes_self = self.shared_qk and not self.shifted_keys
         self.rule = {"scale": scale, "exclude_self": excludes_self, "count_rounds": config.count_rounds}
         self.window = Window(config.window, min(config.chunk, spec.max_length), config.same_bucket)
-        self.local, self.sinks = config.local, config.sinks
+        self.local = config.local
+        self.sinks = config.sinks
         self._rotations: tuple[Any, Tensor] | None = None  # cached: evaluation never redraws them
         if config.window == "chunk":
             self.leak = (
@@ -178,7 +179,8 @@ class LSHAttention(BandAttention):
     def _hashed(self, inputs: AttentionInputs, context: AttentionContext) -> tuple[Tensor, Tensor, list[int]]:
         """Return the vectors to hash, with separate QK queries and keys (2·B, H, L, D), the rotations and factors."""
         numbers = range(context.head_offset, context.head_offset + inputs.q.shape[1])
-        key, rounds = context.rng.key(context.layer, "lsh rotation"), self.rounds(context.rng)
+        key = context.rng.key(context.layer, "lsh rotation")
+        rounds = self.rounds(context.rng)
         draws = key, numbers, rounds, inputs.q.device
         if self._rotations is None or self._rotations[0] != draws:
             self._rotations = draws, rotations(key, numbers, rounds, inputs.q.shape[3], self.factors, inputs.q.device)
@@ -219,8 +221,10 @@ class LSHAttention(BandAttention):
         shifted = self._shifted(inputs)  # a first token: its key and buckets are 0
         if self.shifted_keys:
             if cache.next_key is not None:
-                shifted, keys = inputs._replace(k=cache.next_key), cache.next_codes
-            cache.next_key, cache.next_codes = inputs.k, queries
+                shifted = inputs._replace(k=cache.next_key)
+                keys = cache.next_codes
+            cache.next_key = inputs.k
+            cache.next_codes = queries
         return self.decode_codes(shifted, cache, position, queries, keys)
 
     def exact(self) -> "LSHAttention | None":
@@ -233,11 +237,13 @@ class LSHAttention(BandAttention):
         """Pairs in windows. Codes, forward only: in each round 2·D for each rotation vector, of which there are half as
         many as the sum of the bucket factors, for queries and, with separate QK, for keys.
         """
-        hashed, width = 1 if self.shared_qk else 2, self.spec.heads * self.spec.head_dim
+        hashed = 1 if self.shared_qk else 2
+        width = self.spec.heads * self.spec.head_dim
         codes = float(self.config.rounds * hashed * width * sum(self.factors))
-        work, chunk = self.spec.workload(length), self.config.chunk
+        work = self.spec.workload(length)
+        chunk = self.config.chunk
         keys = work.band(chunk, self.shared_qk) if self.config.window == "band" else work.chunks(chunk)
         return work.pairs(keys) * (self.config.rounds + self.local) + work.pairs(self.sinks) + Flops(codes)
 
     def cached_rounds(self, rounds: int | None) -> int:
-        return rounds or self.config.rounds_in_evaluation
+        return rounds or self.config.hash_rounds(training=False)

@@ -8,7 +8,7 @@ per bucket, T queries per tile, C candidates per query.
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import torch
 from pydantic import Field
@@ -19,13 +19,11 @@ from megasparse.attention.far_attention import SAMPLES, imbalance
 from megasparse.attention.flops import Flops
 from megasparse.attention.taught_sketch import TaughtSketch, check_sketch, repeated_masks
 from megasparse.config.attention import MechanismSection, mechanism
+from megasparse.config.schema import ModelConfig
 from megasparse.config.section import Count, Positive
 from megasparse.errors import ConfigError
 from megasparse.ops.operator import without_autocast
 from megasparse.ops.sketch import gathered_products, rounded_ranks
-
-if TYPE_CHECKING:
-    from megasparse.config.schema import ModelConfig
 
 _TILE = {"cpu": 1 << 14, "cuda": 1 << 23}
 """Candidates of a tile of queries; on a CPU their vectors fit its cache."""
@@ -83,6 +81,9 @@ class RankedAttention(TaughtSketch):
     Two losses train it: the divergence of the sketch from the heads' full attention, and `bucket_loss`.
     """
 
+    # With larger weights one bucket gets almost all probability, so gradients vanish.
+    initial_deviations = dict.fromkeys(("query_buckets.weight", "key_buckets.weight"), 0.02)
+
     def __init__(self, config: RankedAttentionConfig, spec: MechanismSpec):
         super().__init__(config, spec)
         self.index_width += 2
@@ -131,7 +132,8 @@ class RankedAttention(TaughtSketch):
         """Count the scores of candidates instead of all keys, 2·P/N of them as learned buckets are unequal, and of the
         buckets; in training also of the buckets of samples, and their cross-entropy with all keys.
         """
-        config, sampled = self.config, min(SAMPLES, length) / length
+        config = self.config
+        sampled = min(SAMPLES, length) / length
         candidates = min(
             visible, 2 * visible * config.probes / config.buckets, config.probes * (config.members or length)
         )
@@ -177,7 +179,8 @@ def bucket_loss(query_scores: Tensor, key_scores: Tensor, shares: Tensor, real: 
         shares: (B, G, S, L), attention a_ij.
         real: (B, S) and (B, L) bool, real queries and keys, or None if no token is padding.
     """
-    of_query, of_key = torch.log_softmax(query_scores, dim=-1), torch.softmax(key_scores, dim=-1)
+    of_query = torch.log_softmax(query_scores, dim=-1)
+    of_key = torch.softmax(key_scores, dim=-1)
     total = shares.sum((0, 2, 3), keepdim=True).clamp_min(torch.finfo(shares.dtype).tiny)
     missed = -((shares / total).to(of_key.dtype) @ of_key * of_query).sum((0, 2, 3))
     uneven = imbalance(of_query.exp(), real[0]) + 2 * imbalance(of_key, real[1])
@@ -218,12 +221,13 @@ def ranked_keys(
         return chosen.unflatten(0, (batch, queries))
     if segments is not None:  # a bucket per document
         of_queries = segments[:, first_query : first_query + queries, None]
-        codes, probes = codes + buckets * segments, probes + buckets * of_queries
+        codes = codes + buckets * segments
+        probes = probes + buckets * of_queries
         buckets *= 1 + int(segments.max())
     if key_mask is not None:
         codes = codes.masked_fill(~key_mask, buckets)
     order = codes.argsort(dim=1, stable=True)  # by bucket, then by position
-    slots = codes.gather(1, order) * length + order
+    slots = codes.gather(1, order) * length + order  # (B, L), ascending
     positions = first_query + torch.arange(queries, device=device)
     ends = (positions + 1).unsqueeze(-1) if causal else length
     first, last = (torch.searchsorted(slots, (probes * length + end).flatten(1)).view_as(probes) for end in (0, ends))
@@ -232,10 +236,13 @@ def ranked_keys(
     sums = (last - first).cumsum(-1)  # (B, Lq, P)
     by_number = sums[..., -1].flatten().argsort()  # tiles of queries with about equally many candidates
     sums, starts = (x.flatten(0, 1)[by_number] for x in (sums, last - sums))
-    q, k, order = q.flatten(0, 1)[by_number], k.flatten(0, 1), order.flatten()
+    q = q.flatten(0, 1)[by_number]
+    k = k.flatten(0, 1)
+    order = order.flatten()
     step = max(1, _TILE[device.type] // max(1, int(sums.max())))
     for tile in torch.arange(batch * queries, device=device).split(step):
-        rows, total = by_number[tile], sums[tile]
+        rows = by_number[tile]
+        total = sums[tile]
         offset = (rows // queries * length).unsqueeze(-1)  # of the query's sequence
         number = torch.arange(max(1, int(total.max())), device=device).expand(len(tile), -1).contiguous()
         probe = torch.searchsorted(total, number, right=True).clamp_max_(total.shape[-1] - 1)

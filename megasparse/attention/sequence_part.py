@@ -198,7 +198,9 @@ class _Exchange(torch.autograd.Function):
         ctx: Any, x: Tensor, group: torch.distributed.ProcessGroup, ranks: list[bool] | None = None,
         works: list[Any] | None = None,
     ) -> Tensor:  # fmt: skip
-        ctx.group, ctx.ranks, ctx.works = group, ranks, works
+        ctx.group = group
+        ctx.ranks = ranks
+        ctx.works = works
         return _exchanged(x, group, ranks, works)
 
     @staticmethod

@@ -47,7 +47,8 @@ def sink_index(sinks: int, inputs: AttentionInputs, *, exclude_self: bool = Fals
     the token's own chunk of this many tokens and in neighbouring chunks.
     """
     order, number, rank = (x.unsqueeze(-1) for x in DocumentRanks.of(inputs))
-    length, sink = rank.shape[1], torch.arange(sinks, device=rank.device)
+    length = rank.shape[1]
+    sink = torch.arange(sinks, device=rank.device)
     position = number - rank + sink  # index of the sinks in `order`
     token = order[..., 0].gather(-1, position.clamp(0, length - 1).flatten(1)).view(position.shape)
     of_document = rank[..., 0].gather(-1, token.flatten(1)).view(position.shape) == sink
@@ -104,9 +105,10 @@ def _shared_sinks(q: Tensor, k: Tensor, v: Tensor, index: Tensor, scale: float) 
     q = at_least_rows(q, 2 * ROWS)
     index = F.pad(index, (0, max(0, 2 - index.shape[3]), 0, q.shape[2] - queries), value=-1)
     shared = index.amax(2).clamp_min(0).long().unsqueeze(-1)
-    keys, values = (x.gather(2, shared.expand(*x.shape[:2], -1, x.shape[3])) for x in (k, v))
+    keys, values = (x.gather(2, shared.expand(*x.shape[:2], -1, x.shape[3])) for x in (k, v))  # (B, H, n, D) each
     nothing = (index < 0).all(-1, keepdim=True)
-    score = (scale * (q @ keys.transpose(-1, -2))).masked_fill(index < 0, -torch.inf).masked_fill(nothing, 0.0)
+    score = scale * (q @ keys.transpose(-1, -2))  # (B, H, L, n)
+    score = score.masked_fill(index < 0, -torch.inf).masked_fill(nothing, 0.0)
     out = torch.softmax(score, dim=-1).masked_fill(nothing, 0.0) @ values
     lse = torch.logsumexp(score, dim=-1).masked_fill(nothing.squeeze(-1), -torch.inf)
     return out[:, :, :queries], lse[:, :, :queries]

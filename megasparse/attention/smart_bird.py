@@ -3,7 +3,7 @@
 B batch, H heads, L length, D head dim, E width of the layer's input, d width of the sketch, K keys, V vocabulary.
 """
 
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -15,16 +15,13 @@ from megasparse.attention.sequence_part import SequencePart
 from megasparse.attention.sinks import DocumentRanks
 from megasparse.attention.taught_sketch import TaughtSketch, check_sketch
 from megasparse.config.attention import MechanismSection, mechanism
+from megasparse.config.schema import ModelConfig
 from megasparse.config.section import Count, Positive
 from megasparse.errors import ConfigError
 from megasparse.ops.operator import at_least_fp32
 from megasparse.ops.positions import sinusoids
 from megasparse.ops.sketch import KeyChoiceSpec, Noise, chosen_keys, exact_projection, sketched_attention
 from megasparse.ops.tiled import tiled
-
-if TYPE_CHECKING:
-    from megasparse.config.schema import ModelConfig
-
 
 ASKED = {"token": "one token per position", "pooled": "one label per sequence", "answer": "the tokens of an answer"}
 """Descriptions of a sketch's targets, by objective."""
@@ -63,7 +60,7 @@ class SmartBirdAttentionConfig(MechanismSection):
     """First tokens of each document that all later ones (in an encoder all) attend to, in the same softmax, each
     once."""
 
-    def check(self, key: str, model: "ModelConfig") -> None:
+    def check(self, key: str, model: ModelConfig) -> None:
         if (self.objective == "pooled") != (self.labels is not None):
             labels = "null" if self.labels is None else self.labels
             problem = f'{labels} does not match objective = "{self.objective}"'

@@ -6,7 +6,7 @@ sketch, K keys.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,17 +18,14 @@ from megasparse.attention.flops import Flops, product
 from megasparse.attention.local import cached_window
 from megasparse.attention.sequence_part import WHOLE, SequencePart
 from megasparse.attention.sinks import merge, sink_index, without_seen
-from megasparse.config.attention import heads_of_layer
+from megasparse.config.schema import ModelConfig, heads_of_layer
 from megasparse.errors import ConfigError
 from megasparse.ops.bucketed_attention import BucketedAttentionSpec, Window
 from megasparse.ops.gathered_attention import gathered_attention
 from megasparse.ops.sketch import KeyChoiceSpec, chosen_keys, exact_projection
 
-if TYPE_CHECKING:
-    from megasparse.config.schema import ModelConfig
 
-
-def check_sketch(config: Any, key: str, model: "ModelConfig") -> None:
+def check_sketch(config: Any, key: str, model: ModelConfig) -> None:
     """Raise ConfigError unless `sketch_heads` divides the mechanism's heads in every layer, and signs fill bytes.
 
     key: of the mechanism's section.
@@ -57,6 +54,8 @@ class TaughtSketch(Attention):
     choice is not differentiable, so a separate loss trains it, the divergence from the heads' full attention
     (`learn`). Earlier keys come first among equals; each key is included once.
     """
+
+    has_auxiliary_loss = True
 
     def __init__(self, config: Any, spec: MechanismSpec):
         super().__init__(config, spec)

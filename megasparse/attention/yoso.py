@@ -5,7 +5,7 @@ B batch, H heads, L length, D head dim, m hashes, τ code bits, S kernel size.
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -17,14 +17,12 @@ from megasparse.attention.contract import Attention, AttentionContext, Attention
 from megasparse.attention.flops import Flops, product
 from megasparse.attention.sequence_part import WHOLE, SequencePart
 from megasparse.config.attention import MechanismSection, mechanism
+from megasparse.config.schema import ModelConfig
 from megasparse.config.section import Positive
 from megasparse.errors import ConfigError
 from megasparse.ops.hash_table_attention import HashTableAttentionSpec, expected_attention, hash_table_attention
 from megasparse.ops.hashing import sign_codes
 from megasparse.ops.normalize import unit_vectors
-
-if TYPE_CHECKING:
-    from megasparse.config.schema import ModelConfig
 
 
 @dataclass
@@ -55,8 +53,10 @@ class YOSOAttentionConfig(MechanismSection):
     chunk: Positive = 128
     """Decoders on a CPU only: tokens per chunk. Tables are updated per chunk; inside a chunk, pairs are compared."""
 
-    rounds_key = "hashes"
     no_probabilities = True
+
+    def hash_rounds(self, training: bool) -> int:
+        return self.hashes if training else self.evaluation_hashes or self.hashes
 
     @model_validator(mode="before")
     @classmethod
@@ -69,7 +69,7 @@ class YOSOAttentionConfig(MechanismSection):
             )
         return values
 
-    def check(self, key: str, model: "ModelConfig") -> None:
+    def check(self, key: str, model: ModelConfig) -> None:
         if self.code_bits is not None and self.code_bits > 30:
             problem = f"{self.code_bits} bits do not fit a 32-bit code"
             raise ConfigError(f"{key}.code_bits", problem, "Set it to 30 or less, or to null")
@@ -158,7 +158,7 @@ class YOSOAttention(Attention):
         recent = like.new_zeros(batch, spec.heads, (self.config.convolution or 1) - 1, width)
         if self.config.expectation:
             return YOSOCache(None, KeyValueCache.empty(batch, spec, spec.max_length, like), recent)
-        hashes = rounds or self.config.rounds_in_evaluation
+        hashes = rounds or self.config.hash_rounds(training=False)
         dtype = torch.promote_types(like.dtype, torch.float32)
         tables = torch.zeros(batch, spec.heads, hashes, 1 << self.code_bits, width, dtype=dtype, device=like.device)
         return YOSOCache(tables, None, recent)

@@ -1,6 +1,7 @@
 """Options that several subcommands share."""
 
 import argparse
+import json
 import os
 import sys
 from collections.abc import Sequence
@@ -12,8 +13,8 @@ from megasparse.errors import ConfigError, DataError, HubError, whole
 
 if TYPE_CHECKING:
     from megasparse.config.finetuning import FinetuneConfig
-    from megasparse.config.load import Settings
     from megasparse.config.schema import Config
+    from megasparse.settings.load import Settings
 
 
 def add_config(parser: argparse.ArgumentParser) -> None:
@@ -75,10 +76,7 @@ def require_config(args: argparse.Namespace, task: bool = False) -> Any:
         raise ConfigError("--config", problem, "Give one, such as quickstart or FILE.json")
     if getattr(args, "start", None) is not None:
         require_model(args.start, checkpoints=True)
-    from megasparse.config import attention
-
-    attention.POSTPONE = True
-    from megasparse.config.load import Config, FinetuneConfig, load_settings
+    from megasparse.settings.load import Config, FinetuneConfig, load_settings
 
     return load_settings(args.config or args.name, args.set, FinetuneConfig if task else Config, mechanisms=False)
 
@@ -90,10 +88,7 @@ def require_checkpoint(folder: str, overrides: Sequence[str] = ()) -> None:
     checkpoint = find_checkpoint(Path(folder))
     if not overrides:
         return
-    from megasparse.config import attention
-
-    attention.POSTPONE = True
-    from megasparse.config.load import Config, FinetuneConfig, build_settings
+    from megasparse.settings.load import Config, FinetuneConfig, build_settings
 
     values = read_manifest(checkpoint)["config"]
     build_settings(values, overrides, FinetuneConfig if "task" in values else Config, mechanisms=False)
@@ -170,7 +165,7 @@ def config_from(args: argparse.Namespace, kind: "type[Settings]") -> "Settings":
 
     Raises the errors of `load_settings`.
     """
-    from megasparse.config.load import load_settings
+    from megasparse.settings.load import load_settings
 
     base = None
     if getattr(args, "start", None) is not None:
@@ -179,6 +174,11 @@ def config_from(args: argparse.Namespace, kind: "type[Settings]") -> "Settings":
         base = base_values(args.start)
     config = load_settings(args.config or args.name, args.set, kind, base)
     if args.print_config:
-        print(config.model_dump_json(indent=2))
+        text = config.model_dump_json(indent=2)
+        try:
+            text.encode(sys.stdout.encoding or "utf-8")
+        except UnicodeEncodeError:  # print valid JSON on a terminal in ASCII
+            text = json.dumps(json.loads(text), indent=2)
+        print(text)
         sys.exit(0)
     return config

@@ -46,8 +46,8 @@ def convert_from_hf(args: argparse.Namespace) -> None:
     because it is compared in float64.
     """
     require_model(args.model)
-    from megasparse.config.load import build_config
     from megasparse.data.tokenizers import build_tokenizer
+    from megasparse.settings.load import build_config
 
     quiet_transformers()
     from megasparse.hub.importing import HFModel, with_first_token, write_checkpoint

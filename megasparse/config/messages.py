@@ -46,6 +46,8 @@ def as_config_error(error: ValidationError, model: type[BaseModel], values: obje
     choices = _choices(field) if isinstance(value, str) and not in_object else []
     near = difflib.get_close_matches(str(value), choices, n=1) if len(choices) > FEW and value not in choices else []
     hint = f'Did you mean "{near[0]}"?' if near else f"It must be {_describe_field(field, first['msg'], in_object)}"
+    if first["type"] == "list_type" and isinstance(value, str) and not near:
+        hint += f". Write {show([value])}"
     return ConfigError(key or "configuration", f"{show(value)} does not fit", hint + more)
 
 
@@ -167,7 +169,8 @@ def _describe(schema: dict[str, Any]) -> str:
     if kind == "array":
         if items := schema.get("prefixItems"):
             return f"a list of {len(items)} values, each {_describe(items[0])}"
-        length = "" if not schema.get("minItems") else f", at least {schema['minItems']} long"
+        least, most = schema.get("minItems"), schema.get("maxItems")
+        length = "" if not least else f", at least {least} long" if not most else f", {least} to {most} of them"
         return f"a list whose values are {_describe(schema.get('items', {}))}{length}"
     names = {
         "integer": "a whole number",

@@ -1,16 +1,11 @@
 """The typed schema of a run's JSON file. Every default of the project lives here and nowhere else."""
 
-import importlib
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from megasparse.config import attention
-from megasparse.config.attention import AttentionConfig
+from megasparse.config.attention import MECHANISMS, AttentionConfig
 from megasparse.config.section import JSON_LIST, Count, Location, Positive, Rate, Section
-
-if not attention.POSTPONE:  # register the mechanisms of the package; their files import `config`
-    importlib.import_module("megasparse.attention")
 
 
 class RunConfig(Section):
@@ -350,3 +345,36 @@ def encoder_part(model: ModelConfig) -> ModelConfig:
 def decoder_part(model: ModelConfig) -> ModelConfig:
     """Return the configuration of an encoder–decoder's decoder without cross-attention, which predicts the target."""
     return model.model_copy(update={"kind": "decoder", "source": None})
+
+
+def heads_of_layer(model: ModelConfig, layer: int) -> dict[str, int]:
+    """Return mechanism -> number of heads for a layer, the first heads first.
+
+    They are in registration order, because the keys of a JSON object are unordered and checkpoints sort them.
+    """
+    entry = model.attention.pattern[layer % len(model.attention.pattern)]
+    if isinstance(entry, str):
+        return {entry: model.heads}
+    return {kind: entry[kind] for kind in MECHANISMS if kind in entry}
+
+
+def layers_with(model: ModelConfig, kind: str) -> int:
+    """Return the number of layers with heads of this kind."""
+    return sum(kind in heads_of_layer(model, layer) for layer in range(model.layers))
+
+
+def kinds(model: ModelConfig) -> list[str]:
+    """Return the mechanisms of a model without duplicates, in the order of their first layers."""
+    layers = range(min(model.layers, len(model.attention.pattern)))
+    return list(dict.fromkeys(kind for layer in layers for kind in heads_of_layer(model, layer)))
+
+
+def evaluation_rounds(model: ModelConfig) -> dict[str, int]:
+    """Return mechanism -> hash rounds (YOSO: hashes) in evaluation, for mechanisms of the model that hash."""
+    rounds = {kind: getattr(model.attention, kind).hash_rounds(training=False) for kind in kinds(model)}
+    return {kind: number for kind, number in rounds.items() if number is not None}
+
+
+def predicts(model: ModelConfig, target: str) -> bool:
+    """Return True if a mechanism of the model learns to predict this target, see `MechanismSection.predicts`."""
+    return any(getattr(model.attention, kind).predicts == target for kind in kinds(model))

@@ -60,7 +60,12 @@ class Section(BaseModel):
     """Base class of the sections: unknown keys are errors, values are not coerced, instances are immutable."""
 
     model_config = ConfigDict(
-        extra="forbid", strict=True, frozen=True, allow_inf_nan=False, use_attribute_docstrings=True
+        extra="forbid",
+        strict=True,
+        frozen=True,
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
+        defer_build=True,  # until its first use, when the attention mechanisms have added their sections
     )
 
     @model_validator(mode="before")

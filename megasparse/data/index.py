@@ -9,7 +9,7 @@ from io import BytesIO
 from pathlib import Path
 
 from megasparse.data.index_file import INDEX_FILE, MOST_BYTES, IndexFile, Shard, Split, parse, parse_content
-from megasparse.data.reader import ShardFile, check_size
+from megasparse.data.shard_file import ShardFile, check_size
 from megasparse.data.tokenizers import Tokenizer
 from megasparse.data.urls import Requests, ShardCache, check_url, is_url
 from megasparse.errors import ConfigError, DataError, did_you_mean
@@ -139,7 +139,7 @@ class Index:
 
 def _how_to_prepare(directory: Path) -> str:
     """Return the command for the corpus that the folder's name contains, or for text."""
-    from megasparse.data.corpora import CORPORA  # corpora report on the index of their shards
+    from megasparse.data.corpora import CORPORA  # takes a second to import
 
     name = next((corpus for corpus in CORPORA if corpus in directory.name), "text")
     options = CORPORA[name].EXAMPLE.rpartition("--output")[0]

@@ -21,9 +21,7 @@ from typing import Any
 
 from torch import Tensor
 
-from megasparse.config.attention import evaluation_rounds
-from megasparse.config.load import build_config
-from megasparse.config.schema import Config, ModelConfig
+from megasparse.config.schema import Config, ModelConfig, evaluation_rounds
 from megasparse.data.index import Index
 from megasparse.data.tokenizers import Tokenizer, build_tokenizer
 from megasparse.errors import ConfigError, rank_variable
@@ -31,6 +29,7 @@ from megasparse.evaluation.bits_per_dim import Score, Scorer, Stream, of_model, 
 from megasparse.evaluation.images import image_shape, png_bits_per_dim
 from megasparse.model.build import Model, build_model, empty_model
 from megasparse.ops.random import RngContext
+from megasparse.settings.load import build_config
 from megasparse.training.checkpoints.checkpoint import Checkpoint, load_weights, open_newest
 from megasparse.training.ranks import Ranks, start_ranks
 

@@ -11,8 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megasparse.config.attention import kinds
-from megasparse.config.schema import Config, ModelConfig, PositionsConfig
+from megasparse.config.schema import Config, ModelConfig, PositionsConfig, kinds
 from megasparse.errors import HubError
 from megasparse.hub.formats import (
     Exported,

@@ -11,8 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megasparse import __version__
-from megasparse.config.attention import kinds
-from megasparse.config.schema import Config, ModelConfig, encoder_part
+from megasparse.config.schema import Config, ModelConfig, encoder_part, kinds
 from megasparse.data.tokenizers import NAMED, build_tokenizer
 from megasparse.errors import HubError
 from megasparse.files import read_file

@@ -18,15 +18,14 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from megasparse.attention.heads import Padding
-from megasparse.config.attention import heads_of_layer
-from megasparse.config.checks import check_model
-from megasparse.config.schema import Config, ModelConfig
+from megasparse.config.schema import Config, ModelConfig, heads_of_layer
 from megasparse.errors import ConfigError, HubError, did_you_mean
 from megasparse.hub.tensor_file import TensorFile
 from megasparse.model.build import Model
 from megasparse.model.decoder import Causal, EncoderDecoder
 from megasparse.model.stack import padding_of
 from megasparse.ops.random import RngContext
+from megasparse.settings.checks import check_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from megasparse.config.files import parse_json
-from megasparse.config.load import build_config
 from megasparse.config.schema import Config, ModelConfig, SourceConfig
 from megasparse.data.tokenizers import build_tokenizer
 from megasparse.errors import ConfigError, HubError, did_you_mean
@@ -40,6 +39,7 @@ from megasparse.hub.tensor_file import TensorFile, appearing, load_whole
 from megasparse.hub.tokenizer_files import FILE, GENERATION, SPECIAL, Files, companion_files, found_tokenizer
 from megasparse.model.adapters import add_adapters
 from megasparse.model.build import Model, build_model, deferred_model, empty_model, initial_weight
+from megasparse.settings.load import build_config
 from megasparse.training.checkpoints.bucket import Bucket
 from megasparse.training.checkpoints.checkpoint import (
     Checkpoint,

@@ -9,7 +9,6 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
-from megasparse.config.checks import check_model
 from megasparse.config.schema import Config, ModelConfig
 from megasparse.data.tokenizers import build_tokenizer
 from megasparse.errors import HubError
@@ -17,6 +16,7 @@ from megasparse.hub.formats import TASKS, Exported, Format, Imported, sides
 from megasparse.hub.tensor_file import TensorFile
 from megasparse.hub.tokenizer_files import GENERATION, chat_files, own_name, separator
 from megasparse.model.build import empty_model
+from megasparse.settings.checks import check_model
 from megasparse.training.checkpoints.checkpoint import persistent_buffers
 
 if TYPE_CHECKING:

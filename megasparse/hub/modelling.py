@@ -30,8 +30,7 @@ from transformers.utils import can_return_tuple
 from megasparse.attention.contract import Targets
 from megasparse.attention.cross import EncoderOutput
 from megasparse.attention.heads import Padding
-from megasparse.config.attention import predicts
-from megasparse.config.schema import ModelConfig
+from megasparse.config.schema import ModelConfig, predicts
 from megasparse.hub.aligned_rows import AlignedRows, MegasparseCache, refuse_shape
 from megasparse.hub.formats import TASKS
 from megasparse.hub.replaced_layer import IGNORED, share_of_batch

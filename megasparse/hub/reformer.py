@@ -17,9 +17,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from megasparse.attention.lsh import lsh_buckets
-from megasparse.config.attention import evaluation_rounds, heads_of_layer, kinds
-from megasparse.config.load import build_config
-from megasparse.config.schema import Config, ModelConfig
+from megasparse.config.schema import Config, ModelConfig, evaluation_rounds, heads_of_layer, kinds
 from megasparse.data.tokenizers import build_tokenizer
 from megasparse.errors import HubError
 from megasparse.hub.formats import (
@@ -37,6 +35,7 @@ from megasparse.hub.tensor_file import BUFFERS, TensorFile
 from megasparse.hub.tokenizer_files import Files, files_with_start, tokenizer_files
 from megasparse.ops.positions import sinusoids
 from megasparse.ops.random import RngContext, rotations
+from megasparse.settings.load import build_config
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -23,10 +23,9 @@ from transformers import AutoConfig, Cache, PreTrainedModel
 from transformers.utils import cached_file
 
 from megasparse.attention.contract import Attention, Targets
-from megasparse.config.attention import MECHANISMS, AttentionConfig, kinds
-from megasparse.config.checks import check_model
+from megasparse.config.attention import MECHANISMS, AttentionConfig
 from megasparse.config.messages import as_config_error, show
-from megasparse.config.schema import ModelConfig
+from megasparse.config.schema import ModelConfig, kinds
 from megasparse.errors import ConfigError, HubError, did_you_mean
 from megasparse.hub import TESTED_TRANSFORMERS
 from megasparse.hub.replaced_layer import (
@@ -40,6 +39,7 @@ from megasparse.hub.replaced_layer import (
 )
 from megasparse.hub.tensor_file import ADAPTER, TensorFile, appearing, load_whole
 from megasparse.model.build import initialise
+from megasparse.settings.checks import check_model
 
 ENTRY = "megasparse_attention"
 """Key of config.json with the arguments of the replacement: {"attention", "max_length", "seed"}."""
@@ -186,6 +186,9 @@ def _interface_calls(model: PreTrainedModel) -> list[InterfaceCall]:
     if not calls or len(calls) != model.config.num_hidden_layers:
         problem = f"uses transformers' interface in {len(calls)} of its {model.config.num_hidden_layers} layers"
         raise HubError(name, problem, HINT)
+    if model.config.model_type not in ENCODERS and "position_ids" not in inspect.signature(base.forward).parameters:
+        problem = f"takes no position_ids with transformers {transformers.__version__}, which separate packed documents"
+        raise HubError(name, problem, f"Use a tested version: {', '.join(TESTED_TRANSFORMERS)}")
     for call in calls:
         _require_attention(model, call, calls[0])
     return calls
@@ -248,14 +251,17 @@ def _require_plain(model: PreTrainedModel) -> None:
 
 
 def _require_attention(model: PreTrainedModel, call: InterfaceCall, first: InterfaceCall) -> None:
-    """Raise HubError unless a call asks for plain attention of the same shape as the first layer's."""
-    name, tensors = type(model).__name__, {"softcap", *(key for key, x in call.others.items() if isinstance(x, Tensor))}
-    encoder = model.config.model_type in ENCODERS
+    """Raise HubError unless a call asks for plain attention of the same shape as the first layer's.
+
+    Names of arguments are private to transformers: a tensor or number under another name is an error.
+    """
+    name, encoder = type(model).__name__, model.config.model_type in ENCODERS
+    values = {key for key, x in call.others.items() if isinstance(x, Tensor | int | float) and not isinstance(x, bool)}
     if (cap := call.others.get("softcap")) is not None:
         problem = f"caps its scores (attn_logit_softcapping = {cap}), which no mechanism supports"
         raise HubError(name, problem, "Set it to null in config.json, then fine-tune, because the scores change")
-    if extra := sorted(key for key in tensors - {"position_ids", "s_aux"} if call.others.get(key) is not None):
-        hint = "Use another model: no mechanism supports it"
+    if extra := sorted(values - {"dropout", "position_ids", "s_aux"}):
+        hint = f"Use another model, or a tested version of transformers: {', '.join(TESTED_TRANSFORMERS)}"
         raise HubError(name, f"its attention has {extra[0]} next to queries, keys and values", hint)
     if call.attention_mask is not None:
         raise HubError(name, "adds its own mask or bias to its scores", HINT)

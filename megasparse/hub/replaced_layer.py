@@ -29,8 +29,8 @@ from megasparse.attention.cache import CachedTokens
 from megasparse.attention.contract import Attention, AttentionContext, AttentionInputs, Targets
 from megasparse.attention.full import FullAttention
 from megasparse.attention.heads import Padding, build_mechanism, split_heads_by_mechanism
-from megasparse.config.attention import AttentionConfig, heads_of_layer
-from megasparse.config.schema import ModelConfig
+from megasparse.config.attention import AttentionConfig
+from megasparse.config.schema import ModelConfig, heads_of_layer
 from megasparse.errors import HubError
 from megasparse.hub import TESTED_TRANSFORMERS
 from megasparse.ops.gathered_attention import gathered_attention
@@ -292,10 +292,10 @@ def attend(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
+    scaling: float | None,
     megasparse_pass: ReplacedPass | None = None,
     megasparse_input: Tensor | None = None,
     megasparse_cache: Cache | None = None,
-    scaling: float | None = None,
     output_attentions: bool = False,
     sliding_window: int | None = None,
     s_aux: Tensor | None = None,
@@ -467,7 +467,7 @@ def share_of_batch(labels: Tensor | None, accumulated: Tensor | int | None) -> T
     return 1.0 if accumulated is None or labels is None else (labels != IGNORED).sum() / accumulated
 
 
-def key_mask(*, attention_mask: Tensor | None = None, **unused: Any) -> Tensor | None:
+def key_mask(*, attention_mask: Tensor | None, **unused: Any) -> Tensor | None:
     """Mask function of a model, called by transformers: (B, L) bool, True for real tokens, or None if all are."""
     return None if attention_mask is None or bool(attention_mask.all()) else attention_mask
 

@@ -25,8 +25,9 @@ def build_model(config: ModelConfig, seed: int, dtype: torch.dtype = torch.float
     """Build a model whose weights are pure functions of (seed, weight name).
 
     Embeddings are standard normal. Projections are normal with deviation 1/√fan-in, and those into a residual stream
-    are divided by √(branches of the stack). Norms are 1, biases and n-gram tables 0. Scores of `ranked` buckets have
-    deviation 0.02. With `style` "bert" all other weights except the mechanisms' own use BERT's deviation.
+    are divided by √(branches of the stack). Norms are 1, biases and n-gram tables 0. With `style` "bert" all other
+    weights except the mechanisms' own use BERT's deviation. A mechanism may set the deviations of its own weights, see
+    `Attention.initial_deviations`.
 
     Args:
         config: The section `model` of a configuration.

@@ -25,7 +25,9 @@ class Positions(nn.Module):
 
     def __init__(self, config: ModelConfig):
         super().__init__()
-        self.kind, self.width, self.offset = config.positions.kind, config.d_model, config.positions.offset
+        self.kind = config.positions.kind
+        self.width = config.d_model
+        self.offset = config.positions.offset
         self.axial_shape = config.positions.axial_shape or []
         if self.kind == "axial":
             pairs = zip(self.axial_shape, config.positions.axial_dims or [], strict=True)
@@ -36,7 +38,8 @@ class Positions(nn.Module):
     def forward(self, first: int, count: int, device: torch.device) -> Tensor | None:
         if self.kind == "axial":
             position = torch.arange(first, first + count, device=self.axes[0].device)
-            parts, below = [], math.prod(self.axial_shape)
+            parts = []
+            below = math.prod(self.axial_shape)
             for table, size in zip(self.axes, self.axial_shape, strict=True):
                 below //= size
                 parts.append(table[position // below % size])
@@ -54,9 +57,11 @@ class NgramEmbedding(nn.Module):
     def __init__(self, config: ModelConfig):
         super().__init__()
         assert config.ngrams is not None
-        self.lengths, self.rows = config.ngrams.lengths, config.ngrams.rows
+        self.lengths = config.ngrams.lengths
+        self.rows = config.ngrams.rows
         self.behind = 0 if config.kind == "encoder" else 1
-        width, count = config.ngrams.width or config.d_model, len(self.lengths)
+        width = config.ngrams.width or config.d_model
+        count = len(self.lengths)
         self.tables = nn.ParameterList(nn.Parameter(torch.empty(self.rows, width)) for _ in self.lengths)
         self.projection = None if width == config.d_model else projection(count * width, config.d_model, biased=False)
 

@@ -19,7 +19,8 @@ from megasparse.model.stack import Scored, Transformer, padding_of
 from megasparse.ops.normalize import Norm
 from megasparse.ops.random import RngContext, random_bits
 
-MASKED, REPLACED = 0.8, 0.1
+MASKED = 0.8
+REPLACED = 0.1
 """Shares of the tokens to predict that are replaced by the mask token and by a random token; the rest are unchanged."""
 
 
@@ -76,7 +77,8 @@ class SentenceOrder(nn.Module):
 
     def loss(self, scores: OrderScores) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the mean nats per sequence, for the objective, and statistics averaged over the batch's pairs."""
-        total, count = torch.where(scores.scored, scores.nats, 0.0).sum(), scores.scored.sum().clamp_min(1)
+        total = torch.where(scores.scored, scores.nats, 0.0).sum()
+        count = scores.scored.sum().clamp_min(1)
         return total / len(scores.nats), {
             "sentence_order_nats": total.detach() / count,
             "sentence_order_accuracy": (scores.correct & scores.scored).sum() / count,
@@ -124,7 +126,8 @@ class Encoder(Transformer):
         """
         masking = self.config.masking
         part, tokens = padding.part, padding.part.gather(tokens, 1)  # the choice depends on all tokens of a sequence
-        key, rows = rng.key(-1, "masked tokens"), rng.at(0).rows(tokens.shape[1], tokens.device)
+        key = rng.key(-1, "masked tokens")
+        rows = rng.at(0).rows(tokens.shape[1], tokens.device)
         order, fate, other = (random_bits(key, rows, 3).to(torch.int64) + 2**31).unbind(-1)  # uniform below 2^32
         maskable = self._maskable(tokens, padding)
         if masking.whole_words:
@@ -164,7 +167,8 @@ class Encoder(Transformer):
 
     def _maskable(self, tokens: Tensor, padding: Padding) -> Tensor:
         """Return which tokens may be hidden, (B, L)."""
-        separator, key_mask = self.config.document_separator, padding.key_mask
+        separator = self.config.document_separator
+        key_mask = padding.key_mask
         maskable = torch.ones_like(tokens, dtype=torch.bool) if key_mask is None else key_mask
         if separator is not None:
             maskable = maskable & (tokens != separator)

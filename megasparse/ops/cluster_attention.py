@@ -76,7 +76,7 @@ class _ClusterAttention(Function):
             total = weight.sum(-1, keepdim=True)
             if block.factors is not None:
                 weight *= block.factors
-            part = torch.bmm(weight, block.v).mul_(torch.where(total > 0, 1.0 / total, 0.0))
+            part = torch.bmm(weight, block.v).mul_(torch.where(total > 0, 1.0 / total, 0.0))  # (n, m, D)
             _merge(out.flatten(0, 2), lse.flatten(), block.query, part, (highest + total.log()).squeeze(-1))
         out = out.to(q.dtype)
         *lists, ctx.spec, key_mask, segments, ctx.dropout = settings
@@ -87,17 +87,21 @@ class _ClusterAttention(Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse, query_index, key_index, key_mask, segments = ctx.saved_tensors
         no_visible_key = lse == -torch.inf
-        grad_out, grad_lse = grads[0].to(lse.dtype), torch.where(no_visible_key, 0.0, grads[1])
-        delta = ((grad_out * out).sum(-1) - grad_lse).flatten()
+        grad_out = grads[0].to(lse.dtype)
+        grad_lse = torch.where(no_visible_key, 0.0, grads[1])
+        delta = ((grad_out * out).sum(-1) - grad_lse).flatten()  # (B·H·Lq,)
         # exp(score − ∞) = 0: no gradient of a query without keys
-        flat_lse = lse.masked_fill(no_visible_key, torch.inf).flatten()
-        grad_out = grad_out.flatten(0, 2)
+        flat_lse = lse.masked_fill(no_visible_key, torch.inf).flatten()  # (B·H·Lq,)
+        grad_out = grad_out.flatten(0, 2)  # (B·H·Lq, D)
         sums = [torch.zeros_like(x, dtype=lse.dtype, memory_format=torch.contiguous_format) for x in (q, k, v)]
-        dq, dk, dv = (x.flatten(0, 2) for x in sums)
+        dq, dk, dv = (x.flatten(0, 2) for x in sums)  # (B·H·L, D) each
         for block in _blocks(q, k, v, query_index, key_index, ctx.spec, key_mask, segments, ctx.dropout):
-            weight = block.score.sub_(flat_lse[block.query].unsqueeze(-1)).exp_()
-            grad, queries, keys = grad_out[block.query], block.query.flatten(), block.key.flatten()
-            score_grad, dropped = torch.bmm(grad, block.v.transpose(1, 2)), weight
+            weight = block.score.sub_(flat_lse[block.query].unsqueeze(-1)).exp_()  # (n, m, Mk)
+            grad = grad_out[block.query]  # (n, m, D)
+            queries = block.query.flatten()  # (n·m,)
+            keys = block.key.flatten()  # (n·Mk,)
+            score_grad = torch.bmm(grad, block.v.transpose(1, 2))  # (n, m, Mk)
+            dropped = weight
             if block.factors is not None:
                 dropped = weight * block.factors
                 score_grad *= block.factors
@@ -131,22 +135,26 @@ def _blocks(
     clusters, places, keys = *query_index.shape[2:], key_index.shape[3]
     dtype = torch.promote_types(q.dtype, torch.float32)
     query_index, key_index = (index.expand(batch, heads, -1, -1) for index in (query_index, key_index))
-    q_rows, k_rows, v_rows = (x.flatten(0, 2) for x in (q, k, v))
-    members, width = None, head_dim
+    q_rows, k_rows, v_rows = (x.flatten(0, 2) for x in (q, k, v))  # (B·H·L, D) each
+    members = None
+    width = head_dim
     if spec.count_clusters and clusters > 1 and not q.is_meta:  # meta lists contain no values
-        members, width = (_Memberships(query_index, length), _Memberships(key_index, key_length)), head_dim + clusters
+        members = (_Memberships(query_index, length), _Memberships(key_index, key_length))
+        width = head_dim + clusters
     elements = _CPU_BLOCK_ELEMENTS if q.device.type == "cpu" else _GPU_BLOCK_ELEMENTS
     tile = min(places, max(1, elements // max(keys, width)))
     step = max(1, elements // max(tile * keys, (tile + keys) * width // 2))
     for start in range(0, batch * heads * clusters, step):
         item = torch.arange(start, min(start + step, batch * heads * clusters), device=q.device)
-        row, cluster = item // clusters, item % clusters
-        b, h = row // heads, row % heads
+        row = item // clusters
+        cluster = item % clusters
+        b = row // heads
+        h = row % heads
         key = key_index[b, h, cluster].long()  # (n, Mk)
         token = key.clamp_min(0)
         key_visible = (key >= 0) if key_mask is None else (key >= 0) & key_mask[b[:, None], token]
         key_row = token + row[:, None] * key_length
-        k_block, v_block = (x[key_row].to(dtype) for x in (k_rows, v_rows))
+        k_block, v_block = (x[key_row].to(dtype) for x in (k_rows, v_rows))  # (n, Mk, D)
         key_members = members[1].of(key_row, dtype) if members else None
         for query in query_index[b, h, cluster].long().split(tile, dim=1):  # (n, m)
             visible = key_visible[:, None, :] & (query >= 0)[:, :, None]  # (n, m, Mk)
@@ -157,15 +165,16 @@ def _blocks(
                 document = segments[b]
                 visible &= document.gather(1, query)[:, :, None] == document.gather(1, token)[:, None, :]
             query_row = query + row[:, None] * length
-            q_block = q_rows[query_row].to(dtype)
-            score = torch.bmm(q_block, k_block.transpose(1, 2)).mul_(spec.scale)
+            q_block = q_rows[query_row].to(dtype)  # (n, m, D)
+            score = torch.bmm(q_block, k_block.transpose(1, 2)).mul_(spec.scale)  # (n, m, Mk)
             if members is not None and key_members is not None:
                 count = torch.bmm(members[0].of(query_row, dtype), key_members.transpose(1, 2))
                 score -= count.clamp_min(1.0).log_()
             score.masked_fill_(~visible, -torch.inf)
             factors = None
             if dropout is not None:
-                i, j = dropout.queries.flatten()[query_row].unsqueeze(2), dropout.keys(key_length)[token].unsqueeze(1)
+                i = dropout.queries.flatten()[query_row].unsqueeze(2)
+                j = dropout.keys(key_length)[token].unsqueeze(1)
                 factors = dropout.factors(i, j, dtype)
             yield _Block(q_block, k_block, v_block, query_row, key_row, score, factors)
 
@@ -199,7 +208,9 @@ def _merge(out: Tensor, lse: Tensor, rows: Tensor, part: Tensor, part_lse: Tenso
     if out.is_meta:  # the repeated rows depend on data
         return
     rows, slot = rows.flatten().unique(return_inverse=True)
-    part, part_lse, old = part.flatten(0, 1), part_lse.flatten(), lse[rows]
+    part = part.flatten(0, 1)
+    part_lse = part_lse.flatten()
+    old = lse[rows]
     highest = old.scatter_reduce(0, slot, part_lse, "amax").clamp_min_(torch.finfo(lse.dtype).min)
     total = (old - highest).exp().index_add_(0, slot, (part_lse - highest[slot]).exp_())
     merged = highest + total.log_()

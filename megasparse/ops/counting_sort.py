@@ -20,7 +20,8 @@ def _counting_sort(keys: Tensor, bits: int, ordered: Tensor | None = None, rever
     assert keys.dim() == 2 and keys.dtype in (torch.int16, torch.int32) and 1 <= bits <= 31
     values, order = torch.sort(keys, dim=-1, stable=True)
     if reverse:
-        values, order = values.flip(-1), order.flip(-1)
+        values = values.flip(-1)
+        order = order.flip(-1)
     if ordered is not None:
         ordered.copy_(values)
     return order.to(torch.int32)

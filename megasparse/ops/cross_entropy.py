@@ -60,7 +60,8 @@ def adaptive_scores(
     correct = best.indices == targets
     for number, (tail, start) in enumerate(zip(tails, cutoffs, strict=True), start=1):
         rows = (cluster == number).nonzero().squeeze(1)
-        inside, local_target = F.linear(hidden[rows], tail).float(), targets[rows] - start
+        inside = F.linear(hidden[rows], tail).float()
+        local_target = targets[rows] - start
         rare = F.cross_entropy(inside, local_target, reduction="none")
         nats = nats.index_add(0, rows, rare)
         score = score.index_add(0, rows, -rare.detach())

@@ -60,14 +60,16 @@ def draw_keys(q: Tensor, k: Tensor, points: Tensor, *, scale: float) -> Draws:
     points: (C,) fp64, a random point of each of C equal parts of [0, 1), the cumulative probability of keys, so that
     the number of draws of a key is less than its expectation by at most two.
     """
-    keys, wide = k.transpose(-1, -2), torch.promote_types(k.dtype, torch.float32)
+    keys = k.transpose(-1, -2)
+    wide = torch.promote_types(k.dtype, torch.float32)
     scaled = q * scale
     scores = (scaled[:, :, part] @ keys for part in tiles(q, k.shape[2]))  # precise enough for drawing keys
     received = reduce(torch.add, (score.softmax(-1).sum(-2, dtype=wide) for score in scores))  # Σ_i A_ij, (B, H, L)
     uniform = torch.full((1,), 0.5 * _SHARES / k.shape[2], dtype=torch.float64, device=k.device)
     parts = uniform.add(received, alpha=0.5 * _SHARES / q.shape[2]).long() + 1
     ends = parts.cumsum(-1)
-    count, total = len(points), ends[..., -1:]
+    count = len(points)
+    total = ends[..., -1:]
     tokens = torch.searchsorted(ends, (points * total).long(), right=True).clamp_max_(k.shape[2] - 1)  # even with NaN
     ln_count = (count * parts.gather(-1, tokens) / total).log().float()
     return Draws(at_tokens(k, tokens), tokens, ln_count)

@@ -117,7 +117,8 @@ def visible_pairs(
 
 def weighted_sum(q: Tensor, k: Tensor, v: Tensor, weight: Tensor, code_bits: int) -> tuple[Tensor, Tensor]:
     """Return Wv and W1, with ∂W_ij/∂(q_i·k_j) DEFINED as τ/2·W_ij (YOSO Eq. 12 and 19, with the τ of Eq. 11)."""
-    weight, score = weight.detach(), q @ k.transpose(-1, -2)
+    weight = weight.detach()
+    score = q @ k.transpose(-1, -2)
     with_gradient = weight * (1 + code_bits / 2 * (score - score.detach()))
     return with_gradient @ v, weight.sum(-1)
 
@@ -166,7 +167,7 @@ def _buckets(
     """Return the codes of some rows, unchanged if 2^τ tables are small enough and all pairs are visible; else dense
     indices of (group, code) per row, so that there are never more buckets than tokens for any number of documents.
     """
-    q_codes, k_codes = (codes.flatten(0, 1)[part] for codes in (q_codes, k_codes))
+    q_codes, k_codes = (codes.flatten(0, 1)[part] for codes in (q_codes, k_codes))  # (G, m, Lq) and (G, m, Lk)
     length = q_codes.shape[2]
     most = length + k_codes.shape[2]
     if group is None and 1 << code_bits <= most:
@@ -193,15 +194,16 @@ class _HashTableAttention(Function):
         total = torch.empty(q.shape[:3], dtype=dtype, device=q.device)
         for part in _parts(q, k, q_codes, spec):
             codes = _buckets(q_codes, k_codes, group, part, spec.code_bits)
-            values = v.flatten(0, 1)[part].to(dtype)
+            values = v.flatten(0, 1)[part].to(dtype)  # (G, Lk, D)
             # An extra column of ones counts the collisions.
-            values = torch.cat([values, torch.ones_like(values[..., :1])], dim=-1)
+            values = torch.cat([values, torch.ones_like(values[..., :1])], dim=-1)  # (G, Lk, D + 1)
             both = _through_tables(codes.keys, codes.queries, codes.tables, values, spec.causal_chunk)
             for piece, count in _chunks(codes, spec.causal_chunk, dtype):
                 both[:, piece] += count @ values[:, piece]
             both /= q_codes.shape[2]
             out.flatten(0, 1)[part], total.flatten(0, 1)[part] = both[..., :-1], both[..., -1]
-        ctx.spec, ctx.group = spec, group
+        ctx.spec = spec
+        ctx.group = group
         ctx.save_for_backward(q, k, v, q_codes, k_codes, total)
         ctx.mark_non_differentiable(total)
         return out, total
@@ -210,7 +212,8 @@ class _HashTableAttention(Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, q_codes, k_codes, total = ctx.saved_tensors
         spec: HashTableAttentionSpec = ctx.spec
-        dtype, hashes = total.dtype, q_codes.shape[2]
+        dtype = total.dtype
+        hashes = q_codes.shape[2]
         dq, dk, dv = (torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format) for x in (q, k, v))
         for part in _parts(q, k, q_codes, spec):
             codes = _buckets(q_codes, k_codes, ctx.group, part, spec.code_bits)
@@ -256,7 +259,8 @@ def _through_tables(
     for subset in row_slices(hashes, _TABLE_ELEMENTS, rows * width * max(tables, length, source.shape[2])):
         into, out_of = source[:, subset], target[:, subset]  # (G, m', L)
         first = torch.arange(rows * into.shape[1], device=values.device).view(rows, -1, 1) * tables
-        into, out_of = into + first, out_of + first
+        into = into + first
+        out_of = out_of + first
         table = values.new_zeros(first.numel() * tables, width)
         if chunk is None:
             _add(table, into, values)
@@ -293,7 +297,8 @@ def _table_gradients(
     """Return Σ_j c_ij (g_i·v_j) k_j for each query and Σ_i c_ij (g_i·v_j) q_i for each key; c_ij is the number of
     hashes in which they collide.
     """
-    into_q, into_k = torch.zeros_like(q), torch.zeros_like(k)
+    into_q = torch.zeros_like(q)
+    into_k = torch.zeros_like(k)
     slab = max(1, _ROW_ELEMENTS // (2 * len(q) * max(codes.tables, q.shape[1], k.shape[1]) * q.shape[2]))
     for start in range(0, v.shape[2], slab):
         columns = slice(start, start + slab)
@@ -332,7 +337,8 @@ def _pair_gradients(
     runs = _key_runs(codes, causal)
     # Contiguous for any strides of q and k, because `flatten` of the targets must not copy
     into_q, into_k = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k))
-    sources, targets = [x.flatten(0, 1) for x in (q, k, v, g)], [x.flatten(0, 1) for x in (into_q, into_k)]
+    sources = [x.flatten(0, 1) for x in (q, k, v, g)]
+    targets = [x.flatten(0, 1) for x in (into_q, into_k)]
     for first, last in _query_ranges(runs.size):
         query, key, count = _colliding(runs, first, last, q.shape[1])
         # Split further, because a single query can exceed a block
@@ -442,7 +448,8 @@ class _ExpectedAttention(Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, group: tuple[Tensor, Tensor] | None, spec: HashTableAttentionSpec,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        ctx.group, ctx.spec = group, spec
+        ctx.group = group
+        ctx.spec = spec
         ctx.save_for_backward(q, k, v)
         dtype = torch.promote_types(v.dtype, torch.float32)
         flat_q, flat_k, flat_v = (x.flatten(0, 1).to(dtype) for x in (q, k, v))
@@ -451,7 +458,8 @@ class _ExpectedAttention(Function):
         for rows, queries, keys, weight in _tiles(flat_q, flat_k, group, spec):
             out[rows, queries] = torch.bmm(weight, flat_v[rows, keys])
             total[rows, queries] = weight.sum(-1)
-        out, total = out.view(*q.shape[:3], -1), total.view(q.shape[:3])
+        out = out.view(*q.shape[:3], -1)  # (B, H, Lq, D)
+        total = total.view(q.shape[:3])  # (B, H, Lq)
         ctx.mark_non_differentiable(total)
         return out, total
 

@@ -56,7 +56,8 @@ def _angular_hash(x: Tensor, rotations: Tensor, factors: list[int]) -> Tensor:
     for rotated in _rotated(x, rotations):
         code: Tensor | None = None
         for part, factor in zip(rotated.split([n // 2 for n in factors], dim=-1), factors, strict=True):
-            highest, lowest = part.max(dim=-1), part.min(dim=-1)
+            highest = part.max(dim=-1)
+            lowest = part.min(dim=-1)
             plus = highest.values >= -lowest.values
             number = torch.where(plus, highest.indices, lowest.indices + factor // 2)
             code = number if code is None else code * factor + number
@@ -70,9 +71,10 @@ def _angular_hash(x: Tensor, rotations: Tensor, factors: list[int]) -> Tensor:
 def _rotated(x: Tensor, rotations: Tensor) -> Iterator[Tensor]:
     """Yield xR in blocks of positions, (B, H, l, R, S), in fp32 or wider."""
     batch, heads, _, head_dim = x.shape
-    rounds, width = rotations.shape[1], rotations.shape[3]
+    rounds = rotations.shape[1]
+    width = rotations.shape[3]
     dtype = torch.promote_types(x.dtype, torch.float32)
-    matrix = rotations.to(dtype).permute(0, 2, 1, 3).reshape(heads, head_dim, rounds * width)
+    matrix = rotations.to(dtype).permute(0, 2, 1, 3).reshape(heads, head_dim, rounds * width)  # (H, D, R·S)
     for block in x.split(max(1, _BLOCK_ELEMENTS // (batch * heads * rounds * width)), dim=2):
         rotated = (at_least_rows(block.to(dtype)) @ matrix)[:, :, : block.shape[2]]  # (B, H, l, R·S)
         yield rotated.unflatten(-1, (rounds, width))
@@ -80,7 +82,7 @@ def _rotated(x: Tensor, rotations: Tensor) -> Iterator[Tensor]:
 
 def code_gap(x: Tensor, rotations: Tensor, factors: list[int]) -> float:
     """Return the smallest difference between the two largest scores of a hash in `angular_hash`, relative to the
-    longest vector; NaN if all vectors are 0. Much smaller errors of x change no code.
+    longest vector; NaN if all vectors are 0. Relative errors of x far below it change no code.
     """
     gaps = []
     for rotated in _rotated(x, rotations):
@@ -114,7 +116,8 @@ def hyperplanes(key: int, head: int, hash_: int, code_bits: int, width: int, kin
     if kind == "gaussian":
         return normal(key, torch.tensor(head * 65536 + hash_), code_bits * width).view(code_bits, width).double()
     power = 1 << (width - 1).bit_length()
-    matrix, normals = hadamard_matrix(power), []
+    matrix = hadamard_matrix(power)
+    normals = []
     for bit in range(code_bits):
         row = head * 65536 + (hash_ // power) * code_bits + bit
         signs = torch.where(random_bits(key, torch.tensor(row), 3 * power) < 0, -1.0, 1.0).double()
@@ -156,7 +159,8 @@ def _sign_codes(x: Tensor, key: int, heads: range, hashes: int, code_bits: int, 
     batch, heads_count, length, width = x.shape
     assert len(heads) == heads_count
     planes = hash_planes(key, heads, hashes, code_bits, width, kind, x.device)
-    dtype, groups = torch.promote_types(x.dtype, torch.float32), planes.shape[1]
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    groups = planes.shape[1]
     planes = planes.flatten(1, 2)  # (H, m·τ, D) or (H, groups·τ, 3, P)
     planes = planes.to(dtype) if kind == "gaussian" else torch.where(planes < 0, -1.0, 1.0).to(dtype)
     numbers = planes.shape[1] * (1 if kind == "gaussian" else planes.shape[3])
@@ -166,13 +170,13 @@ def _sign_codes(x: Tensor, key: int, heads: range, hashes: int, code_bits: int, 
         block = x[:, :, start : start + step].to(dtype)
         if kind == "gaussian":
             side = (at_least_rows(block) @ planes.transpose(1, 2))[:, :, : block.shape[2]] >= 0
-            side = side.unflatten(-1, (hashes, code_bits))
+            side = side.unflatten(-1, (hashes, code_bits))  # (B, H, l, m, τ)
         else:
             y = F.pad(block, (0, planes.shape[-1] - width))[..., None, :]  # (B, H, l, 1, P)
             for diagonal in planes.unbind(2):
                 y = hadamard(y * diagonal[:, None])
             side = y.unflatten(-2, (groups, code_bits)) >= 0  # (B, H, l, groups, τ, P)
-            side = side.transpose(-1, -2).flatten(-3, -2)[..., :hashes, :]
+            side = side.transpose(-1, -2).flatten(-3, -2)[..., :hashes, :]  # (B, H, l, m, τ)
         code = sum(side[..., bit].to(codes.dtype) << bit for bit in range(code_bits))  # (B, H, l, m)
         codes[..., start : start + step] = code.transpose(-1, -2)  # type: ignore[union-attr]
     return codes

@@ -76,7 +76,8 @@ def _relative_local_attention(
         q, k, v = (_take(x, order) for x in (q, k, v))
     if document is None:
         document = torch.zeros(batch, length, dtype=torch.int32, device=q.device)
-    chunk, span = spec.chunk, 2 if spec.causal else 3
+    chunk = spec.chunk
+    span = 2 if spec.causal else 3
     chunks = -(-length // chunk)
     whole = chunks * chunk - length
     around = (chunk, whole + (span - 2) * chunk)
@@ -87,16 +88,18 @@ def _relative_local_attention(
     of_key = F.pad(document, around, value=PADDING).unfold(1, span * chunk, chunk)  # (B, W, S·C)
     inputs = [queries, keys, values, of_query, of_key]
     if dropout is not None:  # mixed numbers of queries (B, W, H, C) and keys (B, W, S·C)
-        mixed, numbers = dropout.queries, dropout.keys(length).expand(batch, -1)
+        mixed = dropout.queries
+        numbers = dropout.keys(length).expand(batch, -1)
         if order is not None:
-            mixed, numbers = mixed.gather(2, order[:, None].expand_as(mixed)), numbers.gather(1, order)
+            mixed = mixed.gather(2, order[:, None].expand_as(mixed))
+            numbers = numbers.gather(1, order)
         inputs += [
             F.pad(mixed, (0, whole)).unflatten(2, (chunks, chunk)).transpose(1, 2),
             F.pad(numbers, around).unfold(1, span * chunk, chunk),
         ]
     tiles = -(-batch * heads * chunks * chunk * r.shape[1] // _SCORE_ELEMENTS)
     out = tiled(partial(_attend, spec=spec, dropout=dropout), inputs, [r, u, w], tiles)  # (B, W, H, C, D)
-    out = out.transpose(1, 2).flatten(2, 3)[:, :, :length]
+    out = out.transpose(1, 2).flatten(2, 3)[:, :, :length]  # (B, H, L, D)
     return out if order is None else _take(out, order.argsort(dim=-1))
 
 
@@ -105,14 +108,16 @@ def reference(
     key_mask: Tensor | None = None, segments: Tensor | None = None, *, dropout: PairDropout | None = None,
 ) -> Tensor:  # fmt: skip
     """Compute `relative_local_attention` densely."""
-    out_dtype, dtype = q.dtype, torch.promote_types(q.dtype, torch.float32)
+    out_dtype = q.dtype
+    dtype = torch.promote_types(q.dtype, torch.float32)
     q, k, v, r, u, w = (x.to(dtype) for x in (q, k, v, r, u, w))
     batch, heads, length, _ = q.shape
     real = torch.ones(batch, length, dtype=torch.bool, device=q.device) if key_mask is None else key_mask
     document = torch.zeros_like(real, dtype=torch.int64) if segments is None else segments
     position = torch.arange(length, device=q.device)
     # Index of each token among real tokens in the order of (document, position).
-    first, second = document[:, None, :], document[:, :, None]
+    first = document[:, None, :]
+    second = document[:, :, None]
     before = (first < second) | ((first == second) & (position < position[:, None]))
     number = (before & real[:, None]).sum(-1)
     distance = number[:, :, None] - number[:, None, :]  # (B, L, L)
@@ -122,8 +127,8 @@ def reference(
     if spec.causal:
         visible = visible & (position <= position[:, None])
     row = (2 * spec.chunk - 1 - distance).clamp(0, r.shape[1] - 1)  # row of r
-    of_distance = torch.einsum("bhid,hed->bhie", q + w[:, None], r)
-    relative = of_distance.gather(3, row[:, None].expand(-1, heads, -1, -1))
+    of_distance = torch.einsum("bhid,hed->bhie", q + w[:, None], r)  # (B, H, L, E)
+    relative = of_distance.gather(3, row[:, None].expand(-1, heads, -1, -1))  # (B, H, L, L)
     score = ((q + u[:, None]) @ k.transpose(-1, -2) + relative) * spec.scale
     no_visible_key = ~real[:, None, :, None]
     score = score.masked_fill(~visible[:, None], -torch.inf).masked_fill(no_visible_key, 0.0)
@@ -177,8 +182,10 @@ def _attend(
     """
     *numbers, r, u, w = others
     dtype = torch.promote_types(q.dtype, torch.float32)
-    wide, bias, chunk = q.to(dtype), [x.to(dtype)[:, None] for x in (u, w)], q.shape[3]
-    score = (wide + bias[0]) @ k.to(dtype)
+    wide = q.to(dtype)
+    bias = [x.to(dtype)[:, None] for x in (u, w)]
+    chunk = q.shape[3]
+    score = (wide + bias[0]) @ k.to(dtype)  # (B, W, H, C, S·C)
     score = spec.scale * (score + _skew((wide + bias[1]) @ r.to(dtype).transpose(1, 2), score.shape[-1]))
     visible = (of_query[..., :, None] == of_key[..., None, :]) & (of_key != PADDING)[..., None, :]  # (B, W, C, S·C)
     if spec.causal:

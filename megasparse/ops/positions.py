@@ -1,6 +1,7 @@
 """Functions of positions: sinusoids and rotations of pairs. B batch, L length, H heads, D head dim."""
 
 import math
+from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
@@ -44,19 +45,20 @@ def rotate(x: Tensor, first_position: int, frequency: Tensor, scale: float = 1.0
     angle = position[:, None] * frequency  # (L, D/2)
     wide = at_least_fp32(x)
     wide = wide if scale == 1.0 else wide * scale
-    cosine, sine = torch.cos(angle).to(wide.dtype), torch.sin(angle).to(wide.dtype)
-    first, second = wide[..., :half], wide[..., half:]
+    cosine = torch.cos(angle).to(wide.dtype)
+    sine = torch.sin(angle).to(wide.dtype)
+    first = wide[..., :half]
+    second = wide[..., half:]
     return torch.cat([first * cosine - second * sine, first * sine + second * cosine], dim=-1).to(x.dtype)
 
 
 LLAMA3_TURNS = (1.0, 4.0)
 """Llama 3 divides frequencies with fewer turns in original_length than the first, keeps those above the second."""
-
-
 YARN_TURNS = (32.0, 1.0)
 """The paper's alpha and beta, in turns: YaRN keeps a frequency above the first and divides it below the second."""
 
 
+@dataclass(frozen=True)
 class Rotary:
     """Rotation of queries and keys with f_i = base^(−2i/D), modified by the scaling of this kind:
 
@@ -66,18 +68,19 @@ class Rotary:
     keys are also multiplied by attention_factor.
     """
 
-    def __init__(
-        self, head_dim: int, base: float, kind: str | None = None, factor: float = 1.0,
-        original_length: int | None = None, attention_factor: float | None = None,
-    ):  # fmt: skip
-        self.half = head_dim // 2
-        self.base = base
-        self.kind = kind
-        self.factor = factor
-        self.original_length = original_length
-        self.scale = 1.0
-        if kind == "yarn":
-            self.scale = attention_factor or 0.1 * math.log(factor) + 1.0
+    head_dim: int
+    base: float
+    kind: str | None = None
+    factor: float = 1.0
+    original_length: int | None = None
+    attention_factor: float | None = None
+
+    @property
+    def scale(self) -> float:
+        """Factor of queries and keys."""
+        if self.kind != "yarn":
+            return 1.0
+        return self.attention_factor or 0.1 * math.log(self.factor) + 1.0
 
     def __call__(self, x: Tensor, first_position: int) -> Tensor:
         """Rotate x (B, H, L, D), whose tokens are at positions from `first_position` on."""
@@ -86,10 +89,11 @@ class Rotary:
     def frequencies(self, device: torch.device | str = "cpu") -> Tensor:
         """Return the rotation angle of each pair per position, (D/2,) float64."""
         base = self.base
+        half = self.head_dim // 2
         if self.kind == "ntk":
-            base *= self.factor ** (self.half / (self.half - 1))
-        number = torch.arange(self.half, dtype=torch.float64, device=device)
-        frequency = base ** (-number / self.half)
+            base *= self.factor ** (half / (half - 1))
+        number = torch.arange(half, dtype=torch.float64, device=device)
+        frequency = base ** (-number / half)
         if self.kind is None or self.kind == "ntk":
             return frequency
         if self.kind == "linear":
@@ -98,11 +102,9 @@ class Rotary:
         assert length is not None
         if self.kind == "yarn":
             # Index of the pair that makes this many turns in the original length.
-            first, last = (
-                self.half * math.log(length / (turns * 2 * math.pi)) / math.log(base) for turns in YARN_TURNS
-            )
+            first, last = (half * math.log(length / (turns * 2 * math.pi)) / math.log(base) for turns in YARN_TURNS)
             first = max(math.floor(first), 0)
-            last = min(math.ceil(last), 2 * self.half - 1)
+            last = min(math.ceil(last), 2 * half - 1)
             kept = 1 - ((number - first) / max(last - first, 0.001)).clamp(0, 1)
         else:
             low, high = LLAMA3_TURNS

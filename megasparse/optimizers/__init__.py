@@ -40,7 +40,7 @@ class OptimizerSpec(ABC):
     """True if a weight's state contains a number per weight number, so that ZeRO 1 to 3 partition it like the weights.
     If False, each rank stores all of it."""
     separates_hidden: bool = False
-    """True if hidden matrices are updated differently: parameter groups then have a key "hidden"."""
+    """True if hidden matrices are updated differently: each parameter group then contains a key "hidden"."""
 
     @abstractmethod
     def build(self, groups: list[dict[str, Any]], settings: Settings) -> Optimizer:

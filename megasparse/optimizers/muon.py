@@ -1,10 +1,10 @@
 """Muon (Jordan et al. 2024) for hidden matrices, AdamW for all other weights, at one learning rate.
 
-An update of a hidden matrix (n, m) is orthogonalised and scaled by 0.2·√max(n, m), the size of AdamW's updates, so that
-learning rate and weight decay suit both (Liu et al. 2025, arXiv:2502.16982). torch.optim.Muon with
+The update of a hidden matrix (n, m) is orthogonalised and scaled by 0.2·√max(n, m). It is then as large as an update of
+AdamW, so one learning rate and weight decay suit both (Liu et al. 2025, arXiv:2502.16982). torch.optim.Muon with
 `adjust_lr_fn="match_rms_adamw"` is the definition.
 
-Under ZeRO 1 to 3, ranks store pieces of matrices. Each matrix has an owner: it receives the pieces of the update,
+Under ZeRO 1 to 3, ranks store pieces of matrices. The owner of a matrix receives the pieces of its update,
 orthogonalises the whole and returns the pieces. The momentum stays with the pieces.
 """
 
@@ -13,7 +13,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, groupby
+from itertools import accumulate, chain, groupby
 from typing import Any
 
 import torch
@@ -53,6 +53,11 @@ class _Matrix:
     weight: Tensor
     gradient: Tensor
     momentum: Tensor
+
+    @property
+    def cost(self) -> int:
+        """Multiplications of its iterations, up to a factor."""
+        return self.piece.size * min(self.piece.shape)
 
     def update(self) -> Tensor:
         """Return this rank's piece of the Nesterov update."""
@@ -128,7 +133,7 @@ class Muon(AdamW):
     def _orthogonalised(self, owned: Sequence[Sequence[_Matrix]]) -> list[Tensor]:
         """Return this rank's pieces of the updates of a round. owned: the matrices of each owner."""
         own, empty = owned[self._rank], next(chain.from_iterable(owned)).gradient.new_empty(0)
-        whole = _assembled(
+        whole = _assembled(  # no other name refers to the sent vectors, which are freed before the iterations
             own,
             self._exchange(
                 [torch.cat([empty, *(matrix.update() for matrix in matrices)]) for matrices in owned],
@@ -169,31 +174,28 @@ def _rounds(matrices: Sequence[_Matrix]) -> Iterator[list[list[_Matrix]]]:
     """
     ranks = len(matrices[0].spans) if matrices else 0
     loads, queues = [0] * ranks, [list[_Matrix]() for _ in range(ranks)]
-    for cost, _, matrix in sorted(
-        ((m.piece.size * min(m.piece.shape), m.piece.shape, m) for m in matrices), key=lambda entry: entry[:2]
-    ):
+    for matrix in sorted(matrices, key=lambda matrix: (matrix.cost, matrix.piece.shape), reverse=True):
         holders = [rank for rank, (_, numel) in enumerate(matrix.spans) if 2 * ranks * numel >= matrix.piece.size]
         owner = min(holders, key=lambda rank: loads[rank])
-        loads[owner] += cost
+        loads[owner] += matrix.cost
         queues[owner].append(matrix)
     while any(queues):
         yield [_taken(queue) for queue in queues]
 
 
 def _taken(queue: list[_Matrix]) -> list[_Matrix]:
-    """Remove and return a batch from the end of a queue, the most expensive matrices."""
-    batch = [queue.pop()] if queue else []
-    total = sum(matrix.piece.size for matrix in batch)
-    while queue and (total := total + queue[-1].piece.size) <= BATCH:
-        batch.append(queue.pop())
+    """Remove and return a batch from the front of a queue."""
+    totals = accumulate(matrix.piece.size for matrix in queue)
+    count = max(1, sum(total <= BATCH for total in totals))
+    batch, queue[:] = queue[:count], queue[count:]
     return batch
 
 
 def orthogonalise(matrices: Tensor) -> Tensor:
     """Move the singular values of matrices (K, n, m) towards 1 by Newton–Schulz iterations.
 
-    In bf16 on a GPU, as torch does. On a CPU in fp32: few CPUs multiply bf16 fast, and updates then differ less between
-    numbers of ranks, which sum gradients in different orders.
+    GPUs run them in bf16, as in torch; CPUs in fp32, because few of them multiply bf16 fast, and in bf16 the update
+    would depend on the order in which ranks sum gradients.
     """
     a, b, c = COEFFICIENTS
     tall = matrices.shape[1] > matrices.shape[2]

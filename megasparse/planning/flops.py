@@ -13,8 +13,7 @@ from megasparse.attention.contract import Attention
 from megasparse.attention.cross import CrossAttention
 from megasparse.attention.flops import Flops, product
 from megasparse.attention.heads import build_mechanism, ranks_with_the_same_heads
-from megasparse.config.attention import heads_of_layer
-from megasparse.config.schema import GATED, ModelConfig, encoder_part
+from megasparse.config.schema import GATED, ModelConfig, encoder_part, heads_of_layer
 from megasparse.errors import ConfigError
 from megasparse.training.ranks import Ranks
 

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from megasparse.config.finetuning import FinetuneConfig
-from megasparse.config.load import load_settings
 from megasparse.config.schema import Config
 from megasparse.data.reader import EvaluationStream
 from megasparse.data.tokenizers import Tokenizer
@@ -21,6 +20,7 @@ from megasparse.model.build import Model
 from megasparse.model.decoder import Causal
 from megasparse.model.encoder import Encoder
 from megasparse.runs.data import open_folder
+from megasparse.settings.load import load_settings
 
 if TYPE_CHECKING:
     from megasparse.planning.plan import Plan

@@ -76,10 +76,7 @@ def runs_of(
     an unknown arm or an invalid configuration.
     """
     names, runs = chosen(arms, comparison["arms"], "--arms"), []
-    from megasparse.config import attention
-
-    attention.POSTPONE = True
-    from megasparse.config.load import Config, load_config, load_settings
+    from megasparse.settings.load import Config, load_config, load_settings
 
     load_settings(comparison["config"], overrides, Config, mechanisms=False)
     for seed in seeds:

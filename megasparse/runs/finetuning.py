@@ -19,10 +19,11 @@ from megasparse.tasks.metrics import LOWER_IS_BETTER
 from megasparse.tasks.run import TaskRun, open_run, predict_examples, validation
 from megasparse.training.checkpoints.manifest import RunIdentity
 from megasparse.training.engines import build_engine
-from megasparse.training.loop import Selection, train
+from megasparse.training.loop import train
 from megasparse.training.ranks import start_ranks
 from megasparse.training.reporting.memory import available_bytes
 from megasparse.training.run import Recipe, RunResult, open_training
+from megasparse.training.state import Selection
 from megasparse.training.stopping.signals import StopSignals
 
 HINT = (

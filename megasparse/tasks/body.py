@@ -9,8 +9,7 @@ from torch import Tensor, nn
 
 from megasparse.attention.contract import Targets
 from megasparse.attention.heads import Padding
-from megasparse.config.attention import evaluation_rounds, kinds, predicts
-from megasparse.config.schema import LoRAConfig, ModelConfig
+from megasparse.config.schema import LoRAConfig, ModelConfig, evaluation_rounds, kinds, predicts
 from megasparse.errors import ConfigError
 from megasparse.model import adapters
 from megasparse.model.stack import Stack

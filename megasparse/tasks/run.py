@@ -22,12 +22,12 @@ from tqdm import tqdm
 from megasparse import __version__
 from megasparse.config.files import find_file
 from megasparse.config.finetuning import FinetuneConfig
-from megasparse.config.load import build_settings
 from megasparse.data.batches import Steps, check_shares
 from megasparse.data.order import permutation
 from megasparse.errors import CheckpointError, ConfigError, DataError, UserError, did_you_mean
 from megasparse.evaluation.outputs import whole_file
 from megasparse.ops.random import EVALUATION_STEP, RngContext
+from megasparse.settings.load import build_settings
 from megasparse.tasks.batches import EncodedExample, ExampleBatches
 from megasparse.tasks.body import add_adapters
 from megasparse.tasks.catalog import build_task

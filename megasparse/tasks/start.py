@@ -13,7 +13,6 @@ from typing import Any, cast
 import torch
 
 from megasparse.config.attention import AttentionConfig
-from megasparse.config.checks import check_model
 from megasparse.config.finetuning import FinetuneConfig
 from megasparse.config.messages import show
 from megasparse.config.schema import ModelConfig
@@ -21,6 +20,7 @@ from megasparse.data.tokenizers import NAMED, Tokenizer, build_tokenizer, words_
 from megasparse.errors import CheckpointError, ConfigError, FileError, HubError
 from megasparse.files import file_sha256, read_file, write_file
 from megasparse.model.build import empty_model, initialise
+from megasparse.settings.checks import check_model
 from megasparse.tasks.body import Backbone, HuggingFaceBody, add_adapters
 from megasparse.tasks.glove import initialise_from_glove
 from megasparse.training.checkpoints.checkpoint import (

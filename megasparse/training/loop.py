@@ -1,122 +1,21 @@
-"""The training loop (agree, step, log, evaluate, save, stop) and the part of its state that checkpoints store."""
+"""The training loop: agree, step, log, evaluate, save, stop."""
 
-import gzip
-import json
 import math
-import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
 
-from megasparse.config.schema import RunSettings
 from megasparse.data.batches import Step, WaitingStopped
-from megasparse.errors import LostPeer, StorageError, TrainingError, write_error
-from megasparse.files import write_file
+from megasparse.errors import LostPeer, StorageError, TrainingError
 from megasparse.optimizers import learning_rate
-from megasparse.training.checkpoints.checkpoint import Checkpoint
-from megasparse.training.checkpoints.saving import Saver
-from megasparse.training.engines.contract import Engine, StepResult
-from megasparse.training.ranks import Ranks, StopWanted
+from megasparse.training.engines.contract import StepResult
+from megasparse.training.ranks import StopWanted
 from megasparse.training.reporting.memory import memory_scalars, speed_scalars
+from megasparse.training.reporting.trace import traced
 from megasparse.training.run import RunResult, TrainingRun
-
-KEPT = ("step", "value", "scalars", "without_better")
-"""Attributes of a Selection that checkpoints store."""
-
-
-class Selection:
-    """The best value so far of one scalar, and the step it was reached at. Checkpoints store it.
-
-    patience: end training after this many evaluations in a row without a better value; 0 disables. lower: True if lower
-    values are better.
-    """
-
-    def __init__(self, scalar: str, patience: int = 0, lower: bool = False):
-        self.scalar, self.patience, self.sign = scalar, patience, -1 if lower else 1
-        self.step: int | None = None
-        """Step of the best value."""
-        self.value: float | None = None
-        self.scalars: dict[str, float] = {}
-        """All scalars of the evaluation at that step."""
-        self.without_better = 0
-        """Evaluations since that step."""
-
-    def note(self, step: int, scalars: Mapping[str, float]) -> bool:
-        """Record a step's scalars. Return True if they contain the best value so far (of equal values the first).
-
-        A step without an evaluation does not contain the scalar and changes nothing. NaN is worse than any number.
-        """
-        if (value := scalars.get(self.scalar)) is None:
-            return False
-        if value != value or (self.value is not None and self.sign * value <= self.sign * self.value):
-            self.without_better += 1
-            return False
-        self.step, self.value, self.without_better = step, value, 0
-        self.scalars = {name: reported for name, reported in scalars.items() if name.startswith("evaluation/")}
-        return True
-
-    @property
-    def exhausted(self) -> bool:
-        """True if the last `patience` evaluations did not improve the value."""
-        return 0 < self.patience <= self.without_better
-
-    def state(self) -> dict[str, Any]:
-        """Return the state that a checkpoint stores, as JSON."""
-        return {"metric": self.scalar, **{name: getattr(self, name) for name in KEPT}}
-
-    def write(self, file: Path) -> None:
-        write_file(file, json.dumps(self.state(), indent=2) + "\n")
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Restore the result of `state`, unless it is empty or belongs to another scalar, which is not comparable."""
-        if state.get("metric") == self.scalar:
-            for name in KEPT:
-                setattr(self, name, state[name])
-
-
-class LoopState:
-    """Step, position in the data, last loss and selection, restored from the checkpoint `start`."""
-
-    def __init__(self, start: Checkpoint | None, selection: Selection | None):
-        state: dict[str, Any] = start.state if start else {}
-        self.step = start.step if start else 0
-        self.sequences = start.sequences if start else 0
-        """Position in the data."""
-        self.pending: bool = state.get("evaluation_pending", False)  # a stop interrupted the evaluation of this step
-        self.loss: float | None = state.get("loss")
-        """Loss of the last step; None if it is not finite."""
-        self.skipped_in_a_row: int = state.get("skipped_in_a_row", 0)
-        """Number of steps since the last applied one."""
-        self.selection = selection or Selection("")  # no scalar has this name
-        self.selection.restore(state.get("selection") or {})
-
-    @property
-    def ended_early(self) -> str:
-        """Reason why the selection ended training; empty if it did not."""
-        if not (best := self.selection).exhausted:
-            return ""
-        return f"{best.scalar} has not been better than at step {best.step} for {best.without_better} evaluations"
-
-    def state(self) -> dict[str, Any]:
-        """Return the state that a checkpoint stores, as JSON."""
-        selection = self.selection.state() if self.selection.scalar else None
-        return {
-            "loss": self.loss,
-            "skipped_in_a_row": self.skipped_in_a_row,
-            "selection": selection,
-            "evaluation_pending": self.pending,
-        }
-
-    def save(self, engine: Engine, saver: Saver) -> None:
-        """Save this step, unless its checkpoint exists or is being written."""
-        saver.finish()
-        if saver.saved != self.step:
-            saver.save(engine, self.step, self.sequences, self.state())
-
+from megasparse.training.state import LoopState
 
 MAX_SKIPPED = 20
 """Consecutive steps with a non-finite loss or gradient after which a run stops: such a run does not recover."""
@@ -275,55 +174,3 @@ def _evaluate(run: TrainingRun, state: LoopState) -> dict[str, float]:
         if isinstance(value, str | Tensor):
             run.tracker.show(state.step, name, value)
     return {name: value for name, value in results.items() if not isinstance(value, str | Tensor)}
-
-
-TRACED_STEPS = 3
-"""Number of steps per trace."""
-
-
-def traced(steps: Iterable[int], config: RunSettings, ranks: Ranks, requested: Callable[[], bool]) -> Iterator[int]:
-    """Yield the steps; write run.directory/traces/step-00000012-rank-00000.json.gz, a Chrome trace from step 12 on.
-
-    requested: Returns True once per request to trace the next steps on this rank. Failures are reported on stderr and
-    do not stop training.
-    """
-    tracing, first = None, 0
-    try:
-        for step in steps:
-            if tracing is not None and step >= first + TRACED_STEPS:
-                _end_trace(tracing, first, config, ranks)
-                tracing = None
-            if tracing is None and requested():
-                tracing, first = _begin_trace(step, ranks), step
-            yield step
-    finally:
-        if tracing is not None:
-            _end_trace(tracing, first, config, ranks)
-
-
-def _begin_trace(step: int, ranks: Ranks) -> profile | None:
-    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (ranks.device.type == "cuda")
-    tracing = profile(activities=activities)
-    try:
-        tracing.start()
-    except RuntimeError as error:  # another profiler uses the device
-        reason = str(error).splitlines()[0]
-        write_error(f"rank {ranks.rank}: steps {step} to {step + TRACED_STEPS - 1} cannot be traced ({reason})")
-        return None
-    return tracing
-
-
-def _end_trace(tracing: profile, first: int, config: RunSettings, ranks: Ranks) -> None:
-    path = Path(config.run.directory) / "traces" / f"step-{first:08d}-rank-{ranks.rank:05d}.json.gz"
-    try:
-        tracing.stop()
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(suffix=".json") as plain:
-            tracing.export_chrome_trace(plain.name)
-            trace = Path(plain.name).read_bytes()
-        if not trace.rstrip().endswith(b"}"):  # the exporter does not report a full disk
-            raise OSError(f"not enough space in {tempfile.gettempdir()}")
-        write_file(path, gzip.compress(trace, compresslevel=3))
-        write_error(f"rank {ranks.rank}: {path}: a trace; open it at https://ui.perfetto.dev or chrome://tracing")
-    except (OSError, RuntimeError) as error:
-        write_error(f"rank {ranks.rank}: {path} cannot be written ({error}). Training continues")

@@ -14,7 +14,6 @@ from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
@@ -29,13 +28,11 @@ from megasparse.training.checkpoints.saving import Saver
 from megasparse.training.engines import build_engine
 from megasparse.training.engines.contract import Engine, Initial, MakeRng
 from megasparse.training.ranks import Ranks, RunHooks
-from megasparse.training.reporting.memory import is_out_of_memory, shortage
+from megasparse.training.reporting.memory import bytes_of, is_out_of_memory, shortage
 from megasparse.training.reporting.tracker import Tracker
+from megasparse.training.state import Selection
 from megasparse.training.stopping.signals import StopSignals
-from megasparse.training.stopping.watchdog import HEARTBEATS, Watchdog
-
-if TYPE_CHECKING:
-    from megasparse.training.loop import Selection
+from megasparse.training.stopping.watchdog import Watchdog, connect
 
 Evaluate = Callable[[int], Mapping[str, float | str | Tensor]]
 """Map a step to scalars, and to texts and images for TensorBoard, by name; empty if no evaluation is due.
@@ -56,7 +53,7 @@ class Recipe:
     build_evaluation: Callable[[Engine, RunHooks], Evaluate | None] = lambda engine, hooks: None
     flops_per_token: tuple[float, float] | tuple[()] = ()
     """FLOPs per token of the model and of the hardware; empty if unknown."""
-    selection: "Selection | None" = None
+    selection: Selection | None = None
 
 
 @dataclass
@@ -70,7 +67,7 @@ class TrainingRun:
     start: Checkpoint | None = None
     """Checkpoint to resume from; None starts at step 0."""
     evaluate: Evaluate | None = None
-    selection: "Selection | None" = None
+    selection: Selection | None = None
     """Tracks the best checkpoint, and ends training when it is exhausted."""
     stop_at: int | None = None
     """Step after which to save and stop. Schedules still end at `training.steps`, so the run can resume exactly."""
@@ -120,8 +117,7 @@ def _take(directory: Path, held: ExitStack) -> None:
     """Lock `directory` until `held` ends, and write the holder's name into the lock file. Raises ConfigError."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        paths = [*directory.iterdir(), *directory.glob(f"{HEARTBEATS}/*")]
-        files = {path: path.lstat() for path in paths if not path.is_dir()}
+        files = {path: path.lstat() for path in directory.iterdir() if not path.is_dir()}
     except OSError as error:
         problem = f"{directory} cannot be created or read ({error.strerror})"
         raise ConfigError("run.directory", problem, "Choose a writable folder") from None
@@ -187,8 +183,8 @@ def open_training(
     with run_lock(directory, ranks), ExitStack() as opened:
         if signals is not None or ranks.world_size > 1:
             signalled = lambda: signals is not None and signals.reason is not None  # noqa: E731
-            heartbeats, timeout = directory / HEARTBEATS, config.run.hang_timeout
-            watchdog = Watchdog(heartbeats, launch, ranks.rank, ranks.world_size, timeout, signalled)
+            store = connect(launch) if ranks.world_size > 1 else None
+            watchdog = Watchdog(store, ranks.rank, ranks.world_size, config.run.hang_timeout, signalled)
             opened.enter_context(watchdog)
             stop_wanted = lambda: signalled() or watchdog.stop_elsewhere()  # noqa: E731
             trace_wanted = signals.trace_wanted if signals else lambda: False
@@ -210,4 +206,5 @@ def open_training(
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            raise shortage(error, engine, ranks, directory) from None
+            held = {"gradients": bytes_of(engine.gradients(), ranks.device), **engine.held()} if engine else {}
+            raise shortage(error, held, ranks, directory) from None

@@ -5,9 +5,9 @@ import torch
 
 from megasparse.attention.contract import AttentionContext, AttentionInputs, MechanismSpec
 from megasparse.attention.ngram import NGramAttention, NGramAttentionConfig, ngram_codes
-from megasparse.config.load import load_config
 from megasparse.errors import ConfigError
 from megasparse.ops.random import RngContext
+from megasparse.settings.load import load_config
 from tests.helpers.comparing import assert_same_with_gradients
 from tests.helpers.models import known_tokens
 

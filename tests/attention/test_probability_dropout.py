@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from megasparse.config.checks import check_model
 from megasparse.errors import ConfigError
 from megasparse.ops.random import RngContext
+from megasparse.settings.checks import check_model
 from tests.helpers.comparing import assert_same_with_gradients
 from tests.helpers.models import CASES, Single, by_path, kind_of, named, small
 

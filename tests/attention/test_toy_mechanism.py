@@ -1,6 +1,8 @@
 """A mechanism defined only in this file, added as CONTRIBUTING.md describes, works everywhere."""
 
 import json
+from contextlib import nullcontext
+from typing import ClassVar
 
 import pytest
 import torch
@@ -9,12 +11,17 @@ import megasparse
 from megasparse.attention.contract import Attention, AttentionOutput
 from megasparse.attention.flops import Flops
 from megasparse.config.attention import MECHANISMS, AttentionConfig, MechanismSection, mechanism, rebuild_schemas
-from megasparse.config.load import build_config
-from megasparse.errors import ConfigError
+from megasparse.errors import CheckpointError, ConfigError
 from megasparse.model.build import build_model
 from megasparse.planning.flops import known_flops_per_token, model_flops_per_token
+from megasparse.planning.plan import GPUS, Plan
+from megasparse.settings.load import build_config
+from megasparse.training.checkpoints.resume import find_start
+from megasparse.training.checkpoints.saving import Saver
+from megasparse.training.ranks import Ranks
 from tests.helpers.commands import refusal
 from tests.helpers.models import random_tokens, training_draws
+from tests.helpers.tiny import identity_of, tiny_config, tiny_engine
 
 
 class MeanConfig(MechanismSection):
@@ -30,11 +37,30 @@ class MeanAttention(Attention):
     """The mean of the values so far, whatever the queries and keys are."""
 
     def forward(self, x, inputs, context):
-        count = torch.arange(1, inputs.v.shape[2] + 1)[:, None]
+        count = torch.arange(1, inputs.v.shape[2] + 1, device=inputs.v.device)[:, None]
         return AttentionOutput(self.config.scale * inputs.v.cumsum(2) / count, None, {})
 
     def flops(self, length):
         return Flops(1.0, 1.0) * (self.spec.heads * self.spec.head_dim)
+
+
+class TaughtAttention(MeanAttention):
+    """The mean of the values, and an auxiliary loss of a weight."""
+
+    has_auxiliary_loss = True
+    initial_deviations: ClassVar = {"taught": 3.0}
+
+    def __init__(self, config, spec):
+        super().__init__(config, spec)
+        self.taught = torch.nn.Parameter(torch.empty(64, 64))
+
+    def forward(self, x, inputs, context):
+        loss = self.taught.square().mean() if context.rng.training else None
+        return super().forward(x, inputs, context)._replace(auxiliary_loss=loss)
+
+
+class UndeclaredAttention(TaughtAttention):
+    has_auxiliary_loss = False
 
 
 class UncountedAttention(MeanAttention):
@@ -43,11 +69,17 @@ class UncountedAttention(MeanAttention):
 
 @pytest.fixture(scope="module", autouse=True)
 def registered():
-    """Both mechanisms, for this file only. A mechanism of a user's stays for the whole program."""
-    mechanism("toy_mean", MeanConfig)(MeanAttention)
-    mechanism("toy_uncounted", MeanConfig)(UncountedAttention)
+    """The mechanisms, for this file only. A mechanism of a user's stays for the whole program."""
+    classes = {
+        "toy_mean": MeanAttention,
+        "toy_taught": TaughtAttention,
+        "toy_undeclared": UndeclaredAttention,
+        "toy_uncounted": UncountedAttention,
+    }
+    for name, cls in classes.items():
+        mechanism(name, MeanConfig)(cls)
     yield
-    for name in ("toy_mean", "toy_uncounted"):
+    for name in classes:
         del MECHANISMS[name], AttentionConfig.__pydantic_fields__[name]
     rebuild_schemas()
 
@@ -100,6 +132,32 @@ def test_a_name_is_given_once():
     for name in ("toy_mean", "lsh", "pattern"):
         with pytest.raises(ValueError, match=f'already contains a key "{name}"'):
             mechanism(name, MeanConfig)
+
+
+def test_its_weights_start_as_it_declares():
+    weights = dict(build_model(config({"toy_taught": 3, "toy_mean": 1}).model, seed=0).named_parameters())
+    taught = [weight for name, weight in weights.items() if name.endswith("taught")]
+    assert len(taught) == 2 and all(abs(weight.std().item() / 3 - 1) < 0.1 for weight in taught)
+
+
+def test_its_auxiliary_loss_is_trained_planned_and_makes_micro_batch_a_setting_of_the_run(tmp_path):
+    """The loss is a mean over a micro-batch, as with the package's own mechanisms."""
+    model = build_model(config("toy_taught").model, seed=0)
+    objective, _ = model(random_tokens(2, 64), training_draws(2))
+    objective.backward()
+    assert all(weight.grad.any() for name, weight in model.named_parameters() if "taught" in name)
+    plans = [Plan(config(kind), GPUS["A100"]) for kind in ("toy_mean", "toy_taught")]
+    assert plans[1].states.trained - plans[0].states.trained == 2 * 64 * 64
+    assert plans[1].peak - plans[0].peak >= 4 * 4 * 2 * 64 * 64  # weight, gradient and moments
+    for kind, changed in (("toy_mean", False), ("toy_taught", True)):
+        attention = {"attention": {"pattern": ["local", {kind: 2}]}}
+        before = tiny_config(tmp_path / kind, model=attention)
+        Saver(identity_of(before), Ranks()).save(tiny_engine(before), 1, 8, {})
+        after = identity_of(tiny_config(tmp_path / kind, model=attention, training={"micro_batch": 4}))
+        with pytest.raises(CheckpointError, match=r"micro_batch: 2 -> 4") if changed else nullcontext():
+            assert find_start(after, Ranks()).step == 1
+    with pytest.raises(AssertionError, match="set its has_auxiliary_loss"):
+        build_model(config("toy_undeclared").model, seed=0)(random_tokens(2, 64), training_draws(2))
 
 
 def test_planning_counts_it():

@@ -2,10 +2,10 @@
 
 import torch
 
-from megasparse.config.load import load_config
 from megasparse.model.build import build_model
 from megasparse.ops.random import RngContext
 from megasparse.planning.passes import ConfiguredPass
+from megasparse.settings.load import load_config
 from tests.claims.claim import claim
 
 BLOCKS = {"reversible": ("reversible", "reversible"), "ordinary": ("ordinary", "stored")}

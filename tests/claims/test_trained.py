@@ -11,7 +11,6 @@ import torch
 from scipy import stats
 
 from megasparse.config.finetuning import FinetuneConfig
-from megasparse.config.load import load_config, load_settings
 from megasparse.data.corpora.download import fetch_wheel
 from megasparse.data.reader import EvaluationStream
 from megasparse.data.tokenizers import build_tokenizer
@@ -19,6 +18,7 @@ from megasparse.evaluation.attention_quality import record_calls, weights_of
 from megasparse.evaluation.results import restore
 from megasparse.runs.comparison import call, load, runs_of, spread, train_all
 from megasparse.runs.data import open_folder
+from megasparse.settings.load import load_config, load_settings
 from tests.claims.claim import CLAIMS, Claim, Trials, claim, shown_below, together
 from tools import listops, study_attention
 

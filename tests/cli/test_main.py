@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from megasparse.cli.main import COMMANDS, command_of, main, parser_of
-from megasparse.config.load import load_config
 from megasparse.errors import report_user_errors
+from megasparse.settings.load import load_config
 
 ROOT = Path(__file__).parents[2]
 QUICKSTART = str(ROOT / "configs" / "quickstart.json")
@@ -124,6 +124,12 @@ def test_a_terminal_in_ascii_shows_every_help():
     code += f"report_user_errors(lambda: [parser_of(name).print_help() for name in {[*COMMANDS]}])()"
     shown = start(program=("-c", code), PYTHONIOENCODING="ascii", LC_ALL="C", PYTHONUTF8="0")
     assert (shown.returncode, shown.stderr) == (0, "") and shown.stdout.isascii()
+
+
+def test_a_configuration_with_umlauts_is_printed_as_json_in_ascii():
+    words = ("pretrain", "quickstart", "--set", "run.directory=rüns", "--print-config")
+    printed = start(*words, PYTHONIOENCODING="ascii", PYTHONUTF8="0")
+    assert printed.stdout.isascii() and json.loads(printed.stdout)["run"]["directory"] == "rüns"
 
 
 @pytest.mark.parametrize("name", COMMANDS)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megasparse.config.load import load_config
+from megasparse.settings.load import load_config
 
 ROOT = Path(__file__).parents[2]
 ENTRY = "from megasparse.cli.main import main; main()"

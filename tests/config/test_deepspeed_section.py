@@ -9,8 +9,8 @@ import pytest
 
 from megasparse.config import deepspeed_section
 from megasparse.config.deepspeed_section import overlaps_communication
-from megasparse.config.load import build_config
 from megasparse.errors import ConfigError
+from megasparse.settings.load import build_config
 from tests.helpers.commands import refusal
 
 ROOT = Path(__file__).parents[2]
@@ -117,7 +117,7 @@ def printed(code: str) -> str:
 def test_settings_are_checked_without_importing_deepspeed():
     code = """
 import sys
-from megasparse.config.load import build_config
+from megasparse.settings.load import build_config
 from megasparse.errors import ConfigError
 for override in (
     "model.layers=0", "model.heads=5", "deepspeed.gradient_clipping=1", "deepspeed.zero_optimisation={}",
@@ -157,7 +157,7 @@ import sys
 sys.modules["deepspeed"] = None
 from megasparse.config.files import shipped_configs
 from megasparse.config.finetuning import FinetuneConfig
-from megasparse.config.load import load_settings
+from megasparse.settings.load import load_settings
 from megasparse.config.schema import Config
 for name, path in shipped_configs().items():
     if not name.startswith("comparisons/"):

@@ -6,9 +6,9 @@ import pytest
 
 from megasparse.config.files import LONGEST_CHAIN, find_config, read_values, shipped_configs
 from megasparse.config.finetuning import FinetuneConfig
-from megasparse.config.load import build_settings, load_config, load_settings
 from megasparse.config.schema import Config
 from megasparse.errors import ConfigError
+from megasparse.settings.load import build_settings, load_config, load_settings
 from megasparse.tasks.catalog import TASKS
 from tests.helpers.commands import refusal
 

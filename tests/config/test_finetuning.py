@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from megasparse.config.finetuning import FinetuneConfig
-from megasparse.config.load import build_settings
 from megasparse.errors import ConfigError
+from megasparse.settings.load import build_settings
 from megasparse.tasks.catalog import TASKS
 from megasparse.tasks.readers import series
 from tests.helpers.commands import refusal
@@ -49,13 +49,17 @@ def test_only_one_start_is_allowed(values, said):
     assert refused(values).startswith(said)
 
 
+COLUMNS = "does not fit. It must be a list whose values are a text in double quotes, 1 to 2 of them"
+
+
 @pytest.mark.parametrize(
     ("values", "overrides", "said"),
     [
         (BERT, ["start.huggingfaec=x"], "start.huggingfaec: "),
         (BERT, ["task.max_length=0"], "task.max_length: 0"),
         (BERT, ["task.too_long=drop"], 'task.too_long: "drop"'),
-        (BERT, ['task.text=["a","b","c"]'], "task.text: "),
+        (BERT, ['task.text=["a","b","c"]'], f'task.text: ["a", "b", "c"] {COLUMNS}'),
+        (BERT, ["task.text=review"], f'task.text: "review" {COLUMNS}. Write ["review"]'),
         (BERT, ["head.pooling=max"], 'head.pooling: "max"'),
         (BERT, ["training.global_batch=12"], "training.global_batch: 12 is not a multiple of training.micro_batch = 8"),
         (BERT, ["lora.targets=[]"], "lora.targets: []"),

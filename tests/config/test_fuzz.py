@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from megasparse.config.files import read_values
-from megasparse.config.load import build_config, load_config
 from megasparse.config.schema import Config
 from megasparse.errors import ConfigError
+from megasparse.settings.load import build_config, load_config
 
 ROOT = Path(__file__).parents[2]
 ODD_VALUES = [

@@ -12,12 +12,12 @@ import torch
 from pydantic import BaseModel
 
 from megasparse.config.attention import MECHANISMS
-from megasparse.config.load import build_config
 from megasparse.config.schema import Config
 from megasparse.errors import ConfigError, UserError
 from megasparse.model.build import build_model
 from megasparse.ops.random import RngContext
 from megasparse.planning.dry_run import dry_run
+from megasparse.settings.load import build_config
 from tests.helpers.models import SMALL
 
 KINDS = list(MECHANISMS)

@@ -2,10 +2,10 @@
 
 import pytest
 
-from megasparse.config.load import build_config
 from megasparse.config.schema import Config
 from megasparse.config.section import DROPPED, Section
 from megasparse.errors import ConfigError
+from megasparse.settings.load import build_config
 from tests.helpers.commands import refusal
 
 

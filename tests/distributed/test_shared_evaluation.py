@@ -17,7 +17,6 @@ from torch import Tensor
 
 from launch import evaluate, generate
 from megasparse.cli.main import door
-from megasparse.config.load import build_config
 from megasparse.data.index import Index
 from megasparse.errors import ConfigError
 from megasparse.evaluation.attention_quality import attention_quality
@@ -26,6 +25,7 @@ from megasparse.evaluation.results import restore
 from megasparse.hub.importing import write_checkpoint
 from megasparse.model.build import build_model
 from megasparse.runs.api import evaluate_split
+from megasparse.settings.load import build_config
 from megasparse.training.ranks import Ranks
 from tests.helpers.commands import refused, run
 from tests.helpers.models import SMALL

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from launch import pretrain
-from megasparse.config.checks import check_parallel
 from megasparse.config.schema import Config
 from megasparse.data.index import Index
 from megasparse.errors import ConfigError
+from megasparse.settings.checks import check_parallel
 from megasparse.training.ranks import start_ranks
 from tests.data.folders import batches
 from tests.helpers.commands import run

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import megasparse.attention  # noqa: F401  (registers the mechanisms)
 from megasparse.config.schema import Config
 from megasparse.data.tokenizers.simple import ByteTokenizer, PixelTokenizer
 from megasparse.errors import ConfigError

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from megasparse.cli.main import parser_of, split
 from megasparse.config.finetuning import FinetuneConfig
-from megasparse.config.load import load_settings
 from megasparse.config.schema import Config
 from megasparse.runs import comparison
+from megasparse.settings.load import load_settings
 
 LAUNCHED = re.compile(r"(?:deepspeed|torchrun) .*?(?:launch/(?=\w+\.py )|-m megasparse )([\w-]+)(?:\.py)?(.*)")
 

@@ -17,9 +17,9 @@ from transformers import BertConfig, BertModel
 
 from launch import finetune
 from megasparse.config.finetuning import FinetuneConfig, TaskConfig
-from megasparse.config.load import build_settings
 from megasparse.config.schema import ModelConfig
 from megasparse.model.build import initialise
+from megasparse.settings.load import build_settings
 from megasparse.tasks import metrics
 from megasparse.tasks import start as starts
 from megasparse.tasks.body import MegasparseBody

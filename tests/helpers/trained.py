@@ -4,11 +4,11 @@ import random
 from pathlib import Path
 from typing import Any
 
-from megasparse.config.load import build_config
 from megasparse.data.corpora.source import Source
 from megasparse.data.prepare import prepare
 from megasparse.errors import report_user_errors
 from megasparse.runs.pretraining import pretrain
+from megasparse.settings.load import build_config
 from tests.helpers.tiny import metrics
 
 

@@ -18,13 +18,13 @@ from transformers import (
 )
 
 from megasparse.attention.heads import Padding
-from megasparse.config.load import build_config
 from megasparse.config.schema import Config
 from megasparse.errors import ConfigError, HubError
 from megasparse.hub.formats import difference, format_named, our_logits
 from megasparse.hub.tensor_file import TensorFile, load_whole
 from megasparse.model.build import build_model
 from megasparse.ops.random import RngContext
+from megasparse.settings.load import build_config
 from megasparse.training.checkpoints.checkpoint import Checkpoint
 from megasparse.training.checkpoints.manifest import find_checkpoint
 from tests.helpers.hub import assert_same_bits, load

@@ -10,7 +10,6 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from megasparse.cli.main import door
-from megasparse.config.load import build_config
 from megasparse.errors import ConfigError, HubError
 from megasparse.evaluation.generate import BeamSettings, Sampling, end_tokens, generate, search
 from megasparse.evaluation.texts import Request, texts
@@ -23,6 +22,7 @@ from megasparse.hub.tensor_file import QUANTISED
 from megasparse.hub.tokenizer_files import chat_files
 from megasparse.ops.random import RngContext
 from megasparse.runs.api import load_checkpoint
+from megasparse.settings.load import build_config
 from tests.helpers.models import random_tokens
 from tests.helpers.tokenizers import byte_level, written
 

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from launch import pretrain
-from megasparse.config.load import build_config, load_config
 from megasparse.errors import HubError
 from megasparse.hub import importing
 from megasparse.hub.importing import write_checkpoint
 from megasparse.model.build import build_model
+from megasparse.settings.load import build_config, load_config
 from megasparse.training.checkpoints.checkpoint import Checkpoint, persistent_buffers
 from megasparse.training.checkpoints.rank_file import RankFile
 from tests.helpers.commands import refused, run

@@ -9,13 +9,13 @@ from safetensors.torch import save_file
 from transformers import AutoTokenizer, ReformerConfig, ReformerModelWithLMHead
 from transformers.models.reformer.modeling_reformer import LSHSelfAttention
 
-from megasparse.config.load import build_config
 from megasparse.errors import HubError, UserError
 from megasparse.evaluation.generate import generate
 from megasparse.hub.formats import difference, our_logits
 from megasparse.hub.reformer import FORMAT, NEVER, buckets
 from megasparse.hub.tensor_file import TensorFile
 from megasparse.model.build import build_model
+from megasparse.settings.load import build_config
 from tests.helpers.hub import assert_same_bits, load
 from tests.helpers.models import random_tokens
 

@@ -352,6 +352,34 @@ def test_a_step_unlike_the_whole_pass_is_an_error_before_the_model_is_used(monke
         replace_attention(build(dtype=torch.float32), LOCAL)
 
 
+@pytest.mark.parametrize(
+    ("kind", "changes", "old", "message"),
+    [
+        ("Llama", {}, "scaling", "missing 1 required keyword-only argument: 'scaling'"),
+        ("Llama", {}, "attention_mask", "missing 1 required keyword-only argument: 'attention_mask'"),
+        ("Llama", {}, "position_ids", "takes no position_ids with transformers"),
+        ("Gemma3", {}, "sliding_window", "its attention has renamed next to queries, keys and values"),
+        ("Gemma2", {"attn_logit_softcapping": 30.0}, "softcap", "its attention has renamed next to"),
+    ],
+)
+def test_a_renamed_argument_of_transformers_is_an_error(kind, changes, old, message, monkeypatch):
+    def renamed(function, *given, **named):
+        return function(*given, **{"renamed" if name == old else name: value for name, value in named.items()})
+
+    model = build(kind, **changes)
+    for functions in (transformers.AttentionInterface, transformers.AttentionMaskInterface):
+        monkeypatch.setitem(
+            functions._global_mapping, "megasparse", partial(renamed, functions._global_mapping["megasparse"])
+        )
+    if old == "position_ids":
+        forward = type(model.model).forward
+        monkeypatch.setattr(
+            type(model.model), "forward", lambda self, input_ids=None, **named: forward(self, input_ids, **named)
+        )
+    with pytest.raises(HubError, match=message):
+        replace_attention(model, LOCAL)
+
+
 def test_an_untested_version_prints_one_line_once(monkeypatch, capsys):
     monkeypatch.setattr(transformers, "__version__", "9.1.0")
     hub.require_transformers()

@@ -9,7 +9,6 @@ from sentencepiece.sentencepiece_model_pb2 import ModelProto
 from transformers import AutoTokenizer, BertConfig, BertForMaskedLM, BertModel, PreTrainedTokenizerFast
 
 from megasparse.cli.main import door
-from megasparse.config.load import build_config
 from megasparse.config.schema import Config, DataConfig, RunConfig
 from megasparse.data.corpora.pairs import ParallelEncoder
 from megasparse.data.tokenizers import build_tokenizer
@@ -18,6 +17,7 @@ from megasparse.errors import ConfigError, HubError
 from megasparse.hub.export import to_hf
 from megasparse.hub.importing import HFModel, write_start
 from megasparse.hub.tokenizer_files import files_with_start, found_tokenizer, of_bytes, of_unigram, tokenizer_files
+from megasparse.settings.load import build_config
 from megasparse.training.checkpoints.checkpoint import Checkpoint
 from tests.helpers.hub import SEED, decoder, encoder, made, write_model
 from tests.helpers.models import small_pair

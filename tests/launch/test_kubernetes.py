@@ -11,8 +11,8 @@ from kubeflow_trainer_api import models
 from torch.distributed.run import get_args_parser
 
 from megasparse.cli.main import parser_of
-from megasparse.config.load import load_settings
 from megasparse.config.schema import Config
+from megasparse.settings.load import load_settings
 
 MANIFEST = Path(__file__).parents[2] / "launch" / "kubernetes" / "pretrain.yaml"
 

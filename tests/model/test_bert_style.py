@@ -8,13 +8,13 @@ import torch.nn.functional as F
 from transformers import BertConfig, BertForMaskedLM
 
 from megasparse.attention.heads import Padding
-from megasparse.config.load import build_config
 from megasparse.config.schema import Config
 from megasparse.errors import ConfigError
 from megasparse.hub.formats import format_named
 from megasparse.model.block import FeedForward
 from megasparse.model.build import build_model, empty_model
 from megasparse.ops.random import RngContext
+from megasparse.settings.load import build_config
 from tests.helpers.models import BERT, named, random_tokens, randomise, small, training_draws
 
 STYLE = {**BERT, "kind": "encoder", "token_types": 2, "norm_eps": 1e-12, "vocabulary": 260}

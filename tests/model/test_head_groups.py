@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from megasparse.attention.heads import Padding
-from megasparse.config.load import load_config
 from megasparse.errors import ConfigError
 from megasparse.model.branch import Pass
 from megasparse.model.build import build_model
 from megasparse.ops.random import RngContext
+from megasparse.settings.load import load_config
 from tests.helpers import models
 from tests.helpers.models import PARTS, attention, named, random_tokens, small, training_draws
 

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from megasparse.config.load import load_config
 from megasparse.errors import ConfigError
 from megasparse.model.build import build_model
 from megasparse.ops.random import add_dropout, add_dropout_, derive, dropout
+from megasparse.settings.load import load_config
 from tests.helpers.comparing import error, gradients
 from tests.helpers.models import PARTS, attention, random_tokens, small
 

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from megasparse.attention.heads import build_mechanism
-from megasparse.config.load import load_config
 from megasparse.ops.counting_sort import counting_sort
 from megasparse.ops.kernels import Launch
+from megasparse.settings.load import load_config
 from tests.helpers.launches import LaunchCounter, count_layer, count_step, total
 from tools.bench.attention import model_of
 

@@ -7,13 +7,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from megasparse.config.load import build_config
 from megasparse.config.schema import ModelConfig, OptimizerConfig
 from megasparse.errors import ConfigError
 from megasparse.model.build import empty_model
 from megasparse.optimizers import build_optimizer
 from megasparse.optimizers import muon as implementation
 from megasparse.optimizers.muon import Muon, is_hidden, orthogonalise
+from megasparse.settings.load import build_config
 from tests.optimizers.test_partitioned_adafactor import RANKS, cut
 
 SHAPES = {"blocks.0.up": (12, 5), "blocks.0.gate": (12, 5), "blocks.0.down": (5, 12), "blocks.1.query": (6, 6)}

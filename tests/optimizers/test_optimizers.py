@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from megasparse.config.load import build_config
 from megasparse.config.schema import OptimizerConfig
 from megasparse.errors import ConfigError
 from megasparse.optimizers import (
@@ -23,6 +22,7 @@ from megasparse.optimizers import (
 )
 from megasparse.planning.dry_run import trial_engine
 from megasparse.planning.passes import ConfiguredPass
+from megasparse.settings.load import build_config
 from megasparse.training.ranks import Ranks
 
 

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from megasparse.config.load import build_config, load_config
 from megasparse.config.schema import Config
 from megasparse.model.build import empty_model
 from megasparse.planning.dry_run import dry_run
+from megasparse.settings.load import build_config, load_config
 
 FILES = sorted((Path(__file__).parents[2] / "configs").glob("*.json"))
 LENGTH, CHUNK, HEAD_DIM, VOCABULARY = 64, 8, 4, 288

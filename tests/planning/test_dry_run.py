@@ -15,12 +15,12 @@ import pytest
 import torch
 
 from megasparse.cli.main import main
-from megasparse.config.load import build_config
 from megasparse.model.build import build_model
 from megasparse.planning import dry_run as dry_run_module
 from megasparse.planning.dry_run import DryRun, dry_run
 from megasparse.planning.flops import model_flops_per_token
 from megasparse.planning.passes import dummy_records
+from megasparse.settings.load import build_config
 
 ROOT = Path(__file__).parents[2]
 VALUES = {

@@ -8,7 +8,6 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from megasparse.attention import lha
-from megasparse.config.load import build_config
 from megasparse.config.schema import ModelConfig
 from megasparse.model.build import build_model
 from megasparse.ops.kernels import recorded
@@ -16,6 +15,7 @@ from megasparse.ops.random import RngContext
 from megasparse.planning import flops
 from megasparse.planning.flops import hardware_flops_by_part, model_flops_per_token
 from megasparse.planning.passes import META, ConfiguredPass, as_on_a_gpu, dummy_records
+from megasparse.settings.load import build_config
 from megasparse.training.ranks import Ranks
 
 BASE = {"max_length": 64, "layers": 1, "d_model": 32, "d_ff": 48, "heads": 4, "vocabulary": 256}

@@ -12,7 +12,6 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from megasparse.cli.main import door
-from megasparse.config.load import build_config, load_config
 from megasparse.config.schema import Config
 from megasparse.data.batches import Batch
 from megasparse.errors import ConfigError, UserError
@@ -25,6 +24,7 @@ from megasparse.planning.hardware import GPUS, hardware, parse_bytes
 from megasparse.planning.passes import PERIODS, ConfiguredPass, count_pass, dummy_records
 from megasparse.planning.plan import RESERVE, Plan
 from megasparse.planning.states import BUCKET, MemoryPool, States, Zero, memory, require_fit
+from megasparse.settings.load import build_config, load_config
 from megasparse.training.engines import build_engine
 from megasparse.training.ranks import Ranks, start_ranks
 from tests.helpers import commands

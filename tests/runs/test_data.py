@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megasparse.config.load import build_config
 from megasparse.config.schema import Config, EvaluationConfig, RunConfig
 from megasparse.data.index import Index
 from megasparse.data.tokenizers.simple import ByteTokenizer
 from megasparse.errors import ConfigError, DataError
 from megasparse.runs.data import from_data, open_data, open_folder, training_batches, with_texts
+from megasparse.settings.load import build_config
 from megasparse.training.ranks import Ranks, RunHooks
 from tests.data.corpora.pictures import write_files
 from tests.data.folders import edit, prepared, ramp, source_of, write_folder

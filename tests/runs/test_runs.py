@@ -10,7 +10,6 @@ import zipfile
 import pytest
 
 from megasparse.cli.main import main
-from megasparse.config.load import build_config, load_config
 from megasparse.data.tokenizers.simple import vocabulary_file
 from megasparse.errors import CheckpointError
 from megasparse.hub.export import to_hf
@@ -19,6 +18,7 @@ from megasparse.runs import quickstart as steps
 from megasparse.runs.api import evaluate, generate
 from megasparse.runs.finetuning import finetune, finetune_dry_run
 from megasparse.runs.pretraining import pretrain
+from megasparse.settings.load import build_config, load_config
 from megasparse.training.run import RunResult
 from megasparse.training.stopping.signals import STOPPING
 from tests.helpers.finetuning import bert, configured, reviews

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from megasparse.config.checks import check
 from megasparse.config.finetuning import FinetuneConfig
 from megasparse.data.tokenizers import build_tokenizer, words_of
 from megasparse.errors import ConfigError, DataError
 from megasparse.model.build import build_model
+from megasparse.settings.checks import check
 from megasparse.tasks.glove import initialise_from_glove, pca, read_glove
 from megasparse.tasks.start import open_start
 from tests.helpers.commands import refusal

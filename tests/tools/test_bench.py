@@ -17,9 +17,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from megasparse.config.load import build_config
 from megasparse.errors import ConfigError, DataError
 from megasparse.hub.replace import mechanisms, replace_attention, save_replaced
+from megasparse.settings.load import build_config
 from tests.helpers.commands import refused, run
 from tools import retrieval
 from tools.bench import attention, decoders, gpu_check, jobs, kernels, measuring, operators, training

@@ -10,8 +10,9 @@ from megasparse.config.schema import Config
 from megasparse.errors import StorageError, TrainingError
 from megasparse.optimizers import learning_rate
 from megasparse.training.checkpoints.manifest import list_checkpoints, read_manifest
-from megasparse.training.loop import Selection, train
+from megasparse.training.loop import train
 from megasparse.training.ranks import RunHooks, StopWanted
+from megasparse.training.state import Selection
 from tests.helpers.tiny import TinyModel, metrics, tiny_config, tiny_run
 
 

@@ -40,7 +40,6 @@ import triton
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from megasparse.config.load import build_config, load_config
 from megasparse.config.schema import Config
 from megasparse.errors import ConfigError, UserError, did_you_mean, report_user_errors
 from megasparse.ops.bucketed_attention import BucketedAttentionSpec, Window, bucketed_attention, gpu
@@ -49,6 +48,7 @@ from megasparse.planning.dry_run import trial_engine
 from megasparse.planning.hardware import GPUS
 from megasparse.planning.passes import META, ConfiguredPass, LiveBytes, as_on_a_gpu
 from megasparse.planning.plan import RESERVE, Plan
+from megasparse.settings.load import build_config, load_config
 from megasparse.training.ranks import start_ranks
 from tools.bench.attention import MECHANISMS, Case, Inputs, build, model_of, sdpa
 from tools.bench.jobs import RESULTS, Job, Report, compile_all, end_with_parent, gpu_facts, rows_of, run_jobs

@@ -29,12 +29,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 from tqdm import tqdm
 
-from megasparse.config.load import build_config, load_config
 from megasparse.config.schema import Config
 from megasparse.data.batches import Batch
 from megasparse.errors import ConfigError, report_user_errors
 from megasparse.evaluation.outputs import write_json
 from megasparse.planning.dry_run import trial_engine
+from megasparse.settings.load import build_config, load_config
 from megasparse.training.engines.contract import Engine
 from megasparse.training.ranks import start_ranks
 from tools.bench.measuring import MeasurementError, alone, machine, peak, reset_peak

@@ -57,7 +57,8 @@ class BlockSparseAttention(FixedPatternAttention):
         return None
 
     def attend(self, inputs: AttentionInputs, context: AttentionContext) -> Tensor:
-        length, device = inputs.q.shape[2], inputs.q.device
+        length = inputs.q.shape[2]
+        device = inputs.q.device
         blocks = torch.arange(-(-length // self.chunk), device=device)
         queries = _tokens(blocks[:, None], self.chunk, length)  # (W, C)
         if not inputs.causal:
@@ -79,11 +80,12 @@ class BlockSparseAttention(FixedPatternAttention):
         start = max(0, position // self.chunk - 1) * self.chunk
         near = torch.arange(start, position + 1, device=device)
         tokens = torch.cat([torch.arange(min(self.first, start), device=device), near])[None]
-        heads, block = self.spec.on_rank(context.part).heads, torch.tensor([position // self.chunk], device=device)
+        heads = self.spec.on_rank(context.part).heads
+        block = torch.tensor([position // self.chunk], device=device)
         blocks = self.further(block, heads, True, context)
         if blocks is None:
             return tokens
-        blocks = blocks[blocks >= 0].view(len(blocks), -1)
+        blocks = blocks[blocks >= 0].view(len(blocks), -1)  # (H, n)
         return torch.cat([tokens.expand(len(blocks), -1), _tokens(blocks, self.chunk, position)], dim=-1)
 
 

@@ -49,7 +49,9 @@ class LinformerAttention(Attention):
         keys, values = (side(inputs.k.shape[2], inputs.k.dtype) for side in (self.keys, self.values))
 
         def attend(inputs: AttentionInputs) -> Tensor:
-            k, v, length = inputs.k, inputs.v, inputs.k.shape[2]
+            k = inputs.k
+            v = inputs.v
+            length = inputs.k.shape[2]
             if inputs.key_mask is not None:
                 k, v = (x.masked_fill(~inputs.key_mask[:, None, :, None], 0.0) for x in (k, v))
             return attend_to_all(inputs.q, keys[:, :length] @ k, values[:, :length] @ v, None, inputs.dropout)

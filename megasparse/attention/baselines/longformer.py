@@ -24,7 +24,8 @@ class LongformerAttention(BlockSparseAttention):
 
     def __init__(self, config: LongformerAttentionConfig, spec: MechanismSpec):
         super().__init__(config, spec)
-        self.chunk, self.first = min(config.chunk, spec.max_length), config.globals
+        self.chunk = min(config.chunk, spec.max_length)
+        self.first = config.globals
 
     def flops(self, length: int) -> Flops:
         """Neighbouring blocks and G global tokens; bidirectional: G queries of all keys, G more per query."""

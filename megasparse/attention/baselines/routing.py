@@ -4,7 +4,7 @@ B batch, H heads, L length, n tokens of a document, D head dim, N centroids, W c
 """
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -16,13 +16,11 @@ from megasparse.attention.documents import ClusterIndices, Document, attend_in_c
 from megasparse.attention.flops import Flops
 from megasparse.attention.lha_hash import HashInputs, bucket_codes
 from megasparse.config.attention import MechanismSection, mechanism
+from megasparse.config.schema import ModelConfig
 from megasparse.config.section import Count, Positive, Rate
 from megasparse.ops.bucketed_attention import Window
 from megasparse.ops.operator import at_least_fp32
 from megasparse.ops.random import derive, normal
-
-if TYPE_CHECKING:
-    from megasparse.config.schema import ModelConfig
 
 _TILE_ELEMENTS = 1 << 22  # similarities at a time
 
@@ -42,7 +40,7 @@ class RoutingAttentionConfig(MechanismSection):
     decay: Rate = 0.999
     """Decay of the centroids' moving average, per step."""
 
-    def check(self, key: str, model: "ModelConfig") -> None:
+    def check(self, key: str, model: ModelConfig) -> None:
         check_band(key, self.window, self.local, self.sinks)
 
 

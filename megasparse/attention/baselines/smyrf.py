@@ -24,7 +24,9 @@ class SMYRFAttentionConfig(MechanismSection):
     """Queries, and keys, per cluster."""
 
     bidirectional_only = "its balanced clusters depend on all tokens"
-    rounds_key = "rounds"
+
+    def hash_rounds(self, training: bool) -> int:
+        return self.rounds
 
 
 @mechanism("smyrf", SMYRFAttentionConfig)
@@ -39,7 +41,8 @@ class SMYRFAttention(Attention):
 
     @torch.no_grad()
     def assign(self, inputs: AttentionInputs, context: AttentionContext) -> ClusterIndices:
-        rng, device = context.rng, inputs.q.device
+        rng = context.rng
+        device = inputs.q.device
         head = torch.arange(context.head_offset, context.head_offset + inputs.q.shape[1], device=device)
         rows = head[:, None] * (1 << 16) + torch.arange(self.rounds(rng), device=device)
         lines = normal(rng.key(context.layer, "smyrf projection"), rows, inputs.q.shape[3] + 2)  # (H, R, D + 2)

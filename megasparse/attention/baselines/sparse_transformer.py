@@ -41,7 +41,8 @@ class SparseTransformerAttention(FixedPatternAttention):
 
     def attend(self, inputs: AttentionInputs, context: AttentionContext) -> Tensor:
         near, near_lse = self._near(inputs)
-        length, stride = inputs.q.shape[2], min(self.stride, inputs.q.shape[2])
+        length = inputs.q.shape[2]
+        stride = min(self.stride, inputs.q.shape[2])
         rows = -(-length // stride)
         token = torch.arange(rows * stride, device=inputs.q.device)
         token = token.masked_fill(token >= length, -1).view(rows, stride).T[None, None]  # (1, 1, S, L/S)

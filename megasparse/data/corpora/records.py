@@ -7,6 +7,7 @@ contains its first byte, or to the split of its file.
 
 import hashlib
 import json
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -32,8 +33,7 @@ from megasparse.data.corpora.corpus import (
     text_pieces,
 )
 from megasparse.data.corpora.source import Part, Source
-from megasparse.data.index import Index
-from megasparse.data.index_file import public
+from megasparse.data.index_file import Split, public
 from megasparse.data.workers import Workers
 from megasparse.errors import ConfigError, DataError, SourceError, positive
 from megasparse.files import write_file
@@ -51,6 +51,7 @@ class Unfit(NamedTuple):
     reason: str
     damaged: bool = False
     """The record is invalid; otherwise it is excluded by an option."""
+    hint: str = "check the source and its column"
 
 
 Records = Iterator[tuple[int, bytes | Unfit]]
@@ -60,6 +61,32 @@ Texts = Callable[[Part, str], Records]
 EMPTY = Unfit("empty")
 NOT_UTF8 = Unfit("not UTF-8", damaged=True)
 ZERO = Unfit("byte 0, which stands between documents", damaged=True)
+
+
+def json_hint(line: bytes) -> str:
+    """Return what to do about a line that is not a JSON object."""
+    if b"\0" in line:
+        return f"convert the file: iconv -f utf-16{'be' if line.startswith(bytes(1)) else 'le'} -t utf-8"
+    try:
+        text = line.decode("utf-8-sig").strip()
+    except UnicodeDecodeError:
+        return "the line is not UTF-8: convert the file, iconv -f latin1 -t utf-8"
+    if text.startswith("["):
+        return "write the objects of an array one per line, as jq -c '.[]' does"
+    try:
+        rest = text[json.JSONDecoder().raw_decode(text)[1] :]
+    except json.JSONDecodeError as error:
+        if re.search(r",\s*\Z", text[: error.pos]) or re.match(r",\s*[}\]]", text[error.pos :]):
+            return "remove the comma before the closing bracket"
+        return "write texts and keys in double quotes" if text[error.pos :].startswith("'") else ONE_PER_LINE
+    except (ValueError, RecursionError):  # a number or a nesting that is too large
+        return ONE_PER_LINE
+    if "\r" in rest:
+        return "its lines end in CR: convert them, tr '\\r' '\\n'"
+    return "remove the comma at the end of each line" if rest.strip() == "," else ONE_PER_LINE
+
+
+ONE_PER_LINE = "write one object per line, as jq -c . does: {...}"
 
 
 @dataclass(frozen=True)
@@ -124,6 +151,14 @@ class Examined(NamedTuple):
         return len(self.lengths) + self.unfit.total()
 
 
+def _by_reason(files: Sequence[Examined]) -> dict[str, int]:
+    counts: Counter[str] = Counter()
+    for file in files:
+        for unfit, count in file.unfit.items():
+            counts[unfit.reason] += count
+    return dict(sorted(counts.items()))
+
+
 @dataclass(frozen=True, kw_only=True)
 class RecordSource(Source):
     """Files of records, each read once."""
@@ -170,7 +205,7 @@ class RecordSource(Source):
             part, first = next((part, file) for part, file in zip(parts, files, strict=True) if file.first_damaged)
             position, unfit = first.first_damaged or (0, EMPTY)
             share = f"{damaged:,} of {records:,} records are damaged"
-            hint = f"Up to {MOST_DAMAGED:.0%} are left out; check the source and its column"
+            hint = f"Up to {MOST_DAMAGED:.0%} are left out; {unfit.hint}"
             raise DataError(str(part), f"{share}, the first is record {position} here: {unfit.reason}", hint)
         lengths = np.concatenate([file.lengths for file in files])
         is_copy = np.full(len(lengths), copies)
@@ -179,8 +214,7 @@ class RecordSource(Source):
         lengths[is_copy] = 0
         total = int(lengths.sum())
         if not total:
-            counts = sorted(sum((file.unfit for file in files), Counter()).items())
-            reasons = ", ".join(f"{count:,} {why.reason}" for why, count in counts) or "no records"
+            reasons = ", ".join(f"{count:,} {reason}" for reason, count in _by_reason(files).items()) or "no records"
             raise DataError(" ".join(locations), f"no text is left of it ({reasons})", "Check --source")
         texts_of_file = [len(file.lengths) for file in files]
         if file_splits:
@@ -223,9 +257,7 @@ class RecordSource(Source):
 
     def left_out(self) -> dict[str, int]:
         """Return the records by the reason for which they are left out."""
-        counts: Counter[str] = Counter()
-        for file in self.examined:
-            counts.update({unfit.reason: count for unfit, count in file.unfit.items()})
+        counts = _by_reason(self.examined)
         if copies := sum(int((splits < 0).sum()) for splits in self.splits):
             counts[COPY] = copies
         return dict(sorted(counts.items()))
@@ -273,14 +305,14 @@ def _add(digest: "hashlib._Hash", text: bytes) -> None:
 QUANTILES = (0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
 
 
-def write_report(source: RecordSource, index: Index, path: Path) -> dict[str, Any]:
-    """Write the report of a source whose shards have this index, and return it. It depends on nothing but the two.
+def write_report(source: RecordSource, shards: Mapping[str, Split], path: Path) -> dict[str, Any]:
+    """Write the report of a source and of its splits in shards, and return it. It depends on nothing but the two.
 
     It counts files, records, documents and bytes, the records left out by reason, the lengths of documents (see
     `_lengths`), of each split its documents, bytes and tokens, and of each file its records and documents.
     """
     lengths, counts, splits = source.lengths(), source.documents(), {}
-    for name, split in index.file.splits.items():
+    for name, split in shards.items():
         size = {"documents": counts[name], "bytes": split.raw_bytes or 0, "tokens": split.tokens}
         splits[name] = {**size, "bytes_per_token": round(size["bytes"] / split.tokens, 4)}
     report = {

@@ -24,7 +24,7 @@ from megasparse.data.corpora.corpus import (
     option,
     split_option,
 )
-from megasparse.data.corpora.records import EMPTY, NOT_UTF8, RecordCorpus, Records, RecordSource, Unfit
+from megasparse.data.corpora.records import EMPTY, NOT_UTF8, RecordCorpus, Records, RecordSource, Unfit, json_hint
 from megasparse.data.corpora.source import (
     DECOMPRESS,
     Part,
@@ -39,8 +39,6 @@ from megasparse.errors import ConfigError, DataError, did_you_mean
 from megasparse.files import natural, open_file, read_file
 
 LONGEST_TEXT = 1 << 24  # bytes: in memory it may take four times as many, and several copies
-NOT_JSON = Unfit("not JSON", damaged=True)
-NO_OBJECT = Unfit("no JSON object", damaged=True)
 TOO_LONG = Unfit(f"more than {LONGEST_TEXT:,} bytes", damaged=True)
 SURROGATE = Unfit("half a surrogate pair", damaged=True)
 BATCH_ROWS = 16  # decoded at once: each may be a copy of its page's largest text
@@ -153,10 +151,10 @@ def json_texts(part: Part, field: str) -> Records:
             try:
                 record = json.loads(line.decode())
             except (ValueError, RecursionError):
-                yield number, NOT_JSON
+                yield number, Unfit("not JSON", True, json_hint(line))
                 continue
             if not isinstance(record, dict):
-                yield number, NO_OBJECT
+                yield number, Unfit("no JSON object", True, json_hint(line))
             elif not isinstance(text := record.get(field, no_field), str):
                 yield number, EMPTY if text is None else no_field if text is no_field else no_text
             else:

@@ -112,7 +112,8 @@ class _BucketedAttention(Function):
         else:
             layout = RangeLayout.of(codes, key_codes, spec, key_mask, segments)
         for rows in row_groups(layout, q, k, v, spec, ctx.shared_codes, dropout):
-            row_out, row_lse2 = out.flatten(0, 1)[rows.index], lse2.flatten(0, 1)[rows.index]
+            row_out = out.flatten(0, 1)[rows.index]
+            row_lse2 = lse2.flatten(0, 1)[rows.index]
             _attend(rows, rows.layout.blocks(rows), row_out, row_lse2)
         no_visible_key = lse2 < 0.5 * LOWEST
         lse = (lse2 / _LOG2_E).masked_fill_(no_visible_key, -torch.inf)
@@ -129,7 +130,10 @@ class _BucketedAttention(Function):
             no_visible_key |= ~key_mask[:, None]
         lse2.masked_fill_(no_visible_key, torch.inf)  # exp2(score − ∞) = 0: no gradient from tiles
         out = out.to(q.dtype)
-        ctx.spec, ctx.self_only, ctx.dropout, ctx.layout = spec, self_only, dropout, type(layout)
+        ctx.spec = spec
+        ctx.self_only = self_only
+        ctx.dropout = dropout
+        ctx.layout = type(layout)
         ctx.save_for_backward(q, k, v, key_mask, out, lse, lse2, *layout)
         return out, lse
 
@@ -149,8 +153,10 @@ class _BucketedAttention(Function):
             row_dq, row_dk, row_dv = (x.flatten(0, 1)[rows.index] for x in (dq, dk, dv))
             delta = (row_grad.to(rows.dtype) * row_out).sum(-1).sub_(row_grad_lse)  # (G, L)
             for block in rows.layout.blocks(rows):
-                block_q, grad = block.queries(rows.q).mul_(spec.scale * _LOG2_E), block.queries(row_grad)
-                block_k, block_v = block.keys(rows.k), block.keys(rows.v)
+                block_q = block.queries(rows.q).mul_(spec.scale * _LOG2_E)
+                grad = block.queries(row_grad)
+                block_k = block.keys(rows.k)
+                block_v = block.keys(rows.v)
                 weight = block.scores(block_q, block_k).sub_(block.real_lse(row_lse2).unsqueeze(-1)).exp2_()
                 score_grad, dropped = torch.bmm(grad, block_v.transpose(1, 2)), weight  # (n, T, K)
                 if rows.dropout is not None:
@@ -211,9 +217,12 @@ class QueryBlock(TileBlock):
         self._rows = len(rows)
         if len(rows) == 1:  # bmm may sum a single matrix in a different order
             rows, tokens, hidden = (x.repeat_interleave(2, 0) for x in (rows, tokens, hidden))
-        self.first_round, self._columns, self.dtype = first_round, hidden, at_least_fp32(like[:0]).dtype
+        self.first_round = first_round
+        self._columns = hidden
+        self.dtype = at_least_fp32(like[:0]).dtype
         # With at least 8 rows, a row of a product does not depend on their number.
-        self.query_tokens, self.key_tokens = rows[:, None].expand(-1, min(tile, 8)), rows[:, None] * keys + tokens
+        self.query_tokens = rows[:, None].expand(-1, min(tile, 8))
+        self.key_tokens = rows[:, None] * keys + tokens
 
     def hidden(self) -> Tensor:
         return self._columns[:, None].repeat(1, self.query_tokens.shape[1], 1)

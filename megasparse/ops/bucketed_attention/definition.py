@@ -150,7 +150,8 @@ def visible(
     key = (document[:, None, None].expand_as(codes), codes, position.expand_as(codes))
     before = torch.zeros_like(together)
     for part in reversed(key):
-        left, right = part[..., None, :], part[..., :, None]
+        left = part[..., None, :]
+        right = part[..., :, None]
         before = (left < right) | ((left == right) & before)
     chunk = (before & real[:, None, None, None, :]).sum(-1) // window.chunk
     distance = chunk[..., :, None] - chunk[..., None, :]
@@ -169,7 +170,8 @@ def _visible_by_key_rank(codes: Tensor, key_codes: Tensor, chunk: int, causal: b
     near = torch.zeros_like(same)
     for i in range(codes.shape[-1]):
         in_bucket = same[..., i, :]  # (B, H, R, L)
-        back, ahead = in_bucket & (position <= i), in_bucket & (position > i)
+        back = in_bucket & (position <= i)
+        ahead = in_bucket & (position > i)
         closer = (back[..., None, :] & between).sum(-1)  # keys of the bucket after j, up to i
         near[..., i, :] = back & (closer < chunk)
         if not causal:

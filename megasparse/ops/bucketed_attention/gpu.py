@@ -84,7 +84,8 @@ class Intervals:
     def of_queries(self, places: range) -> "Intervals":
         """Return a copy in which queries at other sorted places have empty windows; padding is unchanged."""
         index = torch.arange(self.low.shape[-1], device=self.low.device)
-        before, after = index < places.start, index >= places.stop
+        before = index < places.start
+        after = index >= places.stop
 
         def bound(x: Tensor) -> Tensor:
             outside = x.masked_fill(before, 0).masked_fill(after, self.low.shape[-1])
@@ -139,7 +140,8 @@ def separate_intervals(
     key_order, index, low, high = (x.to(torch.int32) for x in (key_order, index, low, high))
     if key_mask is not None:
         padding = ~key_mask[:, None, None].expand(query_codes.shape).flatten(0, 1)
-        low, high = low.masked_fill_(padding, NOWHERE), high.masked_fill_(padding, NOWHERE)
+        low = low.masked_fill_(padding, NOWHERE)
+        high = high.masked_fill_(padding, NOWHERE)
     _, query_order = _sort(query_codes, key_mask, segments, spec.buckets)
     sorted_low, sorted_high = (x.gather(-1, query_order.long()) for x in (low, high))
     if len(rounds) == 1 or not spec.count_rounds:
@@ -168,7 +170,8 @@ def _bounds(
     segments: Tensor | None, like: Tensor,
 ) -> Intervals:  # fmt: skip
     """Return the windows of sorted keys (G, R, L); None: one bucket and round."""
-    length, window = like.shape[2], spec.window
+    length = like.shape[2]
+    window = spec.window
     shape = (1, 1, length) if sorted_key is None else sorted_key.shape
     counted = order is not None and order.shape[1] > 1 and spec.count_rounds
     bounds: list[Any] = [torch.empty(shape, dtype=torch.int32, device=like.device) for _ in range(5 if counted else 2)]
@@ -288,23 +291,28 @@ class _BucketedAttention(Function):
                 kernels.forward, call.grid(tile.queries), q, k, v, partial, out, lse2, lse, *call.layout[:4], *slots,
                 *call.layout[4:], *steps, *call.sizes, spec.scale, **(call.settings(round_) | jump), **tile.settings(),
             )  # fmt: skip
-        ctx.spec, ctx.separate = spec, separate
+        ctx.spec = spec
+        ctx.separate = separate
         ctx.save_for_backward(q, k, v, out, lse2, *layout)
         return out, lse
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse2, *layout = ctx.saved_tensors
-        grad, grad_lse = whole_vectors(grads[0].to(q.dtype)), grads[1].contiguous()
+        grad = whole_vectors(grads[0].to(q.dtype))
+        grad_lse = grads[1].contiguous()
         spec: BucketedAttentionSpec = ctx.spec
         call = _Call(q, spec, ctx.separate, Intervals(*layout))
         delta = torch.empty_like(lse2)
-        dq, dk, dv = empty_alike(q), empty_alike(k), empty_alike(k)
+        dq = empty_alike(q)
+        dk = empty_alike(k)
+        dv = empty_alike(k)
         partial_q, partial_k, partial_v = (call.partial(x) for x in (dq, dk, dv))
         identity = call.intervals.query_order is None
         to_sort = (None, None) if identity else (torch.empty_like(lse2), torch.empty_like(delta))
         sorted_ = (lse2, delta) if identity else to_sort
-        around_queries, around_keys = call.tiles.queries, call.tiles.keys
+        around_queries = call.tiles.queries
+        around_keys = call.tiles.keys
         meeting = call.intervals.meeting(around_keys.keys)
         for round_ in range(call.rounds):
             launch(

@@ -25,7 +25,8 @@ def key_range(
     query_codes: Tensor, key_codes: Tensor, chunk: int, causal: bool, key_mask: Tensor | None, segments: Tensor | None
 ) -> KeyRange:
     """Return the range of keys visible to queries. query_codes: (B, H, Lq). key_codes: (B, H, Lk)."""
-    query_group, key_group = query_codes.to(torch.int64).contiguous(), key_codes.to(torch.int64)
+    query_group = query_codes.to(torch.int64).contiguous()
+    key_group = key_codes.to(torch.int64)
     if segments is not None:
         document = segments[:, None].to(torch.int64) << 32
         query_group = query_group + document[..., : query_codes.shape[-1]]

@@ -16,9 +16,8 @@ from torch import Tensor, nn
 from megasparse.attention.contract import Targets
 from megasparse.attention.cross import EncoderOutput
 from megasparse.attention.heads import Padding, projection
-from megasparse.config.attention import predicts
 from megasparse.config.finetuning import FinetuneConfig
-from megasparse.config.schema import ModelConfig, encoder_part
+from megasparse.config.schema import ModelConfig, encoder_part, predicts
 from megasparse.data.tokenizers import Tokenizer
 from megasparse.errors import ConfigError
 from megasparse.model.branch import mean_stream

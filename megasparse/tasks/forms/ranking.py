@@ -16,12 +16,11 @@ from torch import Tensor, nn
 
 from megasparse.attention.contract import AttentionContext
 from megasparse.attention.heads import AttentionLayer, Padding
-from megasparse.config.attention import check_targets
-from megasparse.config.checks import check_model
 from megasparse.config.finetuning import HeadConfig, RecommendationConfig
 from megasparse.config.schema import ModelConfig, PositionsConfig
 from megasparse.errors import ConfigError
 from megasparse.ops.random import RngContext, derive, random_bits
+from megasparse.settings.checks import check_model, check_targets
 from megasparse.tasks.batches import EncodedExample, Movable, Padded, Segments, collate, first, side_by_side
 from megasparse.tasks.body import Backbone
 from megasparse.tasks.form import Form, draw_normal, dropped

@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from megasparse.data.corpora.records import json_hint
 from megasparse.data.corpora.source import UNREADABLE
 from megasparse.errors import DataError, did_you_mean
 from megasparse.files import open_file, read_file, strict_json
@@ -51,7 +52,13 @@ def lines(file: Path, ends: bool = False) -> Rows:
                 if not raw:
                     return
                 if len(raw) > LONGEST_LINE:
-                    raise DataError(str(location), f"a line of more than {LONGEST_LINE:,} bytes", HINT)
+                    hint = "Convert the line ends: tr '\\r' '\\n'" if b"\r" in raw else HINT
+                    raise DataError(str(location), f"a line of more than {LONGEST_LINE:,} bytes", hint)
+                if number == 1 and b"\0" in raw and not raw.startswith((b"\xff\xfe", b"\xfe\xff")):
+                    coding = "utf-16be" if raw.startswith(b"\0") else "utf-16le"
+                    raise DataError(
+                        str(location), "not UTF-8 (byte 0)", f"Convert the file: iconv -f {coding} -t utf-8"
+                    )
                 line = _decoded(raw, location, "utf-8-sig" if number == 1 else "utf-8")
                 if not ends and isinstance(line, str):
                     line = line.removesuffix("\n").removesuffix("\r")
@@ -138,8 +145,8 @@ def _by_column(file: Path, rows: Rows, columns: Sequence[str] | None, hint: str)
         if isinstance(fields, DataError):
             yield location, fields
         elif columns is None:
-            columns = fields
-            if repeated := _repeated(fields):
+            columns = [name.strip() for name in fields]
+            if repeated := _repeated(columns):
                 problem = f'the column name "{repeated[0][:80]}" occurs twice'
                 raise DataError(str(location), problem, "Rename one of them in the first line")
         elif len(fields) == len(columns):
@@ -157,7 +164,6 @@ def _repeated(names: Sequence[str]) -> list[str]:
 
 def json_lines(file: Path) -> Rows:
     """Read JSON objects, one per line, without empty lines. Repeated keys, NaN and infinity are malformed."""
-
     for location, line in lines(file):
         if isinstance(line, str) and not line.strip():
             continue
@@ -165,9 +171,10 @@ def json_lines(file: Path) -> Rows:
             try:
                 line = strict_json(line)
             except ValueError as error:
-                line = DataError(str(location), f"not JSON ({error})", "Write one object per line: {...}")
+                hint = json_hint(line.encode())
+                line = DataError(str(location), f"not JSON ({error})", hint[0].upper() + hint[1:])
         if not isinstance(line, dict | DataError):
-            hint = 'Write one object per line: {"text": "...", "label": "..."}'
+            hint = 'Write one object per line: {"text": "...", "label": "..."}; for an array jq -c \'.[]\' does'
             line = DataError(str(location), "not a JSON object", hint)
         yield location, line
 
@@ -239,7 +246,7 @@ def field(row: dict[str, Any], column: str, location: SourceLocation, key: str =
     """
     names = column.split("|") if not key else [column]
     for name in names:
-        if name in row:
+        if name in row or (name := name.strip()) in row:  # names in CSV files are read without white space around them
             return row[name]
     hint = did_you_mean(names[0], [name for name in row if isinstance(name, str)])
     if key:

@@ -13,19 +13,20 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from pydantic import ValidationError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from megasparse.config.checks import check_model
 from megasparse.config.finetuning import FinetuneConfig
 from megasparse.config.schema import Config, LoRAConfig, ModelConfig, RunSettings
 from megasparse.data.tokenizers import NAMED
 from megasparse.errors import CheckpointError, ConfigError
 from megasparse.files import Progress, file_sha256, silent
+from megasparse.settings.checks import check_model
+from megasparse.settings.load import validated
 from megasparse.training.checkpoints.manifest import MANIFEST, RESTORE, find_checkpoint, read_manifest, size_of
 
 FORGED = "Do not trust it"
@@ -53,6 +54,16 @@ class Fragment:
     @property
     def numel(self) -> int:
         return self.memory.numel()
+
+
+class StateOwner(Protocol):
+    """Owner of weights and optimizer state, such as an engine."""
+
+    def fragments(self) -> list[Fragment]:
+        """Return the fragments that this rank saves."""
+
+    def steps_done(self) -> int:
+        """Return the number of optimizer updates applied so far."""
 
 
 class Checkpoint:
@@ -154,7 +165,7 @@ class Checkpoint:
         """Configuration of the run that wrote it. Raises CheckpointError if this version cannot read it."""
         kind = FinetuneConfig if "task" in self.manifest["config"] else Config
         try:
-            return kind.model_validate(self.manifest["config"])
+            return validated(self.manifest["config"], kind)
         except ValidationError as error:
             first = error.errors()[0]
             problem = f"its configuration is from another version: {'.'.join(map(str, first['loc']))}: {first['msg']}"

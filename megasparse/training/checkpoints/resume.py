@@ -11,9 +11,10 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+from megasparse.config.attention import MECHANISMS
 from megasparse.config.schema import Config, RunSettings
 from megasparse.errors import CheckpointError, ConfigError
-from megasparse.files import Progress, json_object, open_file
+from megasparse.files import Progress, read_line
 from megasparse.optimizers import decay_start
 from megasparse.training.checkpoints.bucket import fetch_newest
 from megasparse.training.checkpoints.checkpoint import Checkpoint
@@ -146,8 +147,7 @@ def _check_config(checkpoint: Checkpoint, config: RunSettings, allow_changed: bo
     # Keys that follow from other keys are compared by these: the warm-up is a fraction of the steps, which may change.
     derived = ("optimizer.warmup_steps",) * bool(now.get("optimizer.warmup_fraction"))
     patterns = json.dumps([value for key, value in now.items() if key.endswith("attention.pattern")])
-    # Their auxiliary losses are means over a micro-batch, so its size affects results.
-    averages = any(f'"{kind}"' in patterns for kind in ("ranked", "lha", "smart_bird"))
+    averages = any(f'"{kind}"' in patterns for kind, cls in MECHANISMS.items() if cls.has_auxiliary_loss)
     free_keys = [key for key in (*FREE_TO_CHANGE, *derived) if key != "training.micro_batch" or not averages]
     conflicts = [key for key in changed if not any(key == free or key.startswith(f"{free}.") for free in free_keys)]
     if checkpoint.manifest["data_fingerprint"] == NO_DATA:  # nothing has been computed yet
@@ -215,15 +215,3 @@ def check_records(run: RunIdentity, start: Checkpoint | None, resume: str) -> No
     if loss is not None and recorded is not None and loss != recorded:
         problem = f"the loss of step {start.step} is {loss}, but {recorded} in {path}: they belong to different runs"
         raise CheckpointError(start.path, problem, f"Move {path.name} away, or choose another run.directory")
-
-
-def read_line(path: Path, step: int) -> tuple[int, dict[str, Any]]:
-    """Return the last step with a complete line (0 if there is none), and the line of `step` ({} if there is none)."""
-    last = match = b""
-    with suppress(FileNotFoundError), open_file(path) as file:
-        while (line := file.readline(1 << 24)).endswith(b"\n"):
-            last = line
-            if line.startswith(b'{"step": %d,' % step):
-                match = line
-    last_step = json_object(last).get("step")
-    return last_step if isinstance(last_step, int) else 0, json_object(match)

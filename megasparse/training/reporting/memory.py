@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,9 +15,6 @@ from megasparse.errors import MemoryShortage
 from megasparse.files import write_file
 from megasparse.training.ranks import Ranks
 from megasparse.training.reporting import PEAK_TFLOPS
-
-if TYPE_CHECKING:
-    from megasparse.training.engines.contract import Engine
 
 KINDS = ("weights", "gradients", "optimizer")
 HINT = (
@@ -117,15 +114,13 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or by_text
 
 
-def shortage(error: BaseException, engine: "Engine | None", ranks: Ranks, directory: Path) -> MemoryShortage:
+def shortage(error: BaseException, parts: dict[str, tuple[int, int]], ranks: Ranks, directory: Path) -> MemoryShortage:
     """Print the memory use, write it to `directory`/out-of-memory-rank-N.json, and return the error to raise.
 
-    engine: None if memory ran out while it was built.
+    parts: result of `bytes_of` for each of KINDS; empty if memory ran out while the engine was built.
     """
-    device, held = ranks.device, dict.fromkeys(KINDS, 0)
-    if engine is not None:
-        parts = {"gradients": bytes_of(engine.gradients(), device), **engine.held()}
-        held |= {kind: on_device for kind, (on_device, _) in parts.items()}
+    device = ranks.device
+    held = dict.fromkeys(KINDS, 0) | {kind: on_device for kind, (on_device, _) in parts.items()}
     used = torch.cuda.memory_allocated(device) if device.type == "cuda" else resident_bytes()
     held["other"] = max(0, peak_bytes(device) - sum(held.values()))
     limit = used + available_bytes(device)

@@ -20,11 +20,10 @@ from typing import Any
 from torch import Tensor
 from tqdm import tqdm
 
-from megasparse.config.checks import BYTE_TOKENS
 from megasparse.config.schema import Config, RunSettings
 from megasparse.errors import ConfigError, one_line, without_secrets
-from megasparse.files import JsonLines, read_file, write_file
-from megasparse.training.checkpoints.resume import read_line
+from megasparse.files import JsonLines, read_file, read_line, write_file
+from megasparse.settings.checks import BYTE_TOKENS
 from megasparse.training.ranks import Ranks
 
 PLAIN_LINE_SECONDS = 10.0

@@ -16,9 +16,9 @@ from sklearn.preprocessing import StandardScaler
 from launch import evaluate
 from megasparse.config.attention import MECHANISMS
 from megasparse.config.finetuning import FinetuneConfig, TaskConfig
-from megasparse.config.load import build_settings, load_settings
 from megasparse.errors import ConfigError, DataError
 from megasparse.ops.random import RngContext
+from megasparse.settings.load import build_settings, load_settings
 from megasparse.tasks.catalog import build_task
 from megasparse.tasks.forms.forecast import ForecastForm, Windows
 from megasparse.tasks.readers.series import Series, time_features

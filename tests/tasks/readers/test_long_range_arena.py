@@ -9,6 +9,7 @@ from datasets import ClassLabel, Dataset, DatasetDict, Features
 from datasets import Image as ImageFeature
 from PIL import Image
 
+import megasparse.attention  # noqa: F401  (registers the mechanisms)
 from megasparse.config.finetuning import TaskConfig
 from megasparse.errors import DataError
 from megasparse.tasks.catalog import build_task

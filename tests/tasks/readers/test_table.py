@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from megasparse.config.finetuning import TaskConfig
+from megasparse.data.corpora import CORPORA
 from megasparse.errors import DataError
 from megasparse.runs.api import load_finetune_config
 from megasparse.tasks.catalog import build_task
@@ -168,6 +169,47 @@ def test_malformed_csv_is_rejected_at_the_first_line_of_its_row_with_a_hint(made
 def test_a_line_without_a_json_object_is_rejected(made, line, problem):
     made.write_text('{"a": 0}\n' + line + "\n")
     assert rejection(json_lines, made).startswith(f"{made}:2: {problem}")
+
+
+ROWS = ['{"text": "a", "label": "x"}', '{"text": "b", "label": "y"}']
+
+
+@pytest.mark.parametrize("suffix", ["", ".gz", ".zip"])
+@pytest.mark.parametrize(
+    ("content", "line", "hint"),
+    [
+        ("\r".join(ROWS).encode(), 1, "lines end in CR"),
+        (",\n".join(ROWS).encode(), 1, "comma at the end of each line"),
+        ("\n".join([ROWS[0], ROWS[1][:-1] + ",}"]).encode(), 2, "comma before the closing bracket"),
+        ("".join(ROWS).encode(), 1, "one object per line, as jq -c ."),
+        ("\n".join(ROWS).replace('"', "'").encode(), 1, "in double quotes"),
+        (f"[{','.join(ROWS)}]".encode(), 1, "jq -c '.[]'"),
+        (f"[\n{','.join(ROWS)}\n]".encode(), 1, "jq -c '.[]'"),
+        ("\n".join([ROWS[0], ROWS[1].replace("b", "ü")]).encode("latin1"), 2, "iconv -f latin1 -t utf-8"),
+        ("\n".join(ROWS).encode("utf-16"), 1, "iconv -f utf-16 -t utf-8"),
+        ("\n".join(ROWS).encode("utf-16-le"), 1, "iconv -f utf-16le -t utf-8"),
+        ("\n".join(ROWS).encode("utf-16-be"), 1, "iconv -f utf-16be -t utf-8"),
+    ],
+)
+def test_the_hint_about_a_json_line_names_the_mistake_for_tasks_and_corpora(tmp_path, content, line, hint, suffix):
+    made = tmp_path / f"a.jsonl{suffix}"
+    if suffix == ".zip":
+        archive(made, ("a.jsonl", content))
+    else:
+        made.write_bytes(gzip.compress(content) if suffix else content)
+    message = rejection(json_lines, made)
+    assert message.startswith(f"{made}:{line}: not ") and hint in message
+    options = {"column": "text", "split": None, "deduplicate": False}
+    with pytest.raises(DataError) as caught:
+        CORPORA["jsonl"].open([str(made)], None, tmp_path, options, 1)
+    assert hint in str(caught.value) and (f"record {line} here" in str(caught.value) or b"\xff\xfe" in content)
+
+
+@TABLES
+def test_column_names_have_no_white_space_around_them(made, reader, mark):
+    made.write_text(f"text {mark} a label\n b{mark}1\n")
+    ((location, row),) = reader(made)
+    assert row == {"text": " b", "a label": "1"} and field(row, "text ", location) == " b"
 
 
 def test_a_missing_column_is_named_with_its_nearest(made):

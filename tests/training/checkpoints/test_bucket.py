@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from megasparse.config.checks import check
 from megasparse.config.schema import Config
 from megasparse.data import urls
 from megasparse.errors import CheckpointError, ConfigError, StorageError
 from megasparse.files import silent
+from megasparse.settings.checks import check
 from megasparse.training.checkpoints import bucket as bucket_module
 from megasparse.training.checkpoints.bucket import Bucket
 from megasparse.training.checkpoints.checkpoint import Checkpoint
@@ -20,8 +20,9 @@ from megasparse.training.checkpoints.manifest import MANIFEST, list_checkpoints
 from megasparse.training.checkpoints.resume import find_start
 from megasparse.training.checkpoints.saving import Saver
 from megasparse.training.engines.contract import Engine
-from megasparse.training.loop import Selection, train
+from megasparse.training.loop import train
 from megasparse.training.ranks import Ranks
+from megasparse.training.state import Selection
 from tests.helpers.faulty_store import OPERATIONS, FaultyStore
 from tests.helpers.ranks_in_threads import run_in_threads
 from tests.helpers.tiny import identity_of, metrics, tiny_config, tiny_engine, tiny_run

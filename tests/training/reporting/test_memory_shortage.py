@@ -5,9 +5,9 @@ import json
 import pytest
 import torch
 
-from megasparse.config.load import load_config
 from megasparse.errors import MemoryShortage
 from megasparse.model.build import build_model
+from megasparse.settings.load import load_config
 from megasparse.training.engines.plain import TorchEngine
 from megasparse.training.reporting import memory
 from megasparse.training.reporting.memory import is_out_of_memory

@@ -7,8 +7,9 @@ import tempfile
 from pathlib import Path
 
 from megasparse.config.schema import Config
-from megasparse.training.loop import TRACED_STEPS, train
+from megasparse.training.loop import train
 from megasparse.training.ranks import RunHooks
+from megasparse.training.reporting.trace import TRACED_STEPS
 from tests.helpers.tiny import metrics, tiny_config, tiny_run
 
 

@@ -6,7 +6,6 @@ from typing import Any
 from pydantic import BaseModel
 
 from megasparse.config import deepspeed_section
-from megasparse.config.attention import check_attention, check_heads, check_targets
 from megasparse.config.finetuning import FinetuneConfig
 from megasparse.config.messages import show
 from megasparse.config.schema import (
@@ -17,6 +16,8 @@ from megasparse.config.schema import (
     RunSettings,
     decoder_part,
     encoder_part,
+    heads_of_layer,
+    kinds,
 )
 from megasparse.errors import ConfigError
 
@@ -387,3 +388,68 @@ def _check_rotary(positions: PositionsConfig, model: ModelConfig) -> None:
         raise ConfigError(f"{section}.original_length", problem, "Give this length in tokens")
     if scaling.kind == "ntk" and (model.head_dim or model.d_model // model.heads) < 4:
         raise ConfigError(f"{section}.kind", '"ntk" needs a head dimension of 4 or more', "Raise model.head_dim")
+
+
+def check_attention(model: ModelConfig) -> None:
+    """Raise ConfigError for the first rule that the attention of one stack breaks."""
+    for kind in kinds(model):
+        getattr(model.attention, kind).check(f"model.attention.{kind}", model)
+        if model.attention.dropout > 0.0 and getattr(model.attention, kind).no_probabilities:
+            problem = f'{model.attention.dropout} is given, but "{kind}" computes no attention probabilities'
+            raise ConfigError("model.attention.dropout", problem, "Set it to 0")
+
+
+def check_heads(model: ModelConfig) -> None:
+    """Raise ConfigError for the first entry of the pattern that does not fit the stack's kind, number of heads, shared
+    key heads or head groups.
+    """
+    if model.heads % (key_heads := model.key_heads or model.heads):
+        problem = f"{key_heads} does not divide model.heads = {model.heads}"
+        raise ConfigError("model.key_heads", problem, "Set it to a divisor, or to null")
+    groups, shared = model.attention.head_groups, model.heads // key_heads
+    for layer in range(len(model.attention.pattern)):
+        split = heads_of_layer(model, layer)
+        key = f"model.attention.pattern[{layer}]"
+        if (total := sum(split.values())) != model.heads:
+            problem = f"{split} has {total} heads, but model.heads = {model.heads}"
+            raise ConfigError(key, problem, f"Make the numbers sum to {model.heads}")
+        for kind, heads in split.items():
+            settings = getattr(model.attention, kind)
+            for stack, other, why, lacking in (
+                ("decoder", "encoder", settings.bidirectional_only, "be causal"),
+                ("encoder", "decoder", settings.causal_only, "see both ways"),
+            ):
+                if model.kind == stack and why:
+                    hint = f'Choose another mechanism, or set model.kind to "{other}"'
+                    raise ConfigError(key, f'"{kind}" cannot {lacking}: {why}', hint)
+            if heads % shared:
+                problem = f"{heads} heads of {kind} cannot be divided into groups of {shared} that share a key head"
+                raise ConfigError(key, problem, f"Make it a multiple of {shared} (model.heads / model.key_heads)")
+            if groups > 1:
+                _check_groups(model, layer, kind, heads, shared)
+
+
+def _check_groups(model: ModelConfig, layer: int, kind: str, heads: int, shared: int) -> None:
+    """Raise ConfigError if `attention.head_groups` does not divide the heads of a mechanism or its shared key heads."""
+    key, groups, settings = "model.attention.head_groups", model.attention.head_groups, getattr(model.attention, kind)
+    if settings.joined is not None:
+        problem = f"{groups} groups, but the heads of {show(kind)} are not independent: {settings.joined}"
+        raise ConfigError(key, problem, "Set it to 1, or choose another mechanism")
+    if heads // settings.heads_together % groups:
+        problem = f"{groups} groups cannot divide the {heads} heads of {show(kind)} in layer {layer} evenly"
+        raise ConfigError(key, problem, "Set it to a divisor of the heads (or sketches) of every mechanism")
+    if (size := heads // groups) % shared and shared % size:
+        problem = f"groups of {size} heads split {shared} heads that share a key head (model.key_heads)"
+        raise ConfigError(key, problem, f"Choose groups whose size is a divisor or a multiple of {shared}")
+
+
+def check_targets(model: ModelConfig, prefix: str, *targets: str) -> None:
+    """Raise ConfigError for the first mechanism whose objective predicts none of the targets.
+
+    prefix: key of the model's attention in the configuration.
+    """
+    for kind in kinds(model):
+        objective = getattr(model.attention, kind).predicts
+        if objective is not None and objective not in targets:
+            problem = f'"{objective}" is not a target of this stack'
+            raise ConfigError(f"{prefix}.{kind}.objective", problem, f'Set it to "{(*targets, "attention")[0]}"')

@@ -5,9 +5,10 @@ import json
 
 import pytest
 
-from megasparse.config.attention import MECHANISMS, AttentionConfig, heads_of_layer, kinds, layers_with
-from megasparse.config.load import build_config
+from megasparse.config.attention import MECHANISMS, AttentionConfig
+from megasparse.config.schema import heads_of_layer, kinds, layers_with
 from megasparse.errors import ConfigError
+from megasparse.settings.load import build_config
 from tests.helpers.commands import refusal
 
 SMALL = {"model": {"max_length": 64, "d_model": 32, "heads": 4, "layers": 4}, "data": {"sequence_length": 64}}

@@ -1,6 +1,5 @@
 """Load a run's JSON file with its `--set section.key=value` overrides into a checked Config."""
 
-import importlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -8,12 +7,12 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
-from megasparse.config.checks import check, check_run
 from megasparse.config.files import ConfigFile, merge, parse_json, read_files
 from megasparse.config.finetuning import FinetuneConfig
 from megasparse.config.messages import as_config_error, dotted, show
 from megasparse.config.schema import Config, RunSettings
 from megasparse.errors import ConfigError
+from megasparse.settings.checks import check, check_run
 
 Settings = TypeVar("Settings", bound=RunSettings)
 
@@ -53,7 +52,7 @@ def load_settings(
         kind: `Config` or `FinetuneConfig`.
         base: Values that apply to keys missing in all files, such as the model that a run starts from.
         mechanisms: False returns the default attention and checks only other keys, with the rules of `check_run`. It
-            does not import the mechanisms, which takes a second.
+            does not import the mechanisms, which is slow.
 
     Raises:
         ConfigError: A file, key, value or override is invalid. One line: the key, the value, the hint.
@@ -109,16 +108,19 @@ def build_settings(
     values = json.loads(json.dumps(values))
     for override in overrides:
         _set(values, override)
-    if mechanisms:
-        importlib.import_module("megasparse.attention")
-    else:
-        values = _without_attention(values)
     try:
-        config = kind.model_validate(values)
+        config = validated(values, kind) if mechanisms else kind.model_validate(_without_attention(values))
     except ValidationError as error:
         raise as_config_error(error, kind, values) from None
     (check if mechanisms else check_run)(config)
     return config
+
+
+def validated(values: dict[str, Any], kind: type[Settings]) -> Settings:
+    """Return the configuration of the values, with a section for each mechanism. Raises pydantic's ValidationError."""
+    import megasparse.attention  # noqa: F401  (registers the mechanisms)
+
+    return kind.model_validate(values)
 
 
 def _without_attention(value: Any) -> Any:

@@ -11,9 +11,9 @@ import pytest
 from pydantic import BaseModel
 
 from megasparse.config.finetuning import FinetuneConfig
-from megasparse.config.load import build_config, load_config
 from megasparse.config.schema import Config
 from megasparse.errors import ConfigError
+from megasparse.settings.load import build_config, load_config
 from tests.helpers.commands import refusal
 
 ROOT = Path(__file__).parents[2]

@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from megasparse.training.loop import Selection
+from megasparse.training.state import Selection
 
 METRIC = "evaluation/f1"
 
