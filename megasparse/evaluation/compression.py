@@ -225,7 +225,8 @@ def unpack(path: Path, raw: bytes, digest: bytes, vocabulary: int) -> tuple[Code
     compressed with another model.
     """
     if raw[: len(MAGIC)] != MAGIC:
-        raise DataError(path, "this file was not written by megasparse compress", "Give a compressed file")
+        problem = "this file was not written by megasparse compress, or by an earlier version"
+        raise DataError(path, problem, "Give a compressed file")
     head = len(MAGIC) + DIGEST + 4
     if (made_with := raw[len(MAGIC) : len(MAGIC) + DIGEST]) != digest:
         problem = f"compressed with another model (digest {made_with.hex()}, not {digest.hex()})"
