@@ -128,12 +128,12 @@ def parse_manifest(content: bytes, file: Path | str) -> dict[str, Any]:
         raise CheckpointError(file, problem, "Use the version of megasparse that wrote it")
     try:
         _FIELDS.validate_python(manifest, strict=True)
-        problem = _wrong_pieces(manifest)
+        fault = _wrong_pieces(manifest)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
-        problem = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
-    if problem:
-        raise CheckpointError(file, f"invalid manifest: {problem}", "Do not trust it")
+        fault = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+    if fault:
+        raise CheckpointError(file, f"invalid manifest: {fault}", "Do not trust it")
     return manifest
 
 
