@@ -82,15 +82,16 @@ class CachedTokens:
         tokens = self.order.gather(1, ranks.clamp_min(0).flatten(1)).view(ranks.shape)
         return tokens.masked_fill(ranks < 0, -1)
 
-    def near(self, chunk: int | None, sinks: int) -> tuple[Tensor, Tensor]:
+    def window_and_sinks(self, chunk: int | None, sinks: int) -> tuple[Tensor, Tensor]:
         """Return the tokens in each query's chunk and the previous chunk, followed by the first tokens, (B or 1, n, m),
         −1 in empty slots; and the rank of the first token of these chunks, (B or 1, n, 1).
         """
-        return self.once(("near", chunk, sinks), lambda: self._near(chunk, sinks))
+        return self.once(("window", chunk, sinks), lambda: self._window_and_sinks(chunk, sinks))
 
-    def _near(self, chunk: int | None, sinks: int) -> tuple[Tensor, Tensor]:
+    def _window_and_sinks(self, chunk: int | None, sinks: int) -> tuple[Tensor, Tensor]:
         rank = self.rank[:, -self.number :, None]
-        start, numbers = rank + 1, torch.arange(sinks, device=rank.device)
+        start = rank + 1
+        numbers = torch.arange(sinks, device=rank.device)
         near = rank[..., :0]
         if chunk is not None:
             start = (rank // chunk - 1).clamp_min(0) * chunk

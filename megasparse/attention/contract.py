@@ -195,7 +195,8 @@ class Attention(nn.Module, ABC):
 
     def __init__(self, config: Any, spec: MechanismSpec):
         super().__init__()
-        self.config, self.spec = config, spec
+        self.config = config
+        self.spec = spec
         self.heads_together: int = config.heads_together
 
     @abstractmethod
@@ -253,10 +254,12 @@ class Attention(nn.Module, ABC):
 
     def pair_dropout(self, q: Tensor, context: AttentionContext) -> PairDropout | None:
         """Return the dropout of the probabilities of this rank's queries q (B, H, L, D); None if the rate is 0."""
-        rng, first = context.rng, context.head_offset
+        rng = context.rng
+        first = context.head_offset
         if not rng.training or self.spec.dropout == 0.0:
             return None
-        key, rows = rng.key(context.layer, "attention probability dropout"), rng.rows(q.shape[2], q.device)
+        key = rng.key(context.layer, "attention probability dropout")
+        rows = rng.rows(q.shape[2], q.device)
         return PairDropout.of(self.spec.dropout, key, rows, range(first, first + q.shape[1]))
 
     # Decoding of causal mechanisms token by token, from a cache of their own

@@ -99,8 +99,11 @@ class AttentionLayer(nn.Module):
 
     def __init__(self, config: ModelConfig, layer: int, seed: int | None = 0):
         super().__init__()
-        self.heads, self.head_dim, self.groups = config.heads, head_dim(config), config.attention.head_groups
-        self.causal, self.group = config.kind != "encoder", config.heads // (config.key_heads or config.heads)
+        self.heads = config.heads
+        self.head_dim = head_dim(config)
+        self.groups = config.attention.head_groups
+        self.causal = config.kind != "encoder"
+        self.group = config.heads // (config.key_heads or config.heads)
         self.split = heads_of_layer(config, layer)
         mechanisms = {kind: build_mechanism(kind, config, heads) for kind, heads in self.split.items()}
         rotary = config.positions.kind == "rotary" and all(mechanism.rotated for mechanism in mechanisms.values())
@@ -179,7 +182,8 @@ class AttentionLayer(nn.Module):
         q, v = (split_heads(part(x), self.head_dim) for part in (self.query, self.value))
         k = q[:, :0] if self.key is None else split_heads(self.key(x), self.head_dim)
         if self.query_norm is not None:
-            q, k = self.query_norm(q), k if self.key_norm is None else self.key_norm(k)
+            q = self.query_norm(q)
+            k = k if self.key_norm is None else self.key_norm(k)
         q, k, v = self.rotate_and_repeat(q, k, v, first_position)
         mechanisms = {kind: self.mechanism(kind) for kind in self.split}
         yield from split_heads_by_mechanism(
@@ -189,7 +193,8 @@ class AttentionLayer(nn.Module):
     def rotate_and_repeat(self, q: Tensor, k: Tensor, v: Tensor, first_position: int) -> tuple[Tensor, Tensor, Tensor]:
         """Apply rotary positions to q and k (B, H or fewer, L, D), and repeat k and v for grouped query heads."""
         if self.rotary is not None:
-            q, k = self.rotary(q, first_position), self.rotary(k, first_position)
+            q = self.rotary(q, first_position)
+            k = self.rotary(k, first_position)
         times = q.shape[1] // v.shape[1]
         return (q, k, v) if times == 1 else (q, k.repeat_interleave(times, dim=1), v.repeat_interleave(times, dim=1))
 
@@ -215,10 +220,12 @@ def split_heads_by_mechanism(
             on this rank.
     """
     all_q, all_k, all_v = projected
-    first, first_key = 0, 0
+    first = 0
+    first_key = 0
     for kind, heads in split.items():
         mechanism = mechanisms[kind]
-        q, v = all_q[:, first : first + heads], all_v[:, first : first + heads]
+        q = all_q[:, first : first + heads]
+        v = all_v[:, first : first + heads]
         k = q
         if not mechanism.shared_qk:
             k = all_k[:, first_key : first_key + heads]

@@ -95,12 +95,14 @@ class LocalAttention(Attention):
 
     def __init__(self, config: LocalAttentionConfig, spec: MechanismSpec):
         super().__init__(config, spec)
-        self.chunk, self.sinks = min(config.chunk, spec.max_length), config.sinks
+        self.chunk = min(config.chunk, spec.max_length)
+        self.sinks = config.sinks
         self.relative = RelativePositions(spec) if config.relative else None
         self.shares_pairs = self.relative is None
 
     def forward(self, x: Tensor, inputs: AttentionInputs, context: AttentionContext) -> AttentionOutput:
-        causal, scale = inputs.causal, self.spec.head_dim**-0.5
+        causal = inputs.causal
+        scale = self.spec.head_dim**-0.5
         if self.relative is not None:
             q, k, v, key_mask, segments, _, dropout = inputs
             vectors = self.relative(self.chunk, causal, context.part)
@@ -131,7 +133,7 @@ class LocalAttention(Attention):
 
     def choose(self, newest: IndexedTokens, index: Tensor | None, tokens: CachedTokens) -> Tensor | None:
         whole = self.relative is not None or (tokens.number > 1 and tokens.real is None)
-        return None if whole else tokens.near(self.chunk, self.sinks)[0][:, None]
+        return None if whole else tokens.window_and_sinks(self.chunk, self.sinks)[0][:, None]
 
     def skipped(self, position: int) -> slice:
         first = -(-self.sinks // self.chunk) * self.chunk
@@ -143,10 +145,12 @@ class LocalAttention(Attention):
         return LocalCache(tokens, None if self.relative is None else self.relative(self.chunk, True, part))
 
     def fill_cache(self, x: Tensor, inputs: AttentionInputs, cache: LocalCache, context: AttentionContext) -> None:
-        length, capacity = inputs.k.shape[2], 2 * self.chunk
+        length = inputs.k.shape[2]
+        capacity = 2 * self.chunk
         recent = torch.arange(max(0, length - capacity), length, device=inputs.k.device)
         first = torch.arange(min(self.sinks, length), device=inputs.k.device)
-        token, slot = torch.cat([recent, first]), torch.cat([recent % capacity, capacity + first])
+        token = torch.cat([recent, first])
+        slot = torch.cat([recent % capacity, capacity + first])
         cache.tokens.k[:, :, slot] = inputs.k[:, :, token].to(cache.tokens.k.dtype)
         cache.tokens.v[:, :, slot] = inputs.v[:, :, token].to(cache.tokens.v.dtype)
 
@@ -157,7 +161,8 @@ class LocalAttention(Attention):
         cache.tokens.put(inputs.k, inputs.v, position % capacity)
         if position < self.sinks:
             cache.tokens.put(inputs.k, inputs.v, capacity + position)
-        k, v = cache.tokens.k, cache.tokens.v
+        k = cache.tokens.k
+        v = cache.tokens.v
         if cache.relative is not None:
             return self._decode_relative(inputs.q, cache.tokens, cache.relative, position)
         out, lse = cached_window(inputs.q, k, v, capacity, position, self._rule(causal=True))
@@ -171,7 +176,8 @@ class LocalAttention(Attention):
         near = torch.arange(max(0, position // self.chunk - 1) * self.chunk, position + 1, device=q.device)
         k, v = (at_least_fp32(x[:, :, near % (2 * self.chunk)]) for x in (tokens.k, tokens.v))
         r, u, w = relative
-        r, wide = r[:, 2 * self.chunk - 1 - (position - near)].to(k.dtype), q.to(k.dtype)
+        r = r[:, 2 * self.chunk - 1 - (position - near)].to(k.dtype)
+        wide = q.to(k.dtype)
         score = (wide + u[:, None]) @ k.transpose(-1, -2) + (wide + w[:, None]) @ r.transpose(-1, -2)
         weight = torch.softmax(score * self.spec.head_dim**-0.5, dim=-1)  # (B, H, 1, keys)
         return (weight @ v).to(q.dtype)
@@ -183,7 +189,8 @@ def cached_window(
     """Compute `bucketed_attention` in the chunk window of the query (B, H, 1, D) at `position`, bit-identical to a full
     pass. k, v: (B, H, P, D), with the key of position p at index p mod `capacity`.
     """
-    chunk, row = spec.window.chunk, torch.arange(q.shape[0] * q.shape[1], device=q.device)
+    chunk = spec.window.chunk
+    row = torch.arange(q.shape[0] * q.shape[1], device=q.device)
     column = position // chunk * chunk - chunk + torch.arange(2 * chunk, device=q.device)  # positions of keys
     hidden, tokens = (x.expand(len(row), -1) for x in ((column < 0) | (column > position), column % capacity))
     return query_attention(q, k, v, spec, [QueryBlock(row, tokens, hidden, k.shape[2], chunk, q)])

@@ -196,7 +196,10 @@ class TaughtSketch(Attention):
         self._store(cache, newest, position)
         tokens = CachedTokens.of(position + 1, 1, None, x.device)
         chosen = self.choose(newest, cache.sketch[:, : position + 1], tokens)
-        q, k, v, scale = inputs.q, cache.heads.k, cache.heads.v, self.near.scale
+        q = inputs.q
+        k = cache.heads.k
+        v = cache.heads.v
+        scale = self.near.scale
         if not self.config.local:
             return gathered_attention(q, k, v, chosen, scale=scale)[0]
         # Round the window and the other keys separately, as `_attend`: another rounding flips keys of later layers.
@@ -224,7 +227,7 @@ class TaughtSketch(Attention):
         chosen = self._choose((newest.queries, keys), masked, newest.context, index.shape[1] - tokens.number)
         sinks = self.config.sinks
         chunk = self.near.window.chunk if self.config.local else None
-        extra, start = tokens.near(chunk, sinks)
+        extra, start = tokens.window_and_sinks(chunk, sinks)
         rank = chosen
         if tokens.real is not None:
             position = chosen.clamp_min(0).long().flatten(1)
@@ -249,7 +252,8 @@ class TaughtSketch(Attention):
 
 def repeated_masks(inputs: AttentionInputs, count: int) -> tuple[Tensor | None, Tensor | None]:
     """Return the key mask and the documents of each of `count` sketches, (B·count, L) each, or None."""
-    mask, segments = inputs.key_mask, inputs.segments
+    mask = inputs.key_mask
+    segments = inputs.segments
     return (
         None if mask is None else mask.repeat_interleave(count, dim=0),
         None if segments is None else segments.repeat_interleave(count, dim=0),

@@ -438,7 +438,7 @@ CARD = """# A model with attention by megasparse: {kinds}
     from megasparse.hub import load_replaced
     model = load_replaced(FOLDER)
 
-transformers alone loads the original model with full attention: `from_pretrained(FOLDER, attn_implementation="sdpa")`.
+transformers itself loads the original model with full attention: `from_pretrained(FOLDER, attn_implementation="sdpa")`.
 The tensors in {adapter} choose the keys.
 """
 

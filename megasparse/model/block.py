@@ -234,14 +234,14 @@ class Reversible(Function):
 
     source: (B, S, E), input of cross-attention. The backward runs from the last branch to the first (Reformer Eq. 8;
     streams are swapped after each branch): X1 = Y2 − Branch(Y1), X2 = Y1. Each branch is run again for its value and
-    its gradients. The source's gradients are summed over the blocks. given_away: the backward may overwrite the
+    its gradients. The source's gradients are summed over the blocks. donated: the backward may overwrite the
     returned streams and their gradients, which it copies otherwise. Use it only if nothing reads the streams after the
     backward, and a single consumer computes their gradients.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, x1: Tensor, x2: Tensor, source: Tensor | None, blocks: Sequence[Block], run: Pass, given_away: bool
+        ctx: Any, x1: Tensor, x2: Tensor, source: Tensor | None, blocks: Sequence[Block], run: Pass, donated: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
         remember_autocast(ctx, x1)
         total = torch.zeros((), device=x1.device)
@@ -252,7 +252,7 @@ class Reversible(Function):
                 first, second = second, first
                 if auxiliary is not None:
                     total = total + auxiliary
-        ctx.blocks, ctx.run, ctx.given_away, ctx.one = blocks, run, given_away, x1 is x2
+        ctx.blocks, ctx.run, ctx.donated, ctx.one = blocks, run, donated, x1 is x2
         ctx.save_for_backward(first, second, source)
         return first, second, total
 
@@ -263,8 +263,8 @@ class Reversible(Function):
             problem = '"reversible" cannot return gradients of weights from torch.autograd.grad or backward(inputs=...)'
             raise ConfigError("model.activations", problem, 'Call backward() without inputs, or set it to "stored"')
         y1, y2, source = ctx.saved_tensors
-        d1, d2 = owned([d1, d2]) if ctx.given_away else (d1.clone(), d2.clone())
-        if not ctx.given_away:
+        d1, d2 = owned([d1, d2]) if ctx.donated else (d1.clone(), d2.clone())
+        if not ctx.donated:
             y1, y2 = y1.clone(), y2.clone()
         if source is not None:
             source = source.detach().requires_grad_()

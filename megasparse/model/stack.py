@@ -129,21 +129,21 @@ class Stack(nn.Module):
         targets: Targets | None = None,
         caches: Sequence[LayerCache] | None = None,
         source: EncoderOutput | None = None,
-        given_away: bool = False,
+        donated: bool = False,
     ) -> tuple[Streams, Tensor, dict[str, Tensor]]:
         """Return the output streams, the sum of auxiliary losses, and the layers' statistics, see
         `average_over_layers`.
 
         read: the embedding's input, from position rng.first on. targets: for the mechanisms, in training. caches: empty
         caches, one per layer, to prefill. source: input of cross-attention in an encoder–decoder; None if the caches
-        contain it. given_away: see `Reversible`.
+        contain it. donated: see `Reversible`.
         """
         config, (tokens, codes) = self.config, self._newest_tokens(read, rng.first, padding)
         run = Pass(rng, padding, targets if rng.training else None, source and source.key_mask, tokens)
         states = None if source is None else source.states
         initial = streams = self._enter(read, rng.first, rng, codes)
         if config.activations == "reversible" and torch.is_grad_enabled():
-            *streams, total = Reversible.apply(*streams, states, self.layers, run, given_away)
+            *streams, total = Reversible.apply(*streams, states, self.layers, run, donated)
         else:
             total = torch.zeros((), device=streams[0].device)
             for i, block in enumerate(self.layers):
@@ -332,7 +332,7 @@ class Transformer(Stack, ABC):
         """Score tokens (B, L). source: encoder output from which target tokens are predicted, or None."""
         read, scored = self.prepare_inputs(tokens, rng, padding)
         targets = Targets(tokens, scored)
-        streams, auxiliary, statistics = self.streams(read, rng, padding, targets, source=source, given_away=True)
+        streams, auxiliary, statistics = self.streams(read, rng, padding, targets, source=source, donated=True)
         nats, correct, cost = self.head(self.head.score, streams, tokens, rng.training)
         further, more = self._extra_loss(streams, tokens, rng)
         return TokenScores(nats, correct, scored), cost, auxiliary + further, statistics | more

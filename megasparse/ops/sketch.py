@@ -193,7 +193,8 @@ class _Sight(NamedTuple):
 class _SketchedAttention(Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sight: _Sight) -> tuple[Tensor, Tensor]:
-        h, lse = torch.empty_like(q), q.new_empty(q.shape[:2])
+        h = torch.empty_like(q)
+        lse = q.new_empty(q.shape[:2])
         for rows, last in _tiles(q, sight):
             score = _scores(q, k, sight, rows, last)
             highest = score.amax(-1, keepdim=True).clamp_min_(torch.finfo(q.dtype).min)
@@ -209,10 +210,13 @@ class _SketchedAttention(Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         grad, grad_lse = grads
         q, k, v, h, lse = ctx.saved_tensors
-        blind = lse == -torch.inf
-        delta = ((grad * h).sum(-1) - grad_lse.masked_fill(blind, 0.0)).unsqueeze(-1)
-        lse = lse.masked_fill(blind, torch.inf).unsqueeze(-1)  # exp(score − ∞) = 0: no gradient from these queries
-        dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        no_visible_key = lse == -torch.inf
+        delta = ((grad * h).sum(-1) - grad_lse.masked_fill(no_visible_key, 0.0)).unsqueeze(-1)
+        # exp(score − ∞) = 0: no gradient from these queries
+        lse = lse.masked_fill(no_visible_key, torch.inf).unsqueeze(-1)  # (B, L, 1)
+        dq = torch.empty_like(q)
+        dk = torch.zeros_like(k)
+        dv = torch.zeros_like(v)
         for rows, last in _tiles(q, ctx.sight):
             weight = _scores(q, k, ctx.sight, rows, last).sub_(lse[:, rows]).exp_()
             dv[:, :last] += weight.transpose(-1, -2) @ grad[:, rows]
@@ -389,8 +393,11 @@ def _top_products(
     exact: None for float64 products; for fp32 ones the queries (B, T, d), the keys (B, C, d) and the largest errors
     (B, T) of the products. Products whose rounding the error could change are computed again in float64.
     """
-    numbers, size, scale = products.numpy(), products.shape[-1], _STEPS * width**-0.5
-    bound, error = np.finfo(numbers.dtype).min, np.zeros(1) if exact is None else exact[2][:, None, :, None].numpy()
+    numbers = products.numpy()
+    size = products.shape[-1]
+    scale = _STEPS * width**-0.5
+    bound = np.finfo(numbers.dtype).min
+    error = np.zeros(1) if exact is None else exact[2][:, None, :, None].numpy()
     if size > count:
         number = max(1, 2 * size // (3 * count))
         maxima = products[..., : size // number * number].unflatten(-1, (number, -1)).amax(-2).numpy()
@@ -405,7 +412,8 @@ def _top_products(
     steps = numbers.reshape(-1)[chosen] * np.float64(scale)
     if exact is not None:
         row, slot = np.nonzero(np.abs(steps - np.floor(steps) - 0.5) <= error.reshape(-1, 1) * scale)
-        sequence, key = row // products.shape[2], chosen[row, slot] % size
+        sequence = row // products.shape[2]
+        key = chosen[row, slot] % size
         pairs = (x.double().numpy() for x in (exact[0].flatten(0, 1)[row], exact[1][sequence, key]))
         steps[row, slot] = np.einsum("nd,nd->n", *pairs) * scale
     steps = np.rint(np.clip(steps, -_LARGEST, _LARGEST))

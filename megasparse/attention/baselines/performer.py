@@ -73,7 +73,8 @@ class PerformerAttention(Attention):
         """Features of q and of k, 6·D each per feature, and 12·D per feature instead of per key; causal: pairs inside a
         chunk, whose scores are products of features.
         """
-        dim, features = self.spec.head_dim, self.config.features
+        dim = self.spec.head_dim
+        features = self.config.features
         inside = (min(self.config.chunk, length) + 1) / 2 if self.spec.causal else 0.0
         return product(self.spec.heads * (8.0 * dim * features + 2.0 * (features + dim) * inside))
 

@@ -119,8 +119,8 @@ class _BucketedAttention(Function):
         self_only = None
         # Queries with no visible key attend to themselves.
         if spec.self_at_last and (spec.exclude_self or key_codes is not None):
-            alone = no_visible_key if key_mask is None else no_visible_key & key_mask[:, None]
-            self_only = alone.nonzero(as_tuple=True)
+            queries = no_visible_key if key_mask is None else no_visible_key & key_mask[:, None]
+            self_only = queries.nonzero(as_tuple=True)
             out[self_only] = _own_value(v[self_only].to(dtype), self_only, dropout, v.shape[2])
             lse[self_only] = (q[self_only].to(dtype) * k[self_only]).sum(-1) * spec.scale
         if key_mask is not None:
