@@ -14,10 +14,13 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+try:
+    from lm_eval.__main__ import cli_evaluate
+    from lm_eval.api.model import LM
+    from lm_eval.api.registry import register_model
+except ImportError:
+    sys.exit("lm_eval is not installed. Install it: pip install -e '.[harness]'")
 import torch
-from lm_eval.__main__ import cli_evaluate
-from lm_eval.api.model import LM
-from lm_eval.api.registry import register_model
 from torch import Tensor
 from tqdm import tqdm
 
@@ -64,7 +67,7 @@ class MegasparseLM(LM):
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
         """Return the log-likelihood of each text, in nats."""
-        length, seed, results = self.config.data.sequence_length, self.config.run.seed, []
+        length, seed, results = self.config.evaluation_length, self.config.run.seed, []
         for (text,) in tqdm([request.args for request in requests], disable=disable_tqdm):
             stream = Text(self.encode(text))
             results.append(-score(of_model(self.model), stream, length, seed, stride=self.stride).nats)

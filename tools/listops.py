@@ -24,7 +24,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tqdm import tqdm
 
 from megasparse.errors import ConfigError, report_user_errors, whole
-from megasparse.hub.tensor_file import appearing
 from megasparse.tasks.catalog import DIGITS
 
 OPERATORS: dict[str, Callable[[list[int]], int]] = {
@@ -55,6 +54,8 @@ def write_listops(output: Path, numbers: dict[str, int], sizes: Sizes, seed: int
 
     Raises ConfigError if there are too few different trees, HubError if `output` exists or cannot be written.
     """
+    from megasparse.hub.tensor_file import appearing  # slow: imports torch
+
     examples = distinct(random.Random(seed), sizes)
     with appearing(output) as folder, tqdm(total=sum(numbers.values()), unit="tree", disable=None) as progress:
         for name, count in numbers.items():

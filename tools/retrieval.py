@@ -33,7 +33,6 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
-import megasparse.hub  # loads replaced attention  # noqa: F401
 from megasparse.errors import DataError, report_user_errors
 from megasparse.evaluation.outputs import write_json
 from megasparse.hub.checker import load_tokenizer

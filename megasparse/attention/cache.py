@@ -15,6 +15,13 @@ if TYPE_CHECKING:
 class Cache:
     """Decoding state: tensors whose first dimension is the batch, and nested caches. Others do not depend on it."""
 
+    def count_bytes(self) -> int:
+        """Return the bytes of the tensors."""
+        parts = vars(self).values()
+        return sum(
+            x.nbytes if isinstance(x, Tensor) else x.count_bytes() for x in parts if isinstance(x, Tensor | Cache)
+        )
+
     def select(self, rows: Tensor) -> None:
         """Keep the sequences `rows`, (n,) int64 indices into the batch; repeats allowed. In place."""
         for name, x in vars(self).items():

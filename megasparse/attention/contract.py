@@ -192,8 +192,6 @@ class Attention(nn.Module, ABC):
     """True if the size of products depends on documents, so that a later separator or padding before tokens changes the
     rounding of earlier outputs.
     """
-    decodes_alike: bool = False
-    """True if activations select no keys, and decoding from a cache is bit-identical to `forward`."""
     normalises: bool = False
     """True if each output is scaled to length 1 and therefore not linear in the values."""
     shares_pairs: bool = False
@@ -248,6 +246,12 @@ class Attention(nn.Module, ABC):
         are frozen; None if the mechanism does not support this. progress: completed fraction of the passes.
         """
         return None
+
+    def selection_gap(self, inputs: AttentionInputs, context: AttentionContext) -> float:
+        """Return the relative error of queries and keys below which they select the same keys, so that `forward` and
+        decoding from a cache differ by rounding only: ∞ if they select no keys; 0 if the error is unknown.
+        """
+        return 0.0
 
     def rounds(self, rng: RngContext) -> int:
         """Return the number of hash rounds (YOSO: hashes) per pass, from the context or else from the settings."""

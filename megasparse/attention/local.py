@@ -2,6 +2,7 @@
 encoder also to the next chunk. B batch, H heads, L length, D head dim, C chunk, E distances (see ops/local_attention).
 """
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -90,7 +91,7 @@ class LocalAttention(Attention):
         super().__init__(config, spec)
         self.chunk, self.sinks = min(config.chunk, spec.max_length), config.sinks
         self.relative = RelativePositions(spec) if config.relative else None
-        self.shares_pairs = self.decodes_alike = self.relative is None
+        self.shares_pairs = self.relative is None
 
     def forward(self, x: Tensor, inputs: AttentionInputs, context: AttentionContext) -> AttentionOutput:
         causal, scale = inputs.causal, self.spec.head_dim**-0.5
@@ -112,6 +113,9 @@ class LocalAttention(Attention):
         scale = self.spec.head_dim**-0.5
         rule = {"exclude_self": False, "self_at_last": False}
         return BucketedAttentionSpec(window, causal, scale, **rule, pair_shard=pair_shard)
+
+    def selection_gap(self, inputs: AttentionInputs, context: AttentionContext) -> float:
+        return math.inf if self.relative is None else 0.0
 
     def flops(self, length: int) -> Flops:
         """Relative positions add separate scores, 6·D per key."""

@@ -19,7 +19,7 @@ from megasparse.config.schema import ModelConfig, heads_of_layer
 from megasparse.config.section import Count, Positive
 from megasparse.errors import ConfigError
 from megasparse.ops.bucketed_attention import Window
-from megasparse.ops.hashing import angular_hash
+from megasparse.ops.hashing import angular_hash, code_gap
 from megasparse.ops.random import rotations
 
 
@@ -168,20 +168,27 @@ class LSHAttention(BandAttention):
             )
 
     def assign(self, inputs: AttentionInputs, context: AttentionContext) -> Codes:
+        codes = angular_hash(*self._hashed(inputs, context))
+        if not self.shared_qk:
+            queries, keys = codes.chunk(2)
+            return queries, keys
+        if not self.shifted_keys:
+            return codes, None
+        return codes, F.pad(codes, (1, -1)).masked_fill(~inputs.continues()[:, None, None], 0)
+
+    def _hashed(self, inputs: AttentionInputs, context: AttentionContext) -> tuple[Tensor, Tensor, list[int]]:
+        """Return the vectors to hash, with separate QK queries and keys (2·B, H, L, D), the rotations and factors."""
         numbers = range(context.head_offset, context.head_offset + inputs.q.shape[1])
         key = context.rng.key(context.layer, "lsh rotation")
         rounds = self.rounds(context.rng)
         draws = key, numbers, rounds, inputs.q.device
         if self._rotations is None or self._rotations[0] != draws:
             self._rotations = draws, rotations(key, numbers, rounds, inputs.q.shape[3], self.factors, inputs.q.device)
-        matrices = self._rotations[1]
-        if self.shared_qk:
-            codes = angular_hash(inputs.q.detach(), matrices, self.factors)
-            if not self.shifted_keys:
-                return codes, None
-            return codes, F.pad(codes, (1, -1)).masked_fill(~inputs.continues()[:, None, None], 0)
-        queries, keys = angular_hash(torch.cat([inputs.q.detach(), inputs.k.detach()]), matrices, self.factors).chunk(2)
-        return queries, keys
+        vectors = inputs.q if self.shared_qk else torch.cat([inputs.q, inputs.k])
+        return vectors.detach(), self._rotations[1], self.factors
+
+    def selection_gap(self, inputs: AttentionInputs, context: AttentionContext) -> float:
+        return code_gap(*self._hashed(inputs, context))
 
     def band_codes(self, inputs: AttentionInputs, position: int, context: AttentionContext) -> Codes:
         return self.assign(inputs, context)

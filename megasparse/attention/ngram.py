@@ -3,6 +3,7 @@
 B batch, H heads, R rounds, L length, D head dim, N buckets, M chunk.
 """
 
+import math
 from dataclasses import dataclass, replace
 from typing import Annotated
 
@@ -86,7 +87,7 @@ class NGramAttention(Attention):
     """
 
     reads_tokens = True
-    shares_pairs = decodes_alike = True
+    shares_pairs = True
 
     def __init__(self, config: NGramAttentionConfig, spec: MechanismSpec):
         super().__init__(config, spec)
@@ -141,6 +142,9 @@ class NGramAttention(Attention):
         # A real token may be followed by padding, so keys need separate buckets.
         keys = _following(codes[:, None], inputs, self.buckets)[:, None]
         return inputs.in_buckets(of_all, replace(self.far, pair_shard=shard), keys)
+
+    def selection_gap(self, inputs: AttentionInputs, context: AttentionContext) -> float:
+        return math.inf
 
     def new_cache(self, batch: int, like: Tensor, rounds: int | None, part: SequencePart = WHOLE) -> NGramCache:
         lengths, spec = self.config.lengths, self.spec.on_rank(part)

@@ -69,7 +69,7 @@ def prepare_data(args: argparse.Namespace) -> None:
         print(f"  {name}: {records}{size}")
     if not isinstance(source, RecordSource):
         return
-    report = write_report(source, index, args.output / "report.json")
+    report = write_report(source, index.file.splits, args.output / "report.json")
     print(f"  {report['records']:,} records in {report['files']:,} files")
     size = f"{report['documents']:,} documents of {report['bytes']:,} bytes"
     print(f"  kept: {size}, {report['lengths']['mean']:,.0f} on average")

@@ -121,8 +121,8 @@ def replace_attention(args: argparse.Namespace) -> None:
 
     The projections are unchanged; an encoder's position embeddings are repeated up to --max-length. --attention takes
     the keys of model.attention (docs/attention.md): one kind with its settings, or a pattern of layers and heads. LHA's
-    new hash functions are untrained: train them with `megasparse teach`. After `import megasparse.hub` transformers'
-    from_pretrained loads the folder; with attn_implementation="sdpa" it has full attention.
+    new hash functions are untrained: train them with `megasparse teach`. `megasparse.hub.load_replaced`
+    loads the folder; transformers' from_pretrained with attn_implementation="sdpa" loads it with full attention.
     """
     require_model(args.model)
     attention = parse_json(args.attention, "--attention")

@@ -105,9 +105,9 @@ def finetune(args: argparse.Namespace) -> None:
     if args.source is not None:
         args.set.append(f"task.source={json.dumps(args.source)}")
     checked = require_config(args, task=True)
+    require_paths(args.source, None if args.resume in ("auto", "never") else args.resume)
     if not args.print_config:
         require_task(checked)
-    require_paths(args.source, None if args.resume in ("auto", "never") else args.resume)
     from megasparse.config.finetuning import FinetuneConfig
     from megasparse.training.stopping.signals import StopSignals
 

@@ -246,7 +246,10 @@ class EvaluationConfig(Section):
     every: Count = 1000
     """Steps between evaluations; 0 disables them."""
     sequences: Positive = 8
-    """Held-out sequences per evaluation, from the start of the split."""
+    """Held-out windows per evaluation during training, from the start of the split."""
+    sequence_length: Positive | None = None
+    """Tokens per window in evaluation during training, `evaluate` and `compress`; null means `data.sequence_length`.
+    Longer windows give more context. Needs positions without a trained table. `plan` does not count their memory."""
     sample_tokens: Count = 0
     """Tokens of the sample written to TensorBoard at each evaluation, a text or for pixels a picture; 0 disables it."""
 
@@ -317,6 +320,11 @@ class Config(RunSettings):
     parallel: ParallelConfig = ParallelConfig()
     lora: LoRAConfig | None = None
     """Low-rank adapters on the initial weights (--start); null trains all weights."""
+
+    @property
+    def evaluation_length(self) -> int:
+        """Tokens per window in evaluation and compression."""
+        return self.evaluation.sequence_length or self.data.sequence_length
 
 
 def encoder_part(model: ModelConfig) -> ModelConfig:

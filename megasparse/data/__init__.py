@@ -10,8 +10,9 @@ A run then goes through four stages:
     order.py      the corpus of the i-th sequence, by the corpora's weights, and the position of its window of T tokens
                   inside a shard. Both are pure functions of (seed, position): computed, never stored, the same on
                   every rank
-    reader.py     its tokens, by byte offset inside the tar file. A shard is verified against its sha256 before its
-                  first token is used, and again when the file changes. Evaluation reads a split as one stream
+    reader.py     its tokens, by byte offset inside the tar file (`shard_file.py`). A shard is verified against its
+                  sha256 before its first token is used, and again when the file changes. Evaluation reads a split as
+                  one stream
     batches.py    this rank's micro-batches of each optimizer step, read ahead by a background thread
 
 A folder may be at a URL: `urls.py` knows the stores, and fetches each shard whole into a cache on this machine.

@@ -9,7 +9,7 @@ from io import BytesIO
 from pathlib import Path
 
 from megasparse.data.index_file import INDEX_FILE, MOST_BYTES, IndexFile, Shard, Split, parse, parse_content
-from megasparse.data.reader import ShardFile, check_size
+from megasparse.data.shard_file import ShardFile, check_size
 from megasparse.data.tokenizers import Tokenizer
 from megasparse.data.urls import Requests, ShardCache, check_url, is_url
 from megasparse.errors import ConfigError, DataError, did_you_mean
@@ -101,13 +101,19 @@ class Index:
             )
             raise ConfigError("data.tokenizer", problem, "Set data.tokenizer to theirs, or prepare the data again")
 
-    def require_length(self, sequence_length: int, source_length: int | None = None) -> None:
-        """Raise ConfigError unless the shards' records have this length, and start with `source_length` source tokens
-        if a model's encoder takes so many.
+    def require_length(
+        self, sequence_length: int, source_length: int | None = None, evaluation_length: int | None = None
+    ) -> None:
+        """Raise ConfigError unless the shards' records have the lengths of training and evaluation, and start with
+        `source_length` source tokens if a model's encoder takes so many.
         """
-        if self.record not in (None, sequence_length):
-            problem = f"{sequence_length} tokens, but each record of the shards in {self.directory} has {self.record}"
-            raise ConfigError("data.sequence_length", problem, f"Set it to {self.record}")
+        for key, length in (
+            ("data.sequence_length", sequence_length),
+            ("evaluation.sequence_length", evaluation_length or sequence_length),
+        ):
+            if self.record not in (None, length):
+                problem = f"{length} tokens, but each record of the shards in {self.directory} has {self.record}"
+                raise ConfigError(key, problem, f"Set it to {self.record}")
         stated = self.file.settings.get("source_length")
         if source_length is not None and type(stated) is int and stated != source_length:
             problem = f"{source_length} tokens, but in the records of {self.directory} the source has {stated}"
@@ -133,7 +139,7 @@ class Index:
 
 def _how_to_prepare(directory: Path) -> str:
     """Return the command for the corpus that the folder's name contains, or for text."""
-    from megasparse.data.corpora import CORPORA  # corpora report on the index of their shards
+    from megasparse.data.corpora import CORPORA  # takes a second to import
 
     name = next((corpus for corpus in CORPORA if corpus in directory.name), "text")
     options = CORPORA[name].EXAMPLE.rpartition("--output")[0]

@@ -25,7 +25,7 @@ from typing import IO, Any, TypeVar
 from urllib.parse import urlsplit
 
 from megasparse.data.index_file import Shard
-from megasparse.data.reader import ShardFile
+from megasparse.data.shard_file import ShardFile
 from megasparse.errors import ConfigError, DataError, FileError, UserError, one_line, without_secrets
 from megasparse.files import LOCK_FILE, PARTIAL, FileLock, Progress, open_file, replacing, silent
 

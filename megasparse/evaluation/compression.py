@@ -1,11 +1,12 @@
 """Lossless compression of files with a trained decoder.
 
 Tokens are divided into windows of T as in evaluation. Decoding predicts token by token from a cache in fp64, and so
-does encoding, so that both compute identical logits and hash codes on one machine. If activations select no keys
-(`Attention.decodes_alike`), encoding on a CPU computes whole windows: several times as fast, with identical logits.
-Other machines round differently. Logits are therefore rounded to a grid of 1/64 nat below the most likely token. If a
-logit is within MARGIN of the middle between two grid points, two machines could round it differently, and the file
-stores the choice as an exception (a few in ten million bytes). A different hash code is only detected by the checksum.
+does encoding, so that both compute identical logits and hash codes on one machine. If rounding cannot change the keys
+that activations select (`Attention.selection_gap`), encoding on a CPU computes whole windows: several times as fast,
+with the same logits up to rounding. Logits are therefore rounded to a grid of 1/64 nat below the most likely token,
+also because other machines round differently. If a logit is within MARGIN of the middle between two grid points, two
+computations could round it differently, and the file stores the choice as an exception (a few in ten million bytes). A
+different hash code of another machine is only detected by the checksum.
 
 File format: MAGIC; 3 bytes of the model's digest; the text's CRC-32; twice the number of tokens, plus one if exceptions
 follow; the number of exceptions and the exceptions; the range coder's words without trailing zeros. CRC and words are
@@ -29,10 +30,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 
 from megasparse.attention.heads import Padding
+from megasparse.attention.observation import each_call
 from megasparse.data.tokenizers import Tokenizer
 from megasparse.errors import ConfigError, DataError
 from megasparse.evaluation.bits_per_dim import refuse_leaks
@@ -47,9 +50,9 @@ SCALE = 64
 DEEPEST = 1100
 """The last grid point, 24.8 bits below the most likely token, which bounds the probability of all tokens."""
 MARGIN = 1e-9
-"""Fraction of a grid step. Machines differ by about 1e-12 in fp64."""
-AT_ONCE = 1 << 24
-"""Largest W·T·V of a group of windows."""
+"""Fraction of a grid step, and smallest selection gap of whole windows. Machines differ by about 1e-12 in fp64."""
+AT_ONCE = 1 << 31
+"""Bytes of a group of windows."""
 Progress = Callable[[int], object]
 """Function of the number of newly processed tokens."""
 
@@ -83,14 +86,18 @@ def probabilities(points: np.ndarray) -> np.ndarray:
     return counts / counts.sum(-1, keepdims=True)
 
 
-def groups(tokens: int, length: int, vocabulary: int) -> Iterator[tuple[list[int], int]]:
-    """Yield the starts and the length of windows that are coded in parallel; a shorter last window is separate."""
-    most = max(1, AT_ONCE // (length * vocabulary))
-    starts = list(range(0, tokens - length + 1, length))
+def groups(model: Any, tokens: int, length: int) -> Iterator[list[int]]:
+    """Yield the starts of windows that are coded in parallel. Only the very last window may be shorter.
+
+    The number of windows is limited by their bytes: caches or streams, and logits with the arrays computed from them.
+    """
+    layers, config = model.new_cache(1, 0).layers, model.config
+    cached = sum(cache.count_bytes() for layer in layers for cache in layer.values())
+    streams = 2 * 8 * length * config.d_model
+    most = max(1, AT_ONCE // (max(cached, streams) + 100 * config.vocabulary))
+    starts = list(range(0, tokens, length))
     for first in range(0, len(starts), most):
-        yield starts[first : first + most], length
-    if tokens % length:
-        yield [tokens - tokens % length], tokens % length
+        yield starts[first : first + most]
 
 
 @torch.no_grad()
@@ -98,30 +105,49 @@ def walk(
     model: Any, tokens: int, length: int, seed: int, choose: Callable[[Sequence[int], int, np.ndarray], Tensor],
     progress: Progress, text: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Predict windows of `length` token by token, or a known `text` in whole passes. model: strictly causal, in fp64.
+    """Predict windows of `length` token by token, or a known `text` in whole passes if `whole_passes` can. model:
+    strictly causal, in fp64.
 
     seed: seed of the hash rotations. choose: (starts of windows, position, `depths` (W, V)) -> tokens (W,) int64.
     """
-    vocabulary, device = model.config.vocabulary, next(model.parameters()).device
-    for starts, size in groups(tokens, length, vocabulary):
+    device = next(model.parameters()).device
+    for starts in groups(model, tokens, length):
+        size = min(length, tokens - starts[0])
         # The same draws as in evaluation, for the same code length.
         rng = dataclasses.replace(RngContext.evaluation(seed, len(starts)), samples=torch.tensor(starts))
-        if text is not None:
-            windows = (text[None, start : start + size - 1] for start in starts)
-            draws = (dataclasses.replace(rng, samples=sample) for sample in rng.samples.split(1))
-            passes = (model.streams(*inputs, Padding())[0] for inputs in zip(windows, draws, strict=True))
-            streams = [torch.cat(parts) for parts in zip(*passes, strict=True)]  # (W, T, E) each
-        else:
+        streams = None if text is None else whole_passes(model, text, starts, size, rng)
+        if streams is None:
             cache = model.new_cache(len(starts), seed)
             cache.rng = rng
             logits = model.prefill(torch.empty(len(starts), 0, dtype=torch.int64, device=device), cache)
         for t in range(size):
-            if text is not None:
+            if streams is not None:
                 logits = model.head([x[:, : t + 1] for x in streams], None)
-            symbols = choose(starts, t, depths(logits))
-            progress(len(starts))
-            if text is None and t + 1 < size:
+            unfinished = starts if starts[-1] + t < tokens else starts[:-1]
+            symbols = choose(unfinished, t, depths(logits[: len(unfinished)]))
+            progress(len(unfinished))
+            if streams is None and t + 1 < size:
+                symbols = F.pad(symbols, (0, len(starts) - len(unfinished)))  # rows of a cache stay
                 logits = model.decode(symbols.to(device), cache)
+
+
+def whole_passes(
+    model: Any, text: Tensor, starts: Sequence[int], size: int, rng: RngContext
+) -> list[Tensor] | None:  # fmt: skip
+    """Return the streams (W, T, E) of a pass over each window; None if decoding from a cache may select other keys."""
+    if not next(model.parameters()).is_cpu or model.config.residual_dtype == "bf16":
+        return None
+    gaps, streams = list[float](), list[Tensor]()
+    with each_call(model, lambda call: gaps.append(call.mechanism.selection_gap(call.inputs, call.context))):
+        for row, start in enumerate(starts):
+            draws = dataclasses.replace(rng, samples=rng.samples[row : row + 1])
+            outputs = model.streams(text[None, start : start + size - 1], draws, Padding())[0]
+            if not all(gap > MARGIN for gap in gaps):
+                return None
+            streams = streams or [x.new_zeros(len(starts), size, x.shape[2]) for x in outputs]
+            for x, output in zip(streams, outputs, strict=True):
+                x[row, : output.shape[1]] = output[0]
+    return streams
 
 
 def encode(model: Any, tokens: Tensor, length: int, seed: int, progress: Progress = lambda _: None) -> Code:
@@ -140,8 +166,7 @@ def encode(model: Any, tokens: Tensor, length: int, seed: int, progress: Progres
         coder.encode(symbols.numpy().astype(np.int32), family, probabilities(points))
         return symbols
 
-    alike = next(model.parameters()).is_cpu and all(mechanism.decodes_alike for _, mechanism in model.mechanisms())
-    walk(model, len(tokens), length, seed, choose, progress, tokens if alike else None)
+    walk(model, len(tokens), length, seed, choose, progress, tokens)
     rows = np.concatenate([np.empty((0, 2), dtype=np.int64), *exceptions])
     return Code(coder.get_compressed(), rows[np.argsort(rows[:, 0])])
 
@@ -171,7 +196,7 @@ def decode(model: Any, code: Code, tokens: int, length: int, seed: int, progress
     return out
 
 
-MAGIC = b"\xb5\x01"
+MAGIC = b"\xb5\x02"
 DIGEST = 3
 
 
@@ -308,8 +333,7 @@ def open_coder(checkpoint: Path) -> Coder:
     if not tokenizer.lossless:
         raise ConfigError("data.tokenizer", f'"{tokenizer.name}" is not lossless', "Train with bytes or sentencepiece")
     refuse_leaks(model.leaks)
-    # The same length of windows as in training and evaluation.
-    seed, window = config.run.seed, config.data.sequence_length
+    seed, window = config.run.seed, config.evaluation_length
     return Coder(model.double(), tokenizer, seed, window, model_digest(model, seed, window))
 
 

@@ -77,7 +77,7 @@ class HeldOut:
         return score(
             scorer,
             self.stream,
-            config.data.sequence_length,
+            config.evaluation_length,
             config.run.seed,
             score_from=config.model.score_from,
             limit=config.evaluation.sequences,

@@ -133,7 +133,7 @@ def protocol_of(
         ConfigError: Windows would start inside records.
         DataError: The data does not contain the split.
     """
-    length, section = config.data.sequence_length, index.split(split)
+    length, section = config.evaluation_length, index.split(split)
     if index.record is not None and stride not in (None, length):
         problem = f"{stride} tokens would start windows inside the data's records of {index.record} tokens"
         raise ConfigError("--stride", problem, "Remove it")

@@ -3,7 +3,7 @@
 to_hf("runs/quickstart", "export/quickstart") exports a checkpoint as a Hugging Face model;
 from_pretrained("google/reformer-enwik8") loads a Hugging Face model as a megasparse model;
 replace_attention(bert, {"kind": "lha"}) changes a Hugging Face model in place, and Teacher trains its hashes;
-save_replaced saves it, and after `import megasparse.hub` transformers' from_pretrained loads it.
+save_replaced saves it, and load_replaced loads it. transformers itself is not changed.
 """
 
 import functools
@@ -85,4 +85,3 @@ def from_pretrained(name: str | Path) -> "Model":
 
 if importlib.util.find_spec("transformers") is not None:
     require_transformers()
-    importlib.import_module("megasparse.hub.replace")  # registers the attention and the loader of replaced models

@@ -95,6 +95,9 @@ def to_hf(
             if info[problem]:
                 named = f"transformers finds {problem} in it: {sorted(map(str, info[problem]))[0]}"
                 raise HubError(folder, named, "Please report this with the run's configuration")
+        from megasparse.hub.replace import restore_attention
+
+        restore_attention(theirs, folder)
         theirs.eval()
         pairs = ((x, format.logits(theirs, tokens, seed)) for x, tokens in zip(ours, texts, strict=True))
         if difference := disagreement(pairs):
@@ -211,7 +214,7 @@ def _use(config: Config, exported: Exported, to: str) -> list[str]:
         architecture = exported.config["architectures"][0]
         code = f"from transformers import {architecture}\n\nmodel = {architecture}.from_pretrained(FOLDER)"
         if "attn_implementation" in exported.config:
-            code = f"import megasparse.hub  # megasparse's attention\n{code}"
+            code = "from megasparse.hub import load_replaced\n\nmodel = load_replaced(FOLDER)"
         return ["```python", code, "```", "", format_named(to).note]
     auto, name = f"AutoModel{TASKS[config.model.kind]}", str(exported.config["tokenizer"])
     code = f"model = {auto}.from_pretrained(FOLDER, trust_remote_code=True)  # needs megasparse, installed from a clone"

@@ -5,9 +5,8 @@ replaced_layer.py. Hooks pass the layer's input and the random state on as keywo
 checkpointed layer uses the same values.
 """
 
-import functools
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +19,6 @@ from pydantic import ValidationError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import AutoConfig, Cache, PreTrainedModel
-from transformers.utils import cached_file
 
 from megasparse.attention.contract import Attention, Targets
 from megasparse.config.attention import MECHANISMS, AttentionConfig
@@ -432,11 +430,11 @@ def _targets(model: PreTrainedModel, named: dict[str, Any]) -> Targets | None:
 
 CARD = """# A model with attention by megasparse: {kinds}
 
-    import megasparse.hub
-    model = transformers.AutoModelForCausalLM.from_pretrained(FOLDER)  # or another class
+    from megasparse.hub import load_replaced
+    model = load_replaced(FOLDER)
 
-Without `import megasparse.hub` transformers rejects the folder. `attn_implementation="sdpa"` gives the original model
-with full attention, with or without megasparse. The tensors in {adapter} choose the keys.
+transformers alone loads the original model with full attention: `from_pretrained(FOLDER, attn_implementation="sdpa")`.
+The tensors in {adapter} choose the keys.
 """
 
 
@@ -480,12 +478,15 @@ def _base_state(model: PreTrainedModel) -> dict[str, Tensor]:
     return {name: x for name, x in model.base_model.state_dict().items() if f".{NAME}." in name}
 
 
-def _read_replacement(model: PreTrainedModel, name: str | Path, settings: Mapping[str, Any]) -> None:
-    """Replace the attention of a model that transformers has loaded, as specified in its folder or repository."""
-    implementation, entry = model.config._attn_implementation, entry_of(model.config, name)
-    options = {key: settings[key] for key in _SOURCE if settings.get(key) is not None}
-    adapter = cached_file(str(name), ADAPTER, _raise_exceptions_for_missing_entries=False, **options)
-    file = TensorFile.open(name if adapter is None else Path(adapter).parent)
+def restore_attention(model: PreTrainedModel, directory: str | Path) -> None:
+    """Replace the attention of a model that transformers has loaded from a folder, as its config.json specifies; do
+    nothing if it specifies none. Raises HubError if a tensor is missing or unknown.
+    """
+    implementation = model.config._attn_implementation
+    if not hasattr(model.config, ENTRY) and implementation != NAME:
+        return
+    entry = entry_of(model.config, directory)
+    file = TensorFile.open(directory)
     replace_attention(model, entry["attention"], max_length=entry["max_length"], seed=entry["seed"])
     prefix = f"{model.base_model_prefix}."
     saved = {tensor.removeprefix(prefix): tensor for tensor in file.names() if f".{NAME}." in tensor}
@@ -496,35 +497,6 @@ def _read_replacement(model: PreTrainedModel, name: str | Path, settings: Mappin
         problem = f"contains a tensor {next(iter(saved.values()))}, unknown to its {ENTRY}"
         raise HubError(file.path, problem, "Use a model with its original config.json")
     model.set_attn_implementation(implementation)
-
-
-def _register_loader() -> None:
-    """Make transformers' from_pretrained restore the attention of replaced models, whose tensors it does not report as
-    unexpected.
-    """
-    plain: Any = cast(Any, PreTrainedModel.from_pretrained).__func__
-    plain_post_init: Any = PreTrainedModel.post_init
-
-    @functools.wraps(plain_post_init)
-    def post_init(self: Any) -> None:
-        plain_post_init(self)
-        if hasattr(self.config, ENTRY):
-            self._keys_to_ignore_on_load_unexpected.add(rf"\.{NAME}\.")
-
-    @functools.wraps(plain)
-    def from_pretrained(cls: Any, name: Any, *args: Any, **settings: Any) -> Any:
-        loaded = plain(cls, name, *args, **settings)
-        model = loaded[0] if isinstance(loaded, tuple) else loaded
-        if hasattr(model.config, ENTRY) or model.config._attn_implementation == NAME:
-            _read_replacement(model, name, settings)
-        return loaded
-
-    PreTrainedModel.from_pretrained = classmethod(from_pretrained)  # type: ignore[assignment]
-    PreTrainedModel.post_init = post_init  # type: ignore[method-assign]
-
-
-_SOURCE = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder", "proxies")
-_register_loader()
 
 
 def replacement_of(directory: str | Path) -> dict[str, Any]:

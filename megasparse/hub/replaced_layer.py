@@ -313,7 +313,7 @@ def attend(
         run.calls.append(InterfaceCall(module, query, key, value, attention_mask, sliding_window, others))
         return value.repeat_interleave(query.shape[1] // value.shape[1], dim=1).transpose(1, 2), None
     if run is None or not (isinstance(layer, Mechanisms) or sliding_window):
-        hint = "Load a folder of replaced attention after import megasparse.hub, or call megasparse.replace_attention"
+        hint = "Load its folder by megasparse.hub.load_replaced, or call megasparse.replace_attention"
         raise HubError(name, "its attention is not replaced", hint)
     if output_attentions:
         raise HubError(name, "mechanisms compute no matrix of attention weights", "Leave output_attentions out")

@@ -155,7 +155,7 @@ def load_whole(loader: Any, folder: str | Path, new_head: bool = False, **settin
 
     def known(name: str) -> bool:
         in_base = not prefixed or name.startswith(base) or base + name in stored
-        constant = name.endswith(BUFFERS) or name.removeprefix(base).startswith("pooler.")
+        constant = name.endswith(BUFFERS) or name.removeprefix(base).startswith("pooler.") or ".megasparse." in name
         return constant or not in_base
 
     for name, shape, expected in sorted(info["mismatched_keys"]):
@@ -168,6 +168,9 @@ def load_whole(loader: Any, folder: str | Path, new_head: bool = False, **settin
     if unknown := sorted(name for name in info["unexpected_keys"] if not known(name)):
         hint = "Use a model of the architecture in its config.json"
         raise HubError(folder, f"contains a tensor {unknown[0]}, unknown to its architecture", hint)
+    from megasparse.hub.replace import restore_attention
+
+    restore_attention(model, folder)
     return model
 
 

@@ -7,6 +7,7 @@ B batch, H heads, L length, D head dim, R rounds, m hashes, τ code bits, P the 
 """
 
 import math
+from collections.abc import Iterator
 from typing import Literal
 
 import torch
@@ -51,15 +52,8 @@ def _angular_hash(x: Tensor, rotations: Tensor, factors: list[int]) -> Tensor:
         Codes (B, H, R, L), int16 if large enough, else int32. Computed in fp32 or wider, without TF32 in the kernels;
         not differentiable.
     """
-    batch, heads, _, head_dim = x.shape
-    rounds = rotations.shape[1]
-    width = rotations.shape[3]
-    dtype = torch.promote_types(x.dtype, torch.float32)
-    matrix = rotations.to(dtype).permute(0, 2, 1, 3).reshape(heads, head_dim, rounds * width)  # (H, D, R·S)
     of_blocks = []
-    for block in x.split(max(1, _BLOCK_ELEMENTS // (batch * heads * rounds * width)), dim=2):
-        rotated = (at_least_rows(block.to(dtype)) @ matrix)[:, :, : block.shape[2]]  # (B, H, l, R·S)
-        rotated = rotated.unflatten(-1, (rounds, width))  # (B, H, l, R, S)
+    for rotated in _rotated(x, rotations):
         code: Tensor | None = None
         for part, factor in zip(rotated.split([n // 2 for n in factors], dim=-1), factors, strict=True):
             highest = part.max(dim=-1)
@@ -72,6 +66,30 @@ def _angular_hash(x: Tensor, rotations: Tensor, factors: list[int]) -> Tensor:
             code.transpose(-1, -2).to(code_dtype(math.prod(factors)), memory_format=torch.contiguous_format)
         )
     return of_blocks[0] if len(of_blocks) == 1 else torch.cat(of_blocks, dim=-1)
+
+
+def _rotated(x: Tensor, rotations: Tensor) -> Iterator[Tensor]:
+    """Yield xR in blocks of positions, (B, H, l, R, S), in fp32 or wider."""
+    batch, heads, _, head_dim = x.shape
+    rounds = rotations.shape[1]
+    width = rotations.shape[3]
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    matrix = rotations.to(dtype).permute(0, 2, 1, 3).reshape(heads, head_dim, rounds * width)
+    for block in x.split(max(1, _BLOCK_ELEMENTS // (batch * heads * rounds * width)), dim=2):
+        rotated = (at_least_rows(block.to(dtype)) @ matrix)[:, :, : block.shape[2]]  # (B, H, l, R·S)
+        yield rotated.unflatten(-1, (rounds, width))
+
+
+def code_gap(x: Tensor, rotations: Tensor, factors: list[int]) -> float:
+    """Return the smallest difference between the two largest scores of a hash in `angular_hash`, relative to the
+    longest vector; NaN if all vectors are 0. Much smaller errors of x change no code.
+    """
+    gaps = []
+    for rotated in _rotated(x, rotations):
+        for part in rotated.split([n // 2 for n in factors], dim=-1):
+            first, second = torch.cat([part, -part], dim=-1).topk(2).values.unbind(-1)
+            gaps.append((first - second).min())
+    return float(torch.stack(gaps).min() / x.norm(dim=-1).max())
 
 
 angular_hash = Operator(

@@ -35,7 +35,8 @@ class DryRun:
     flops_per_step: float
     """Model FLOPs of a complete step of `training.global_batch` sequences."""
     peak_bytes: int
-    """Peak of the step, gradients and optimizer state included: GPU memory, or growth of resident memory."""
+    """Peak of the step, gradients and optimizer state included, and of longer windows of evaluation: GPU memory, or
+    growth of resident memory."""
     seconds: float
     """Duration of the step of one micro-batch: the median of warm steps."""
     ranks: int
@@ -120,6 +121,8 @@ def dry_run(config: Config) -> DryRun:
         torch.set_num_threads(threads)
     tokens_per_step = config.training.global_batch * config.data.sequence_length
     flops = model_flops_per_token(config.model, config.data.sequence_length) * tokens_per_step
+    if config.evaluation.every and (length := config.evaluation_length) > config.data.sequence_length:
+        engine.evaluate(dummy_records(config.model, 1, length, config.run.seed), RngContext.evaluation(0, 1))
     peak_bytes = peak(ranks.device) - before
     engine.close()
     return DryRun(parameters, flops, peak_bytes, seconds, together, rank_seconds, losses[0], str(ranks.device))

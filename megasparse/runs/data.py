@@ -84,12 +84,14 @@ def open_data(config: Config) -> RunData:
 def open_folder(path: str | Path, config: Config, tokenizer: Tokenizer) -> Index:
     """Open the index of a folder of shards, for the model and sequence length of a configuration.
 
-    Raises DataError as `Index.load`, and ConfigError if data.tokenizer, data.sequence_length, model.source.length,
-    model.vocabulary, model.padding_token, model.masking.token or model.sentence_order does not fit the folder.
+    Raises DataError as `Index.load`, and ConfigError if data.tokenizer, data.sequence_length,
+    evaluation.sequence_length, model.source.length, model.vocabulary, model.padding_token, model.masking.token or
+    model.sentence_order does not fit the folder.
     """
     index = Index.load(path, ShardCache(config.data.cache, int(config.data.cache_gb * GIGABYTE)))
     index.require_tokenizer(tokenizer)
-    index.require_length(config.data.sequence_length, config.model.source.length if config.model.source else None)
+    source_length = config.model.source.length if config.model.source else None
+    index.require_length(config.data.sequence_length, source_length, config.evaluation.sequence_length)
     index.require_room(tokenizer, config.model.vocabulary, config.model.padding_token)
     _check_objectives(index, config.model, tokenizer)
     return index

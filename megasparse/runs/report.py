@@ -12,7 +12,8 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from html import escape
-from itertools import cycle, pairwise
+from itertools import chain, cycle, pairwise
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple, TypeGuard
 
@@ -138,24 +139,18 @@ def page(runs: Sequence[Run]) -> str:
     names = [run.path.resolve().name for run in runs]
     labels = names if len(set(names)) == len(names) else [str(run.path) for run in runs]
     title = escape(", ".join(labels))
+    speeds = [dict(speed(run)) for run in runs]
+    rows = [[name, *(cells.get(name, "") for cells in speeds)] for name in dict.fromkeys(chain(*speeds))]
     parts = [f"<h1>{title}</h1>", held_out(runs, labels), losses(runs, labels)]
-    rows: dict[str, dict[str, str]] = {}
+    parts += [table(["", *map(escape, labels)], rows), folded("All curves", curves(runs, labels))]
     for label, run in zip(labels, runs, strict=True):
-        for name, value in speed(run):
-            rows.setdefault(name, {})[label] = value
-    parts.append(
-        table(
-            ["", *map(escape, labels)],
-            [[name, *(cells.get(label, "") for label in labels)] for name, cells in rows.items()],
-        )
-    )
-    parts.append(folded("All curves", curves(runs, labels)))
-    for label, run in zip(labels, runs, strict=True):
-        suffix = f" of {label}" if len(runs) > 1 else ""
-        parts.append(folded(f"Attention maps and samples{suffix}", samples(run)))
-        parts.append(folded(f"{len(run.events):,} incidents{suffix}", incidents(run)))
-        parts.append(folded(f"Checkpoints{suffix}", checkpoints(run)))
-        parts.append(folded(f"Configuration{suffix}", configuration(run)))
+        for heading, content in (
+            ("Attention maps and samples", samples(run)),
+            (f"{len(run.events):,} incidents", incidents(run)),
+            ("Checkpoints", checkpoints(run)),
+            ("Configuration", configuration(run)),
+        ):
+            parts.append(folded(f"{heading} of {label}" if len(runs) > 1 else heading, content))
     parts.append(f"<p>Written {time.strftime('%Y-%m-%d %H:%M UTC', time.gmtime())}</p>")
     policy = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
     return (
@@ -194,7 +189,10 @@ def held_out(runs: Sequence[Run], labels: Sequence[str]) -> str:
         if is_number(value := run.best.get("value")):
             name = str(run.best.get("metric")).removeprefix("evaluation/")
             notes.append(f"{label}: best validation {name} {quantity(name, value)}, step {run.best.get('step')}")
+        notes += (tasks := [f"{label}: {line}" for line in task_results(run)])
         if (result := best_result(run)) is None:
+            if tasks:
+                continue
             task = " --task NAME --source FILES" if "task.name" in run.config else ""
             command = f"megasparse evaluate{task} --checkpoint {run.path} --json {run.path / 'evaluation.json'}"
             notes.append(f"No held-out result of {label} yet: {command}")
@@ -205,25 +203,20 @@ def held_out(runs: Sequence[Run], labels: Sequence[str]) -> str:
         if summary.get("bits_per_dim") == result[measure]:  # of the same bytes
             others = {name.removesuffix("_bits_per_dim"): value for name, value in summary.items() if is_number(value)}
             bars[measure] |= {OTHERS[name]: value for name, value in others.items() if name in OTHERS}
-        protocol = result["protocol"]
+        protocol, dims = result["protocol"], result.get("dims")
         whole = protocol.get("split_dims", protocol.get("split_tokens"))
-        part = f"{result['dims']:,}" if is_number(result.get("dims")) else "?"
-        of_whole = f" of {whole:,}" if is_number(whole) and whole != result.get("dims") else ""
-        step = protocol.get("checkpoint_step")
-        notes.append(
-            f"{label}: {part}{of_whole} tokens of the split {protocol.get('split')}, checkpoint of step {step}"
-        )
+        part = f"{dims:,}" if is_number(dims) else "?"
+        part += f" of {whole:,}" if is_number(whole) and whole != dims else ""
+        split, step = protocol.get("split"), protocol.get("checkpoint_step")
+        notes.append(f"{label}: {part} tokens of the split {split}, checkpoint of step {step}")
     parts = []
     for measure, values in bars.items():
         most = max(values.values(), default=0) or 1
-        rows = [
-            [
-                escape(name),
-                f"<b>{value:.3f}</b>",
-                f'<i class="{"run" if name in labels else ""}" style="width:{max(0, 14 * value / most):.2f}rem"></i>',
-            ]
-            for name, value in sorted(values.items(), key=lambda item: item[1])
-        ]
+        rows = []
+        for name, value in sorted(values.items(), key=itemgetter(1)):
+            kind, width = "run" if name in labels else "", max(0, 14 * value / most)
+            bar = f'<i class="{kind}" style="width:{width:.2f}rem"></i>'
+            rows.append([escape(name), f"<b>{value:.3f}</b>", bar])
         parts.append(f"<h2>Held-out {MEASURES[measure]}, less is better</h2>{table([], rows)}")
     return f'<div class="bars">{"".join(parts)}</div>{"".join(f"<p>{escape(note)}</p>" for note in notes)}'
 
@@ -234,16 +227,35 @@ OTHERS = {"gzip": "gzip -9", "xz": "xz -9", "primed_xz": "xz -9, after the train
 
 def best_result(run: Run) -> dict[str, Any] | None:
     """Return the result of `megasparse evaluate` in the run's folder of the last checkpoint and the most tokens."""
-    results = [read_object(file) for file in sorted(run.path.glob("*.json"))]
+
+    def order(result: dict[str, Any]) -> list[float]:
+        values = (result["protocol"].get("checkpoint_step"), result.get("dims"))
+        return [value if is_number(value) else 0 for value in values]
+
     valid = [
         result
-        for result in results
+        for result in results(run)
         if isinstance(result.get("protocol"), dict) and any(is_number(result.get(name)) for name in MEASURES)
     ]
-    order = lambda result: [  # noqa: E731
-        value if is_number(value) else 0 for value in (result["protocol"].get("checkpoint_step"), result.get("dims"))
-    ]
     return max(valid, key=order, default=None)
+
+
+def task_results(run: Run) -> Iterator[str]:
+    """Yield a line for each result of `megasparse evaluate --task` in the run's folder."""
+    for result in results(run):
+        metrics = result.get("metrics")
+        parts = []
+        for name, metric in metrics.items() if isinstance(metrics, dict) else ():
+            if isinstance(metric, dict) and is_number(metric.get("value")):
+                low, high = metric.get("low"), metric.get("high")
+                interval = f" ({low:.4f} to {high:.4f})" if is_number(low) and is_number(high) else ""
+                parts.append(f"{name} {metric['value']:.4f}{interval}")
+        if parts:
+            yield f"{result.get('task')}, {result.get('examples')} held-out examples: {', '.join(parts)}"
+
+
+def results(run: Run) -> list[dict[str, Any]]:
+    return [read_object(file) for file in sorted(run.path.glob("*.json"))]
 
 
 LOSSES = {"train/loss": "train", "evaluation/loss": "validation"}
@@ -374,10 +386,6 @@ def ticks(low: float, high: float) -> list[float]:
     return [number * step for number in range(first, min(math.floor(high / step), first + 9) + 1)]
 
 
-def url(png: bytes) -> str:
-    return f"data:image/png;base64,{base64.b64encode(png).decode()}"
-
-
 def samples(run: Run) -> str:
     """Return a few pictures or texts per tag of TensorBoard, evenly spread from the first to the last."""
     parts = []
@@ -387,7 +395,8 @@ def samples(run: Run) -> str:
         for step in sorted({steps[round(n * (len(steps) - 1) / (MOST_SHOWN - 1))] for n in range(MOST_SHOWN)}):
             content = entries[step]
             if isinstance(content, bytes):
-                body = f'<img alt="step {step}" src="{url(content)}">'
+                picture = base64.b64encode(content).decode()
+                body = f'<img alt="step {step}" src="data:image/png;base64,{picture}">'
             else:
                 body = f"<pre>{escape(content[:MOST_TEXT])}</pre>" if content else ""
             parts.append(f"<figure><figcaption>step {step:,}</figcaption>{body}</figure>")
@@ -415,15 +424,13 @@ def configuration(run: Run) -> str:
     """Return a table of all settings, those that differ from the defaults first."""
     if not run.config:
         return "<p>config.json is missing or damaged.</p>"
-    rows = []
+    parts: dict[bool, list[list[str]]] = {True: [], False: []}
     for key, value in run.config.items():
         changed = key not in run.defaults or run.defaults[key] != value
         default = json.dumps(run.defaults[key]) if changed and key in run.defaults else ""
-        rows.append((not changed, [escape(text[:600]) for text in (key, json.dumps(value), default)]))
-    rows.sort(key=lambda row: row[0])
-    count = sum(not same for same, _ in rows)
-    body = table(["key", "value", "default"], [row for _, row in rows])
-    return f"<p>{count} of {len(rows)} settings differ from the defaults and are listed first.</p>{body}"
+        parts[changed].append([escape(text[:600]) for text in (key, json.dumps(value), default)])
+    body = table(["key", "value", "default"], parts[True] + parts[False])
+    return f"<p>{len(parts[True])} of {len(run.config)} settings differ from the defaults, listed first.</p>{body}"
 
 
 def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -135,14 +135,24 @@ def _check_lengths(config: Config) -> None:
         raise ConfigError("data.sequence_length", problem, f"Set it to {before} plus the length of the target")
     for key, length in (
         ("data.sequence_length", data.sequence_length - before),
+        ("evaluation.sequence_length", config.evaluation_length - before),
         ("evaluation.sample_tokens", config.evaluation.sample_tokens),
     ):
         if length > model.max_length:
             problem = f"{length} is longer than model.max_length = {model.max_length}"
             raise ConfigError(key, problem, f"Set {key} to {model.max_length} or less, or raise model.max_length")
-    if model.score_from >= data.sequence_length:
-        problem = f"{model.score_from} leaves nothing of data.sequence_length = {data.sequence_length} to score"
-        raise ConfigError("model.score_from", problem, f"Set it below {data.sequence_length}; 0 scores every token")
+    for key, length in (
+        ("data.sequence_length", data.sequence_length),
+        ("evaluation.sequence_length", config.evaluation_length),
+    ):
+        if model.score_from >= length:
+            problem = f"{model.score_from} leaves nothing of {key} = {length} to score"
+            raise ConfigError("model.score_from", problem, f"Set it below {length}; 0 scores every token")
+    if config.evaluation_length > data.sequence_length and model.positions.kind in ("learned", "axial"):
+        problem = f'{config.evaluation_length} is longer than data.sequence_length = {data.sequence_length}, but "'
+        problem += f'{model.positions.kind}" positions beyond it are not trained'
+        hint = f'Set it to {data.sequence_length} or less, or model.positions.kind to "rotary"'
+        raise ConfigError("evaluation.sequence_length", problem, hint)
 
 
 def _check_masking(config: Config) -> None:

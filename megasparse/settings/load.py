@@ -52,7 +52,7 @@ def load_settings(
         kind: `Config` or `FinetuneConfig`.
         base: Values that apply to keys missing in all files, such as the model that a run starts from.
         mechanisms: False returns the default attention and checks only other keys, with the rules of `check_run`. It
-            does not import the mechanisms, which takes a second.
+            does not import the mechanisms, which is slow.
 
     Raises:
         ConfigError: A file, key, value or override is invalid. One line: the key, the value, the hint.
@@ -117,7 +117,7 @@ def build_settings(
 
 
 def validated(values: dict[str, Any], kind: type[Settings]) -> Settings:
-    """Return values that fit the schema, which has a section of each mechanism. Raises pydantic's ValidationError."""
+    """Return the configuration of the values, with a section for each mechanism. Raises pydantic's ValidationError."""
     import megasparse.attention  # noqa: F401  (registers the mechanisms)
 
     return kind.model_validate(values)

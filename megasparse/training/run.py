@@ -32,7 +32,7 @@ from megasparse.training.reporting.memory import bytes_of, is_out_of_memory, sho
 from megasparse.training.reporting.tracker import Tracker
 from megasparse.training.state import Selection
 from megasparse.training.stopping.signals import StopSignals
-from megasparse.training.stopping.watchdog import HEARTBEATS, Watchdog
+from megasparse.training.stopping.watchdog import Watchdog, connect
 
 Evaluate = Callable[[int], Mapping[str, float | str | Tensor]]
 """Map a step to scalars, and to texts and images for TensorBoard, by name; empty if no evaluation is due.
@@ -117,8 +117,7 @@ def _take(directory: Path, held: ExitStack) -> None:
     """Lock `directory` until `held` ends, and write the holder's name into the lock file. Raises ConfigError."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        paths = [*directory.iterdir(), *directory.glob(f"{HEARTBEATS}/*")]
-        files = {path: path.lstat() for path in paths if not path.is_dir()}
+        files = {path: path.lstat() for path in directory.iterdir() if not path.is_dir()}
     except OSError as error:
         problem = f"{directory} cannot be created or read ({error.strerror})"
         raise ConfigError("run.directory", problem, "Choose a writable folder") from None
@@ -184,8 +183,8 @@ def open_training(
     with run_lock(directory, ranks), ExitStack() as opened:
         if signals is not None or ranks.world_size > 1:
             signalled = lambda: signals is not None and signals.reason is not None  # noqa: E731
-            heartbeats, timeout = directory / HEARTBEATS, config.run.hang_timeout
-            watchdog = Watchdog(heartbeats, launch, ranks.rank, ranks.world_size, timeout, signalled)
+            store = connect(launch) if ranks.world_size > 1 else None
+            watchdog = Watchdog(store, ranks.rank, ranks.world_size, config.run.hang_timeout, signalled)
             opened.enter_context(watchdog)
             stop_wanted = lambda: signalled() or watchdog.stop_elsewhere()  # noqa: E731
             trace_wanted = signals.trace_wanted if signals else lambda: False

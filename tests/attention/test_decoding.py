@@ -67,6 +67,13 @@ def test_cached_decoding_is_the_whole_sequence_bit_by_bit(name, dtype, threads):
     check_decoding(small(attention=config, ngrams=NGRAMS), dtype, limit=0.0)
 
 
+@pytest.mark.parametrize("key_heads", [4, 2])
+@by_path("name", ["ranked", "ranked members, sinks", "smart_bird local, sinks"])
+def test_cached_choices_of_sketches_are_the_whole_sequence_bit_by_bit(name, key_heads):
+    parts = {"heads": 4, "key_heads": key_heads, "positions": {"kind": "rotary"}}
+    check_decoding(small(attention=named(name), **parts), torch.bfloat16, limit=0.0)
+
+
 @by_path("name", sorted(set(strict_names()) - set(BIT_BY_BIT)))
 def test_cached_decoding_is_the_whole_sequence(name):
     check_decoding(small(attention=named(name)))

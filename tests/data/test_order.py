@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from megasparse.data import order as order_module
-from megasparse.data import reader
+from megasparse.data import shard_file
 from megasparse.data.index import Index
 from megasparse.data.order import MIXTURE_BLOCK, SHARDS, Mixture, Order, permutation
 from tests.data.folders import batches, counted_permutations, ramp, read_folder, rows, take, write_folder
@@ -187,7 +187,7 @@ def test_the_first_batch_reads_as_much_late_as_early(tmp_path, monkeypatch):
     ]
     read: list[int] = []
     verified: list[Path] = []
-    preadv, verify = os.preadv, reader.verify_shard
+    preadv, verify = os.preadv, shard_file.verify_shard
 
     def counting(descriptor: int, buffers: list[memoryview], offset: int) -> int:
         read.append(preadv(descriptor, buffers, offset))
@@ -198,11 +198,11 @@ def test_the_first_batch_reads_as_much_late_as_early(tmp_path, monkeypatch):
         verify(path, *rest)
 
     monkeypatch.setattr(os, "preadv", counting)
-    monkeypatch.setattr(reader, "verify_shard", noting)
+    monkeypatch.setattr(shard_file, "verify_shard", noting)
     for position in (0, 12 * 7, 12 * 60, 12 * 10_000, 12 * 10**12):
         read.clear()
         verified.clear()
-        reader._verified.clear()
+        shard_file._verified.clear()
         with batches(opened(folders), start=position) as data:
             next(data._steps)
         assert sum(read) == 12 * T * 2, "the tokens of a step, and nothing else"

@@ -147,7 +147,7 @@ def test_a_read_that_fails_or_is_cut_off(index, monkeypatch):
 
 def test_a_shard_is_hashed_once_in_a_process(index, monkeypatch):
     hashed = []
-    monkeypatch.setattr("megasparse.data.reader.verify_shard", lambda path, shard, *file: hashed.append(shard.file))
+    monkeypatch.setattr("megasparse.data.shard_file.verify_shard", lambda path, shard, *file: hashed.append(shard.file))
     for _ in range(3):
         reader = ShardReader(index, "train", open_files=1)
         for shard in (0, 1, 0, 1):

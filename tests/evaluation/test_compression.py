@@ -9,14 +9,26 @@ import numpy as np
 import pytest
 import torch
 
-from megasparse.attention.contract import Attention
+from megasparse.attention import lsh
 from megasparse.cli.main import main
 from megasparse.errors import DataError, UserError
 from megasparse.evaluation import compression
 from megasparse.evaluation.bits_per_dim import of_model, score
-from megasparse.evaluation.compression import DEEPEST, SCALE, Code, decode, encode, model_digest, pack, unpack, weights
+from megasparse.evaluation.compression import (
+    DEEPEST,
+    MARGIN,
+    SCALE,
+    Code,
+    decode,
+    encode,
+    model_digest,
+    pack,
+    unpack,
+    walk,
+    weights,
+)
 from megasparse.model.build import build_model
-from tests.helpers.models import by_path, named, random_tokens, small, strict_names
+from tests.helpers.models import attention, by_path, named, random_tokens, small, strict_names
 from tests.helpers.scoring import Stream
 from tests.helpers.trained import prepared, trained
 
@@ -36,16 +48,49 @@ def test_every_causal_mechanism_gives_the_tokens_back_at_the_promised_length(nam
         assert not decode(model, code, len(tokens), 30, seed=8).equal(tokens)
 
 
-def test_whole_windows_give_the_file_that_the_cache_gives(monkeypatch):
-    model = build_model(small(("local", "ngram")), seed=3).double().eval()
-    tokens, walk, known = random_tokens(1, 160)[0], compression.walk, []
-    monkeypatch.setattr(compression, "walk", lambda *given: known.append(given[6]) or walk(*given))
-    whole = encode(model, tokens, 30, seed=7)
-    for _, mechanism in model.mechanisms():
-        mechanism.decodes_alike = False
-    cached = encode(model, tokens, 30, seed=7)
-    assert known[0] is tokens and known[1] is None
-    assert np.array_equal(whole.words, cached.words) and np.array_equal(whole.exceptions, cached.exceptions)
+def record_passes(monkeypatch):
+    """Record the results of `whole_passes`."""
+    recorded, original = [], compression.whole_passes
+
+    def whole_passes(*given):
+        recorded.append(original(*given))
+        return recorded[-1]
+
+    monkeypatch.setattr(compression, "whole_passes", whole_passes)
+    return recorded
+
+
+SHIFTED = {"shifted_keys": True, "local": True}
+
+
+@pytest.mark.parametrize("lsh", [{**SHIFTED, "rounds": 1}, {**SHIFTED, "rounds": 2}, {"shared_qk": False}], ids=str)
+def test_whole_windows_predict_what_the_cache_predicts(monkeypatch, lsh):
+    sections = attention("local", "ngram", "lsh", lsh=lsh)
+    model = build_model(small(attention=sections, positions={"kind": "rotary"}), seed=3).double().eval()
+    tokens, recorded = random_tokens(1, 100)[0], record_passes(monkeypatch)
+
+    def predictions(text):
+        below = []
+
+        def choose(starts, t, of_step):
+            below.append(of_step)
+            return tokens[torch.tensor(starts) + t]
+
+        walk(model, 100, 30, 7, choose, lambda _: None, text)
+        return np.concatenate(below)
+
+    whole, cached = predictions(tokens), predictions(None)
+    assert recorded[0] is not None and np.abs(whole - cached).max() < MARGIN / 10
+    assert decode(model, encode(model, tokens, 30, seed=7), 100, 30, seed=7).equal(tokens)
+
+
+def test_a_hash_within_rounding_of_another_bucket_is_coded_from_the_cache(monkeypatch):
+    """Two rotations are equal, so vectors whose bucket belongs to the first are as near to the second's."""
+    model, tokens = coder_and_tokens("lsh shifted")
+    draw, recorded = lsh.rotations, record_passes(monkeypatch)
+    monkeypatch.setattr(lsh, "rotations", lambda *given: draw(*given)[..., [0, 0, *range(2, 16)]])
+    assert decode(model, encode(model, tokens, 30, seed=7), len(tokens), 30, seed=7).equal(tokens)
+    assert recorded == [None]
 
 
 def test_probabilities_that_two_machines_round_apart_are_written_down():
@@ -53,19 +98,16 @@ def test_probabilities_that_two_machines_round_apart_are_written_down():
     generator = torch.Generator().manual_seed(0)
 
     class Toy:
-        config = small()
+        config = small(residual_dtype="bf16")  # not coded in whole passes
         logits = -(torch.randint(0, 300, (40, config.vocabulary), generator=generator).double() + 0.5) / SCALE
         logits[:, 0] = 0.0
         error = 0.0
-
-        def mechanisms(self):
-            return [(0, Attention)]
 
         def parameters(self):
             return iter([self.logits])
 
         def new_cache(self, batch, seed):
-            return dataclasses.make_dataclass("Cache", ["rng", "position"])(None, 0)
+            return dataclasses.make_dataclass("Cache", ["rng", "position", "layers"])(None, 0, ())
 
         def prefill(self, tokens, cache):
             return self.logits[:1] * (1 + self.error)
@@ -90,8 +132,11 @@ def test_weights_are_exponentials():
 
 def test_groups_of_windows_change_nothing_but_the_order(monkeypatch):
     model, tokens = coder_and_tokens("lsh")
+    expected = encode(model, tokens, 20, seed=7)
     monkeypatch.setattr(compression, "AT_ONCE", 1)
-    assert decode(model, encode(model, tokens, 20, seed=7), len(tokens), 20, seed=7).equal(tokens)
+    code = encode(model, tokens, 20, seed=7)
+    assert not np.array_equal(code.words, expected.words)
+    assert decode(model, code, len(tokens), 20, seed=7).equal(tokens)
 
 
 def test_files_of_another_model_and_damaged_ones_are_rejected():

@@ -125,13 +125,20 @@ def test_mistakes_are_one_line(folder, capsys, tmp_path):
     assert "d_ff" not in refused(capsys, evaluate, *there, "--set", "model.d_modl=3")
 
 
-def test_training_logged_its_held_out_evaluation(folder):
-    lines = read_metrics(folder / "run")
+@pytest.mark.parametrize("trained_on", [64, 32])
+def test_training_logged_its_held_out_evaluation(folder, trained_on):
+    path = folder / "run"
+    if trained_on == 32:  # evaluated in windows of 64 too
+        path = folder / "short"
+        lengths = ["--set", "data.sequence_length=32", "--set", "evaluation.sequence_length=64"]
+        run(pretrain, "--config", folder / "run.json", "--set", f"run.directory={path}", *lengths)
+    lines = read_metrics(path)
     assert ["evaluation/bits_per_dim" in line for line in lines] == [False, True, False]
     assert lines[1]["evaluation/bits_per_dim"] == pytest.approx(lines[1]["evaluation/loss"] / math.log(2))
-    there = ["--checkpoint", folder / "run" / "checkpoints" / "00000002", "--data", folder / "data"]
+    there = ["--checkpoint", path / "checkpoints" / "00000002", "--data", folder / "data"]
     run(evaluate, *there, "--split", "validation", "--limit", 2, "--json", folder / "step_2.json")
     found = json.loads((folder / "step_2.json").read_text())
+    assert (found["dims"], found["protocol"]["sequence_length"]) == (128, 64)
     for name in ("bits_per_dim", "accuracy"):
         assert found[name] == pytest.approx(lines[1][f"evaluation/{name}"], rel=1e-6)
 

@@ -2,6 +2,7 @@
 
 import copy
 from functools import partial
+from pathlib import Path
 from unittest.mock import MagicMock
 
 import peft
@@ -407,7 +408,7 @@ def test_parts_offloaded_to_disk_generate_the_same_text(attention, part, tmp_pat
     parts = ("model.embed_tokens", "model.layers.0", "model.layers.1", "model.norm", "model.rotary_emb", "lm_head")
     places = {**dict.fromkeys(parts, "cpu"), part: "disk"}
     options = {"device_map": places, "offload_folder": tmp_path / "weights"}
-    offloaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model", **options)
+    offloaded = load_replaced(tmp_path / "model", **options)
     assert any(weight.is_meta for weight in offloaded.parameters())
     found = [part.generate(**inputs(batch=1), max_new_tokens=5, do_sample=False) for part in (model, offloaded)]
     assert torch.equal(*found)
@@ -453,7 +454,7 @@ def test_the_trainer_trains_and_evaluates_a_replaced_decoder(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["Llama", "GPT2"])
-def test_transformers_loads_a_saved_decoder_with_either_attention(tmp_path, kind, monkeypatch):
+def test_a_saved_decoder_is_loaded_with_either_attention(tmp_path, kind, monkeypatch):
     model, given = replace_attention(build(kind, dtype=torch.float32), LHA, max_length=48, seed=2), inputs()
     with torch.no_grad():
         for mechanism in mechanisms(model):
@@ -467,17 +468,19 @@ def test_transformers_loads_a_saved_decoder_with_either_attention(tmp_path, kind
     assert not any(".megasparse." in name for name in names[: len(names) // 2])
     for folder in (tmp_path / "model", tmp_path / "one_file"):
         for settings in ({}, {"attn_implementation": "megasparse"}, {"attn_implementation": "sdpa"}):
-            loaded, report = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, **settings)
-            assert not any(report.values())
+            loaded = load_replaced(folder, **settings)
             expected = plain if "sdpa" in settings.values() else replaced
             torch.testing.assert_close(logits(loaded, **given), expected, atol=1e-5, rtol=1e-5)
         loaded.set_attn_implementation("megasparse")
         assert type(loaded) is type(model) and torch.equal(logits(loaded, **given), replaced)
+        alone = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="sdpa", dtype=torch.float32)
+        torch.testing.assert_close(logits(alone, **given), plain, atol=1e-5, rtol=1e-5)
     assert "attention by megasparse: lha" in (tmp_path / "model" / "README.md").read_text()
     model.save_pretrained(tmp_path / "model")
-    for load in (AutoModelForCausalLM.from_pretrained, load_replaced):
-        with pytest.raises(HubError, match=r"Delete megasparse\.safetensors to use the newer tensors"):
-            load(tmp_path / "model")
+    with pytest.raises(HubError, match=r"Delete megasparse\.safetensors to use the newer tensors"):
+        load_replaced(tmp_path / "model")
+    with pytest.raises(HubError, match=r"its attention is not replaced\. Load its folder by"):
+        logits(AutoModelForCausalLM.from_pretrained(tmp_path / "one_file"), **given)
     monkeypatch.delitem(transformers.AttentionInterface._global_mapping, "megasparse")  # transformers alone
     with pytest.raises(ValueError, match='attn_implementation="megasparse"` is not supported'):
         AutoModelForCausalLM.from_pretrained(tmp_path / "model")
@@ -494,13 +497,19 @@ def test_fp64_is_loaded_as_it_was_saved(tmp_path):
     assert all(torch.equal(saved[name], loaded[name]) for name in saved)
 
 
+def test_importing_megasparse_changes_no_method_of_transformers():
+    methods = [getattr(x, "__func__", x) for x in vars(transformers.PreTrainedModel).values()]
+    files = {Path(x.__code__.co_filename) for x in methods if hasattr(x, "__code__")}
+    assert not [file for file in files if Path(load_replaced.__code__.co_filename).parents[1] in file.parents]
+
+
 def test_a_model_that_was_not_replaced_is_not_loaded_as_one(tmp_path):
     build().save_pretrained(tmp_path)
     with pytest.raises(HubError, match="no valid entry megasparse_attention"):
-        AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="megasparse")
+        load_replaced(tmp_path)
     model = build()
     model.set_attn_implementation("megasparse")
-    with pytest.raises(HubError, match=r"LlamaAttention: its attention is not replaced\. Load a folder"):
+    with pytest.raises(HubError, match=r"LlamaAttention: its attention is not replaced\. Load its folder"):
         logits(model, **inputs())
 
 

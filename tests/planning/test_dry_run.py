@@ -66,7 +66,8 @@ def test_the_training_time_is_that_of_one_process_and_of_the_ranks_that_share_th
 
 
 def test_the_first_step_is_not_timed(empty_folder, monkeypatch):
-    config, engine = build_config(VALUES), SimpleNamespace(module=torch.nn.Linear(1, 1), close=lambda: None)
+    config = build_config(VALUES, ["data.sequence_length=32", "evaluation.sequence_length=64"])
+    engine, evaluated = SimpleNamespace(module=torch.nn.Linear(1, 1), close=lambda: None), []
     clock, engine.steps = [0.0], 0
 
     def step(*_):
@@ -74,12 +75,13 @@ def test_the_first_step_is_not_timed(empty_folder, monkeypatch):
         engine.steps += 1
         return SimpleNamespace(loss=float(engine.steps))
 
-    engine.train_step = step
+    engine.train_step, engine.evaluate = step, lambda tokens, rng: evaluated.append(tokens.shape)
     monkeypatch.setattr(dry_run_module, "trial_engine", lambda *_: (engine, None))
     monkeypatch.setattr(dry_run_module, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
     monkeypatch.setattr(dry_run_module.os, "sched_getaffinity", lambda _: range(2))
     result = dry_run(config)
     assert (result.seconds, result.rank_seconds, result.ranks, result.loss) == (2.0, 2.0, 1, 1.0)
+    assert evaluated == [(1, 64)], "the memory of longer windows of evaluation is included"
 
 
 def test_an_encoder_decoder_takes_a_step_on_padded_records(empty_folder):

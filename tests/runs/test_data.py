@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megasparse.config.schema import Config, RunConfig
+from megasparse.config.schema import Config, EvaluationConfig, RunConfig
 from megasparse.data.index import Index
 from megasparse.data.tokenizers.simple import ByteTokenizer
 from megasparse.errors import ConfigError, DataError
@@ -117,6 +117,10 @@ def test_each_folder_is_checked(folders, where):
     edit(index, lambda content: content["tokenizer"].update(name="bytes", sha256=ByteTokenizer.sha256))
     edit(index, lambda content: content["settings"].update(record=100))
     refused(ConfigError, r"data\.sequence_length: 30 tokens, but each record .*/c has 100\. Set it to 100")
+    evaluation = EvaluationConfig(sequence_length=50)
+    config = config_of(folders["c"], sequence_length=100).model_copy(update={"evaluation": evaluation})
+    with pytest.raises(ConfigError, match=r"evaluation\.sequence_length: 50 tokens, but each record"):
+        open_data(config)
     (folders["c"] / "train-000000.tar").unlink()
     refused(DataError, r"c/train-000000\.tar: this shard cannot be read")
     (folders["c"] / "index.json").unlink()

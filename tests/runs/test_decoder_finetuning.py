@@ -1,6 +1,7 @@
 """Fine-tune a pretrained decoder on texts, all weights or adapters, and export it as a transformers model."""
 
 import json
+from functools import partial
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from megasparse.evaluation.generate import generate
 from megasparse.evaluation.results import restore
 from megasparse.hub.formats import our_logits
 from megasparse.hub.importing import HFModel, adapted
-from megasparse.hub.replace import load_plain, mechanisms, replace_attention, save_replaced
+from megasparse.hub.replace import load_plain, load_replaced, mechanisms, replace_attention, save_replaced
 from megasparse.hub.tensor_file import TensorFile
 from megasparse.model.stack import padding_of
 from megasparse.ops.random import RngContext
@@ -149,7 +150,8 @@ def test_a_taught_decoder_trains_on_with_its_maps(decoder, tmp_path, kind, lora,
     text = list(generate(trained, tokens[0, 1:30], 20, hash_seed=0, temperature=0.0))
     for to, first in (("llama", 0), ("megasparse", 1)):  # its decoders add their start token themselves
         run(door("convert to-hf"), "--checkpoint", tmp_path / "run", "--output", tmp_path / f"as {to}", "--to", to)
-        theirs = AutoModelForCausalLM.from_pretrained(tmp_path / f"as {to}", trust_remote_code=bool(first)).eval()
+        load = partial(AutoModelForCausalLM.from_pretrained, trust_remote_code=True) if first else load_replaced
+        theirs = load(tmp_path / f"as {to}").eval()
         torch.testing.assert_close(
             logits_of(theirs, tokens[:, first:])[:, :-1], expected[:, first:], rtol=1e-4, atol=1e-4
         )

@@ -123,6 +123,15 @@ def test_the_first_screen_is_the_held_out_result_of_the_last_checkpoint_next_to_
     assert "gzip" not in page_of(run)[1], "of other bytes than the result"
 
 
+def test_the_result_of_a_task_is_shown_with_its_interval(tmp_path):
+    run = folder(tmp_path / "run", [line(1)])
+    metrics = {"accuracy": {"value": 0.875, "low": 0.8, "high": 0.9}, "f1": {"value": 0.5, "low": None}, "bad": [1]}
+    (run / "test.json").write_text(json.dumps({"task": "rte", "examples": 40, "metrics": metrics}))
+    shown = page_of(run)[0].text
+    assert "run: rte, 40 held-out examples: accuracy 0.8750 (0.8000 to 0.9000), f1 0.5000" in shown
+    assert "No held-out result" not in shown
+
+
 def test_a_multiple_of_a_curve_is_not_drawn_again(tmp_path):
     lines = [
         {"step": step, "train/loss": 5.0 / step, "train/bits_per_dim": 5.0 / step / math.log(2)} for step in (1, 2, 3)

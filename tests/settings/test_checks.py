@@ -66,6 +66,13 @@ def scaled(positions: str, kind: str, **settings: float) -> list[str]:
         (axial("null", "[32]"), "model.positions.axial_shape", ["null", "[128, 512]"]),
         (["model.positions.axial_shape=[8, 8]"], "model.positions.axial_shape", ["[8, 8]", '"sinusoidal"', '"axial"']),
         (["data.sequence_length=65"], "data.sequence_length", ["65", "max_length = 64"]),
+        (["evaluation.sequence_length=65"], "evaluation.sequence_length", ["65", "max_length = 64"]),
+        (
+            ["model.positions.kind=learned", "data.sequence_length=32", "evaluation.sequence_length=33"],
+            "evaluation.sequence_length",
+            ["33", "data.sequence_length = 32", '"learned"'],
+        ),
+        (["evaluation.sequence_length=8", "model.score_from=8"], "model.score_from", ["8", "evaluation.sequence_len"]),
         (["evaluation.sample_tokens=65"], "evaluation.sample_tokens", ["65", "max_length = 64"]),
         (["model.score_from=64"], "model.score_from", ["64", "sequence_length = 64"]),
         (["model.blocks=ordinary"], "model.activations", ['"reversible"', '"ordinary"', '"stored"']),

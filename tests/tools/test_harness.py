@@ -83,3 +83,10 @@ def test_a_device_is_an_override_and_a_leaking_decoder_is_rejected(run, harness,
     refusal(lambda: harness(str(run), device="abacus"), ConfigError, r"run\.device")
     monkeypatch.setattr("megasparse.model.decoder.Causal.leaks", ["chunk"], raising=False)
     refusal(lambda: harness(str(run)), ConfigError, "not strictly causal")
+
+
+def test_a_missing_package_is_one_line(monkeypatch):
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    monkeypatch.delitem(sys.modules, "tools.harness", raising=False)
+    with pytest.raises(SystemExit, match="lm_eval is not installed"):
+        importlib.import_module("tools.harness")

@@ -63,7 +63,7 @@ class BigBirdAttention(BlockSparseAttention):
         blocks = self.config.random + self.config.globals * (1 if work.causal else 2)
         return work.pairs(work.chunks(self.chunk) + blocks * self.chunk)
 
-    def further(self, blocks: Tensor, heads: int, causal: bool, context: AttentionContext) -> Tensor:
+    def extra_blocks(self, blocks: Tensor, heads: int, causal: bool, context: AttentionContext) -> Tensor:
         key = derive(context.rng.seed, context.layer, "bigbird blocks")
         numbers = range(context.head_offset, context.head_offset + heads)
         total = None if causal else self.blocks

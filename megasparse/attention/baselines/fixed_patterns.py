@@ -44,14 +44,14 @@ class FixedPatternAttention(KeyValueAttention):
 
 class BlockSparseAttention(FixedPatternAttention):
     """Softmax attention of each block of C tokens to itself and both neighbours (causal: the previous block), the
-    `first` tokens of the sequence, and further blocks. If not causal, the `first` tokens attend to all tokens.
+    `first` tokens of the sequence, and extra blocks. If not causal, the `first` tokens attend to all tokens.
     """
 
     chunk: int
     first: int
 
-    def further(self, blocks: Tensor, heads: int, causal: bool, context: AttentionContext) -> Tensor | None:
-        """Return further blocks (H, W, n) of `blocks` (W,), −1 for none, excluding neighbours and the `first` tokens;
+    def extra_blocks(self, blocks: Tensor, heads: int, causal: bool, context: AttentionContext) -> Tensor | None:
+        """Return extra blocks (H, W, n) of `blocks` (W,), −1 for none, excluding neighbours and the `first` tokens;
         in decoders only earlier blocks, equally many for each head. None if there are none. heads: H on this rank.
         """
         return None
@@ -68,8 +68,8 @@ class BlockSparseAttention(FixedPatternAttention):
         token = torch.arange(min(self.first, length), device=device)
         first = token.masked_fill(token >= (blocks[:, None] - 1) * self.chunk, -1)
         lists = [_tokens(blocks[:, None] + near, self.chunk, length)[None], first[None]]
-        if (further := self.further(blocks, inputs.q.shape[1], inputs.causal, context)) is not None:
-            lists = [*(x.expand(len(further), -1, -1) for x in lists), _tokens(further, self.chunk, length)]
+        if (extra := self.extra_blocks(blocks, inputs.q.shape[1], inputs.causal, context)) is not None:
+            lists = [*(x.expand(len(extra), -1, -1) for x in lists), _tokens(extra, self.chunk, length)]
         out, _ = attention_of_clusters(inputs, queries[None, None], torch.cat(lists, dim=-1)[None])
         if self.first and not inputs.causal:
             every_token = torch.arange(length, device=device)[None, None, None]
@@ -82,7 +82,7 @@ class BlockSparseAttention(FixedPatternAttention):
         tokens = torch.cat([torch.arange(min(self.first, start), device=device), near])[None]
         heads = self.spec.on_rank(context.part).heads
         block = torch.tensor([position // self.chunk], device=device)
-        blocks = self.further(block, heads, True, context)
+        blocks = self.extra_blocks(block, heads, True, context)
         if blocks is None:
             return tokens
         blocks = blocks[blocks >= 0].view(len(blocks), -1)  # (H, n)

@@ -33,8 +33,7 @@ from megasparse.data.corpora.corpus import (
     text_pieces,
 )
 from megasparse.data.corpora.source import Part, Source
-from megasparse.data.index import Index
-from megasparse.data.index_file import public
+from megasparse.data.index_file import Split, public
 from megasparse.data.workers import Workers
 from megasparse.errors import ConfigError, DataError, SourceError, positive
 from megasparse.files import write_file
@@ -306,14 +305,14 @@ def _add(digest: "hashlib._Hash", text: bytes) -> None:
 QUANTILES = (0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
 
 
-def write_report(source: RecordSource, index: Index, path: Path) -> dict[str, Any]:
-    """Write the report of a source whose shards have this index, and return it. It depends on nothing but the two.
+def write_report(source: RecordSource, shards: Mapping[str, Split], path: Path) -> dict[str, Any]:
+    """Write the report of a source and of its splits in shards, and return it. It depends on nothing but the two.
 
     It counts files, records, documents and bytes, the records left out by reason, the lengths of documents (see
     `_lengths`), of each split its documents, bytes and tokens, and of each file its records and documents.
     """
     lengths, counts, splits = source.lengths(), source.documents(), {}
-    for name, split in index.file.splits.items():
+    for name, split in shards.items():
         size = {"documents": counts[name], "bytes": split.raw_bytes or 0, "tokens": split.tokens}
         splits[name] = {**size, "bytes_per_token": round(size["bytes"] / split.tokens, 4)}
     report = {

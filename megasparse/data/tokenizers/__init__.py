@@ -1,127 +1,23 @@
-"""Text (or pixels) to tokens and back: the base class of tokenizers, and helpers for their files.
+"""Text (or pixels) to tokens and back. Each file contains a kind of tokenizer, which `build_tokenizer` names."""
 
-Adding a kind is writing a Tokenizer in a file here, and naming it in `build_tokenizer`.
-"""
-
-import codecs
-import hashlib
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
 
+from megasparse.data.tokenizers.tokenizer import (
+    BEGIN,
+    MASK,
+    NAMED,
+    PADDING,
+    SEPARATOR,
+    SpecialTokens,
+    Tokenizer,
+    words_of,
+)  # fmt: skip
 from megasparse.errors import ConfigError, did_you_mean
-from megasparse.files import read_file
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-WHITE_SPACE = b" \t\n\r\v\f"
-MOST_BYTES = 1 << 26  # of a file; 250,000 tokens take 20 million
-NAMED = ("bytes", "pixels")
-"""Tokenizers that need no file."""
-
-
-class SpecialTokens(NamedTuple):
-    """Ids that no text has."""
-
-    begin: int
-    """First of a sequence of segments (BERT's [CLS])."""
-    separator: int
-    """After each segment (BERT's [SEP])."""
-    padding: int
-    mask: int
-
-
-class Tokenizer(ABC):
-    """Text to token ids and back."""
-
-    name: str
-    """Its kind."""
-    vocabulary: int
-    """Ids of text are below this; `special` ones may be above (bytes) or among them."""
-    sha256: str
-    """Identifies the meaning of the tokens; an index with another one is rejected."""
-    lossless: bool = True
-    """True if any bytes come back unchanged from their tokens."""
-    separator: int | None = None
-    """Id of the token after each document of a corpus of documents, if any."""
-    special: SpecialTokens | None = None
-    file: Path | None = None
-    """The file that it was read from."""
-
-    @abstractmethod
-    def encode(self, text: str | bytes) -> "Tensor":
-        """Tokens of a text: int64 (length,). A str is taken as UTF-8; lone surrogates are kept ("surrogatepass")."""
-
-    @abstractmethod
-    def pieces(self, tokens: Iterable[int]) -> Iterator[bytes]:
-        """Yield the bytes each token adds to a text, none for special ones. Raises ValueError for another number."""
-
-    def decode(self, tokens: "Tensor") -> bytes:
-        """Return the bytes of tokens (length,). Raises ValueError for another number."""
-        return b"".join(self.pieces(tokens.tolist()))
-
-    def text(self, tokens: Iterable[int]) -> Iterator[str]:
-        """Yield text once its characters are complete; bytes that are not UTF-8 become U+FFFD."""
-        decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        for piece in self.pieces(tokens):
-            if text := decoder.decode(piece):
-                yield text
-        if text := decoder.decode(b"", final=True):
-            yield text
-
-    @abstractmethod
-    def word_starts(self) -> "Tensor":
-        """Return a mask of the ids that start a word: bool (highest id + 1,)."""
-
-
-def words_of(tokenizer: Tokenizer) -> list[str]:
-    """Return the word of each token, "" for special ones and for pieces within a word."""
-    starts = tokenizer.word_starts().tolist()[: tokenizer.vocabulary]
-    return ["".join(tokenizer.text([token])).strip() if start else "" for token, start in enumerate(starts)]
-
-
-def utf8(text: str | bytes) -> bytes:
-    """Return a text's bytes, as `Tokenizer.encode` takes them."""
-    return text.encode("utf-8", "surrogatepass") if isinstance(text, str) else text
-
-
-# Files: read, identified, and their special tokens found by their usual names
-
-BEGIN = ("[CLS]", "<s>", "<cls>")
-SEPARATOR = ("[SEP]", "</s>", "<sep>", "<|endoftext|>", "<|end_of_text|>")
-PADDING = ("[PAD]", "<pad>")
-MASK = ("[MASK]", "<mask>")
-USUAL = (BEGIN, SEPARATOR, PADDING, MASK)
-
-
-def read(path: Path) -> bytes:
-    """Return all of a tokenizer's file. Raises ConfigError, also for one of more than MOST_BYTES."""
-    try:
-        return read_file(path, MOST_BYTES)
-    except OSError as error:
-        hint = "Give the path of a tokenizer's file; tokenizers/README.md says how one is made"
-        raise ConfigError("data.tokenizer", f"{path} cannot be read ({error.strerror or error})", hint) from None
-
-
-def identity(kind: str, data: bytes) -> str:
-    """Return the sha256 of a file of a kind of tokenizer."""
-    return hashlib.sha256(kind.encode() + b"\0" + data).hexdigest()
-
-
-def damaged(path: Path, problem: str, hint: str) -> ConfigError:
-    """Return the error that a tokenizer's file cannot be used."""
-    return ConfigError("data.tokenizer", f"{path}: {' '.join(problem.split())}", hint)
-
-
-def special_tokens(find: Callable[[str], int | None]) -> tuple[SpecialTokens | None, int | None]:
-    """Return the special tokens, if all four exist, and the documents' separator. find: maps names to ids."""
-    ids = [next((token for name in names if (token := find(name)) is not None), None) for names in USUAL]
-    begin, separator, padding, mask = ids
-    if begin is None or separator is None or padding is None or mask is None:
-        return None, separator
-    return SpecialTokens(begin, separator, padding, mask), separator
+__all__ = [
+    "BEGIN", "MASK", "NAMED", "PADDING", "SEPARATOR", "SpecialTokens", "Tokenizer", "build_tokenizer", "words_of",
+]  # fmt: skip
 
 
 def build_tokenizer(name: str) -> Tokenizer:

@@ -8,7 +8,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megasparse.data.tokenizers import USUAL, WHITE_SPACE, Tokenizer, damaged, identity, read, special_tokens, utf8
+from megasparse.data.tokenizers.tokenizer import (
+    USUAL,
+    WHITE_SPACE,
+    Tokenizer,
+    damaged,
+    identity,
+    read,
+    special_tokens,
+    utf8,
+)
 from megasparse.errors import report_line
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megasparse.data.tokenizers import WHITE_SPACE, Tokenizer, damaged, identity, read, special_tokens, utf8
+from megasparse.data.tokenizers.tokenizer import WHITE_SPACE, Tokenizer, damaged, identity, read, special_tokens, utf8
 from megasparse.errors import ConfigError
 
 if TYPE_CHECKING:

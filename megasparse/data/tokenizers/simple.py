@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from megasparse.data.tokenizers import WHITE_SPACE, SpecialTokens, Tokenizer, damaged, identity, read, utf8
+from megasparse.data.tokenizers.tokenizer import WHITE_SPACE, SpecialTokens, Tokenizer, damaged, identity, read, utf8
 
 if TYPE_CHECKING:
     from torch import Tensor

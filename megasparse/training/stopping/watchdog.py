@@ -1,13 +1,11 @@
 """Watchdog that ends this process if no rank makes progress, and reports which rank is behind and its activity.
 
-Each rank rewrites a small file, its heartbeat. Rank 0 reads all heartbeats and writes a table that the other ranks
-read, so N ranks write N files and read about 2N per period. If the table stops changing, each rank reads all heartbeats
-directly. A heartbeat contains the seconds since its rank's last progress, by that rank's clock. Its reader measures for
-how long it has not changed, by the reader's clock: clocks of different hosts are not compared. One thread exchanges
-heartbeats and another decides, because a dead file system can block the first.
+Ranks exchange heartbeats through the store of the process group, a server on the host of rank 0. A heartbeat contains
+the seconds since its rank's last progress, by that rank's clock. Its reader measures for how long it has not changed,
+by the reader's clock: clocks of different hosts are not compared. One thread exchanges heartbeats and another decides,
+because a store that does not answer can block the first.
 """
 
-import errno
 import faulthandler
 import json
 import os
@@ -16,24 +14,17 @@ import socket
 import sys
 import threading
 import time
-import zlib
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+
+from torch.distributed import PrefixStore, Store
+from torch.distributed.distributed_c10d import _get_default_store
 
 from megasparse.errors import HANG, write_error
-from megasparse.files import open_regular, read_file
 
-SIZE = 4096
-"""Size of a heartbeat in bytes; constant, so that rewriting it in place needs no space on a full disk."""
-HEARTBEATS = "heartbeats"
-"""Folder of heartbeats in a run's folder."""
-TABLE = "ranks.jsonl"
-"""File with the heartbeats of all ranks, one per line, the line of rank 0 last: an incomplete table lacks it."""
-STANDSTILL = 4
-"""Periods without a new line of rank 0 after which the table is ignored."""
+STORE_FAILS = "the store on the host of rank 0 does not answer"
 START = 10
 """Factor of the timeout during startup and the first step."""
 GAPS = 4
@@ -48,12 +39,11 @@ LAST_WORDS = 2.0
 class Heartbeat:
     """A rank's state, written for the other ranks."""
 
-    launch: str
     rank: int
     host: str
     pid: int
     beats: int
-    """Number of this heartbeat; constant if the process is stopped, dead, or cannot write."""
+    """Number of this heartbeat; constant if the process is stopped, dead, or cut off."""
     counter: int
     """Signs of progress so far; the rank with the fewest delays the others."""
     age: float
@@ -77,8 +67,7 @@ class Watchdog:
     exits with code 1, one second after the limit, or three if other ranks should report first.
 
     Args:
-        directory: Folder of the heartbeats, the same on all ranks.
-        launch: Name of this launch of the run, the same on all ranks.
+        store: Result of `connect`; None for a single rank.
         rank, world_size: This rank and the number of ranks.
         timeout: Limit in seconds; 0 disables. Ten times as long until the second step starts, and at least four times
             the longest time between two calls of `progress` since then.
@@ -88,23 +77,22 @@ class Watchdog:
 
     def __init__(
         self,
-        directory: Path,
-        launch: str,
+        store: Store | None,
         rank: int,
         world_size: int,
         timeout: float,
         stop_wanted: Callable[[], bool],
         clock: Callable[[], float] = time.monotonic,
     ):
-        self._directory, self._launch, self._rank, self._world_size = directory, launch, rank, world_size
+        self._store, self._rank, self._world_size = store, rank, world_size
         self._timeout, self._stop_wanted, self._clock = timeout, stop_wanted, clock
-        self._period = min(0.5, timeout / 20) if timeout else 0.5
+        # Each rank reads the heartbeats of all others, so thousands of ranks exchange them less often.
+        self._period = min(max(0.5, world_size / 256), timeout / 20 or 0.5)
         self._host, self._began = socket.gethostname(), self._clock()
         self._latest = (0, self._began, "starting")  # counter, time, activity; replaced as one, so no lock is needed
         self._first_step: str | None = None
         self._longest: float | None = None  # None during the first step
-        self._beats, self._storage_fails = 0, False
-        self._table = (0, float("-inf"))  # beats of rank 0 in its table, and the time we first read them
+        self._beats, self._answered = 0, self._began  # number of heartbeats, and the time of the store's last answer
         self._others: list[tuple[Heartbeat, float] | None] = [None] * world_size  # and the time we first read it
         self._over = threading.Event()
         self._exchange_thread = threading.Thread(target=self._exchange_all, name="heartbeats", daemon=True)
@@ -151,7 +139,6 @@ class Watchdog:
         counter, when, doing = self._latest
         limit = START * self._timeout if self._longest is None else max(self._timeout, GAPS * self._longest)
         return Heartbeat(
-            launch=self._launch,
             rank=self._rank,
             host=self._host,
             pid=os.getpid(),
@@ -165,77 +152,38 @@ class Watchdog:
         )
 
     def _exchange_all(self) -> None:
-        try:
-            self._directory.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            self._storage_failed(error)
-        while True:
-            self.exchange()
+        while self._store is not None:
+            try:
+                self.exchange(self._store)
+            except RuntimeError as error:  # torch's DistNetworkError: it never connects again
+                if not self._over.is_set():
+                    write_error(f"rank {self._rank}: {STORE_FAILS} ({str(error).splitlines()[0]}). Training continues")
+                return
             if self._over.wait(self._period):
                 return
 
-    def exchange(self) -> None:
-        """Write this rank's heartbeat and read the others, from rank 0's table if it is up to date."""
+    def exchange(self, store: Store) -> None:
+        """Write this rank's heartbeat and read the others. Raises RuntimeError if the store fails."""
+        self._write(store, self._heartbeat())
+        others = [rank for rank in range(self._world_size) if rank != self._rank]
+        started = [rank for rank in others if self._others[rank] or store.check([str(rank)])]
+        for line in store.multi_get(list(map(str, started))):
+            beat = Heartbeat(**json.loads(line))
+            entry = self._others[beat.rank]
+            if entry is None or entry[0].beats < beat.beats:
+                self._others[beat.rank] = (beat, self._clock())
+        self._answered = self._clock()
+
+    def _write(self, store: Store, heartbeat: Heartbeat) -> None:
         self._beats += 1
-        local = encode(self._heartbeat())
-        self._write(self._path(self._rank), local)
-        if self._rank and self._table_is_new():
-            return
-        contents = [self._read(self._path(rank)) for rank in range(self._world_size) if rank != self._rank]
-        lines = b"\n".join(content.strip() for content in contents if content)
-        self._note_heartbeats(lines)
-        if self._rank == 0 and contents and None not in contents:  # else other ranks may be able to read more
-            self._write(self._directory / TABLE, lines + b"\n" + local.strip())
-
-    def _path(self, rank: int) -> Path:
-        return self._directory / f"rank-{rank:05}.json"
-
-    def _write(self, path: Path, content: bytes) -> None:
-        try:
-            overwrite(path, content)
-        except OSError as error:
-            self._storage_failed(error)
+        store.set(str(self._rank), json.dumps(asdict(replace(heartbeat, beats=self._beats))))
 
     def _write_last(self, heartbeat: Heartbeat) -> None:
         self._over.set()
         self._exchange_thread.join(LAST_WORDS / 4)
-        if not self._exchange_thread.is_alive():  # else it is blocked in the file system, as this thread would be
-            self._write(self._path(self._rank), encode(replace(heartbeat, beats=self._beats + 1)))
-
-    def _read(self, path: Path) -> bytes | None:
-        try:
-            return read_file(path)
-        except FileNotFoundError:
-            return b""  # not started yet
-        except OSError as error:
-            self._storage_failed(error)
-            return None
-
-    def _table_is_new(self) -> bool:
-        """Read the table. Return True if rank 0 has rewritten it recently."""
-        last = self._note_heartbeats(self._read(self._directory / TABLE) or b"")
-        if last is not None and (last.launch, last.rank) == (self._launch, 0) and last.beats > self._table[0]:
-            self._table = (last.beats, self._clock())
-        return self._clock() - self._table[1] < STANDSTILL * self._period
-
-    def _note_heartbeats(self, content: bytes) -> Heartbeat | None:
-        """Record the heartbeats of this launch that are newer than known ones. Return the last line's heartbeat."""
-        last = None
-        for line in content.splitlines():
-            last = decode(line)
-            if last and last.launch == self._launch and 0 <= last.rank < self._world_size and last.rank != self._rank:
-                entry = self._others[last.rank]
-                if entry is None or entry[0].beats < last.beats:  # an outdated table contains older ones
-                    self._others[last.rank] = (last, self._clock())
-        return last
-
-    def _storage_failed(self, error: OSError) -> None:
-        if not self._storage_fails:
-            self._storage_fails = True
-            write_error(
-                f"rank {self._rank}: heartbeats in {self._directory} fail ({error.strerror}). Training continues; "
-                "a hang may not be detected, or its rank not named"
-            )
+        if self._store is not None and not self._exchange_thread.is_alive():  # else the store would block this one too
+            with suppress(RuntimeError):
+                self._write(self._store, heartbeat)
 
     def _decide(self) -> None:
         while self._timeout:
@@ -248,7 +196,7 @@ class Watchdog:
     def hang(self) -> str | None:
         """Return the line that names the hanging ranks; None while any rank makes progress."""
         local, now = self._heartbeat(), self._clock()
-        starting = now - self._began < START * self._timeout and not self._storage_fails
+        starting = now - self._began < START * self._timeout
         for rank, entry in enumerate(self._others):
             if entry is None:
                 if rank != self._rank and starting:
@@ -281,12 +229,14 @@ class Watchdog:
         least = min(beat.counter for beat, _ in alive)
         silent = [(beat, silence) for beat, silence in alive if silence >= local.limit]
         behind = silent or [(beat, silence) for beat, silence in alive if beat.counter == least]
-        if unheard and not self._storage_fails:
+        if unheard:
             culprits = [
                 f"rank {rank} has not been heard of since the start, {now - self._began:.1f} s ago" for rank in unheard
             ]
         else:
             culprits = [self._describe(beat, silence, local.limit) for beat, silence in behind]
+        if self._store is not None and now - self._answered >= local.limit:
+            culprits = [f"{STORE_FAILS}: it is stopped, gone or cut off from this one"]
         more = f" and {len(culprits) - NAMED} more" if len(culprits) > NAMED else ""
         ended = [beat.rank for beat, _ in heard if beat.ended]
         endings = f" (ended before: {', '.join(map(str, ended[:NAMED]))})" if ended else ""
@@ -306,38 +256,9 @@ class Watchdog:
         return f'{name} has been at "{beat.doing}" for {beat.age + silence:.1f} s'
 
 
-def encode(heartbeat: Heartbeat) -> bytes:
-    """Return the content of a heartbeat's file, one line."""
-    fields = asdict(heartbeat)
-    return json.dumps({"crc32": _checksum(fields), "heartbeat": fields}).encode().ljust(SIZE - 1) + b"\n"
-
-
-def decode(line: bytes) -> Heartbeat | None:
-    """Parse one line. Return None if it is incomplete."""
-    try:
-        record = json.loads(line)
-        fields = record["heartbeat"]
-        heartbeat = Heartbeat(**fields) if record["crc32"] == _checksum(fields) else None
-        kinds = {name: (int, float) if kind is float else kind for name, kind in Heartbeat.__annotations__.items()}
-        return heartbeat if all(isinstance(fields[name], kind) for name, kind in kinds.items()) else None
-    except (ValueError, KeyError, TypeError, RecursionError):
-        return None
-
-
-def overwrite(path: Path, content: bytes) -> None:
-    """Replace the content of a file in place. Raises OSError."""
-    # Opened again each time: on a network file system, closing makes the content visible to other hosts.
-    file = open_regular(path, os.O_WRONLY | os.O_CREAT)
-    try:
-        if os.pwrite(file, content, 0) < len(content):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        os.ftruncate(file, len(content))
-    finally:
-        os.close(file)
-
-
-def _checksum(fields: dict[str, Any]) -> int:
-    return zlib.crc32(json.dumps(fields).encode())
+def connect(launch: str) -> Store:
+    """Connect to the store of the process group once more, because the main thread can block its own connection."""
+    return PrefixStore(f"heartbeats {launch}", _get_default_store()).clone()
 
 
 def _state(process: int) -> str:

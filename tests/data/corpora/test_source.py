@@ -89,6 +89,28 @@ def test_a_packed_file_is_not_taken_for_text(tmp_path, name):
         refusal(partial(open_source, path), match=rf"{name}: this is .*, not plain text\. .*{hint}")
 
 
+@pytest.mark.parametrize("suffix", source_module.DOCUMENTS)
+def test_a_document_is_not_taken_for_an_archive_of_texts(tmp_path, suffix):
+    path = write_zip(tmp_path / f"a{suffix.upper()}", {"word/document.xml": b"<w:t>one</w:t>"})
+    refusal(lambda: open_source(path), match=rf"this is a \{suffix} document, not plain text\. Extract its text first")
+
+
+def test_the_hint_about_a_long_zstd_window_names_the_option(tmp_path):
+    frame = (
+        b"\x28\xb5\x2f\xfd\0" + bytes([(31 - 10) << 3]) + b"\x09\0\0x"
+    )  # RFC 8878: a window of 2^31 bytes, one block
+    (tmp_path / "a.zst").write_bytes(frame)
+    refusal(lambda: open_source(tmp_path / "a.zst"), match=r"a\.zst: cannot be read: .*zstd -d --long=31")
+
+
+def test_latin1_is_read_as_bytes_with_a_notice(tmp_path, capsys):
+    (tmp_path / "a.txt").write_bytes("café au lait".encode("latin1"))
+    options = {"split": "100,0,0", "tokenizer": "bytes"}
+    source = CORPORA["text"].open([str(tmp_path / "a.txt")], None, tmp_path, options, 1)
+    assert [name for name, _ in CORPORA["text"].splits(source, options)] == ["train"]
+    assert "a.txt: byte 3 is not UTF-8, so it is read as bytes. If it is Latin-1, convert" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("name", ["x.txt", "x.txt.gz", "x.zip"])
 def test_a_byte_order_mark_is_removed(tmp_path, name):
     marked = b"\xef\xbb\xbfa \xef\xbb\xbf"

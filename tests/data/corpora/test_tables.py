@@ -18,6 +18,7 @@ import pytest
 
 from megasparse.data import prepare
 from megasparse.data.corpora import CORPORA, records
+from megasparse.data.corpora import source as source_module
 from megasparse.data.corpora.records import RecordSource, write_report
 from megasparse.data.corpora.source import Part
 from megasparse.data.corpora.tables import _arrow_values, parquet_texts, split_of
@@ -232,6 +233,15 @@ def test_arrow_metadata_of_gigabytes_are_not_read(tmp_path):
     (tmp_path / "a.arrow").write_bytes(struct.pack("<II", 0xFFFFFFFF, 3 << 30))
     os.truncate(tmp_path / "a.arrow", 4 << 30)
     refusal(lambda: next(_arrow_values(tmp_path / "a.arrow", "text")), match=r"a\.arrow: .* negative metadata length")
+
+
+def test_one_prompt_in_all_rows_is_read_up_to_the_limit_of_a_bomb(tmp_path, monkeypatch):
+    prompt = "the same prompt " * 1000
+    pq.write_table(pyarrow.table({"text": [prompt] * 300}), tmp_path / "a.parquet")
+    packed = (tmp_path / "a.parquet").stat().st_size
+    assert read_parquet(tmp_path) == [prompt.encode()] * 300 and 300 * len(prompt) > source_module.BOMB_RATIO * packed
+    monkeypatch.setattr(source_module, "BOMB_BYTES", 299 * len(prompt))
+    refusal(lambda: read_parquet(tmp_path), match=r"a\.parquet.*write the texts of Parquet and Arrow files to \.jsonl")
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,6 @@ from megasparse.files import LOCK_FILE, FileLock, JsonLines
 from megasparse.settings.load import build_config
 from megasparse.training.ranks import Ranks
 from megasparse.training.run import run_lock
-from megasparse.training.stopping.watchdog import HEARTBEATS, overwrite
 from tests.helpers.ranks_in_threads import run_in_threads
 from tests.helpers.run_ranks import ROOT
 from tests.helpers.trained import prepared, trained
@@ -125,7 +124,7 @@ def test_the_lock_file_is_quoted_only_if_it_is_one_line(tmp_path, text):
     assert f"(not named in {tmp_path / LOCK_FILE})" in str(refused.value)
 
 
-@pytest.mark.parametrize("name", [".lock", "config.json", "metrics.jsonl", "events.jsonl", f"{HEARTBEATS}/ranks.jsonl"])
+@pytest.mark.parametrize("name", [".lock", "config.json", "metrics.jsonl", "events.jsonl"])
 @pytest.mark.parametrize("kind", ["pipe", "link", "dangling link", "hard link"])
 def test_a_planted_link_or_pipe_is_rejected_and_nothing_written_through_it(tmp_path, name, kind):
     target, path = tmp_path / "target", tmp_path / "run" / name
@@ -135,7 +134,7 @@ def test_a_planted_link_or_pipe_is_rejected_and_nothing_written_through_it(tmp_p
     {"pipe": os.mkfifo, "hard link": partial(os.link, target)}.get(kind, partial(os.symlink, target))(path)
     with pytest.raises(UserError, match=f"^run.directory: {path} is a link or not a"):
         run_lock(tmp_path / "run", Ranks()).__enter__()
-    for write in (FileLock, lambda path: overwrite(path, b"x"), lambda path: JsonLines(path, pytest.fail).append({})):
+    for write in (FileLock, lambda path: JsonLines(path, pytest.fail).append({})):
         with pytest.raises((OSError, pytest.fail.Exception), match=r"symbolic link|not a regular file|hard link"):
             write(path)
     assert target.exists() == is_file and (not is_file or target.read_text() == "{}\n")
