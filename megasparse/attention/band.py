@@ -14,16 +14,21 @@ import torch
 from torch import Tensor
 
 from megasparse.attention.cache import Cache, CachedTokens, KeyValueCache
-from megasparse.attention.contract import Attention, AttentionContext, AttentionInputs, AttentionOutput, MechanismSpec
+from megasparse.attention.contract import (
+    Attention,
+    AttentionContext,
+    AttentionInputs,
+    AttentionOutput,
+    IndexedTokens,
+    MechanismSpec,
+)
 from megasparse.attention.sequence_part import WHOLE, SequencePart
 from megasparse.attention.sinks import DocumentRanks, cached_sinks, merge, sink_attention
 from megasparse.errors import ConfigError
-from megasparse.ops.bucketed_attention import BucketedAttentionSpec, Window
+from megasparse.ops.bucketed_attention import BucketedAttentionSpec, Codes, Window
 from megasparse.ops.bucketed_attention.blocks import QueryBlock, query_attention
 from megasparse.ops.bucketed_attention.definition import RankedTiles
 
-Codes = tuple[Tensor, Tensor | None]
-"""Buckets of queries and of keys, (B, H, R, L) each, any integer type; None if keys share the queries' codes."""
 _LAST = -1e30
 """Smaller than the log-sum-exp of any token with a visible key."""
 
@@ -151,7 +156,7 @@ class BandAttention(Attention):
         """Attend in the buckets, in the optional window, and to the sinks. See `Codes`."""
         codes = self._seen_codes(query_codes, key_codes)
         if not self.sinks and part.pair_shard is None:
-            return AttentionOutput(inputs.in_buckets(codes[0], self._spec(inputs.causal), codes[1])[0], None, {})
+            return AttentionOutput(inputs.in_buckets(codes, self._spec(inputs.causal))[0], None, {})
         parts = [self._in_buckets(inputs, *codes, part)]
         if self.sinks:
             sink_rule = {name: self.rule[name] for name in ("scale", "exclude_self")}
@@ -188,7 +193,7 @@ class BandAttention(Attention):
             keys = query_codes if key_codes is None else key_codes
             key_codes = keys.int().masked_fill(sink[:, None, None], self.buckets)
             spec = replace(spec, buckets=self.buckets + 1)
-        return without_sinks.in_buckets(query_codes, spec, key_codes)
+        return without_sinks.in_buckets((query_codes, key_codes), spec)
 
     def _spec(self, causal: bool, **settings: Any) -> BucketedAttentionSpec:
         longest = self.spec.max_length
@@ -201,15 +206,17 @@ class BandAttention(Attention):
             return query_codes, key_codes
         return with_window(query_codes), None if key_codes is None else with_window(key_codes)
 
-    def index(self, x: Tensor, inputs: AttentionInputs, context: AttentionContext) -> tuple[Tensor | None, Any]:
+    def index(self, x: Tensor, inputs: AttentionInputs, context: AttentionContext) -> IndexedTokens:
         if self.shared_qk:
-            return None, None
+            return IndexedTokens(inputs, context)
         queries, keys = self.band_codes(inputs, 0, context)
-        codes = (queries if keys is None else keys).permute(0, 3, 1, 2).flatten(2)
-        return codes.to(torch.int16 if self.buckets < 1 << 15 else torch.int32), queries
+        codes = (queries if keys is None else keys).permute(0, 3, 1, 2).flatten(2)  # (B, n, H·R)
+        dtype = torch.int16 if self.buckets < 1 << 15 else torch.int32
+        return IndexedTokens(inputs, context, codes.to(dtype), queries)
 
-    def choose(self, queries: Any, index: Tensor | None, tokens: CachedTokens) -> Tensor | None:
+    def choose(self, newest: IndexedTokens, index: Tensor | None, tokens: CachedTokens) -> Tensor | None:
         """Return the last M keys of each query's buckets, the window and the sinks, each key once."""
+        queries = newest.queries
         if queries is None or index is None:
             return None
         batch, heads, rounds, count = queries.shape

@@ -2,13 +2,14 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from megasparse.attention.contract import MechanismSpec
+from megasparse.attention.spec import MechanismSpec
+
+R = TypeVar("R")
 
 
 @dataclass
@@ -39,7 +40,7 @@ class KeyValueCache(Cache):
     v: Tensor
 
     @staticmethod
-    def empty(batch: int, spec: "MechanismSpec", capacity: int, like: Tensor) -> "KeyValueCache":
+    def empty(batch: int, spec: MechanismSpec, capacity: int, like: Tensor) -> "KeyValueCache":
         return KeyValueCache(*(like.new_zeros(batch, spec.heads, capacity, spec.head_dim) for _ in range(2)))
 
     def put(self, k: Tensor, v: Tensor, first: int = 0) -> None:
@@ -60,11 +61,11 @@ class CachedTokens:
     real: Tensor | None
     _values: dict[Any, Any] = field(default_factory=dict)
 
-    def once(self, key: Any, compute: Callable[[], Any]) -> Any:
+    def once(self, key: tuple[object, ...], compute: Callable[[], R]) -> R:
         """Return a value that several layers share, computed by the first one."""
         if key not in self._values:
             self._values[key] = compute()
-        return self._values[key]
+        return cast(R, self._values[key])
 
     @staticmethod
     def of(length: int, number: int, real: Tensor | None, device: torch.device) -> "CachedTokens":
@@ -85,7 +86,7 @@ class CachedTokens:
         """Return the tokens in each query's chunk and the previous chunk, followed by the first tokens, (B or 1, n, m),
         −1 in empty slots; and the rank of the first token of these chunks, (B or 1, n, 1).
         """
-        return cast(tuple[Tensor, Tensor], self.once(("near", chunk, sinks), lambda: self._near(chunk, sinks)))
+        return self.once(("near", chunk, sinks), lambda: self._near(chunk, sinks))
 
     def _near(self, chunk: int | None, sinks: int) -> tuple[Tensor, Tensor]:
         rank = self.rank[:, -self.number :, None]

@@ -101,7 +101,7 @@ def attend_to_all(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, drop
     if dropout is not None:
         queries, keys = (torch.arange(x.shape[2], device=x.device)[None, None, None] for x in (q, k))
         spec = ClusterAttentionSpec(causal=False, scale=q.shape[-1] ** -0.5, count_clusters=False)
-        return cluster_attention(q, k, v, queries, keys, spec, key_mask, dropout=dropout)[0]
+        return cluster_attention(q, k, v, (queries, keys), spec, key_mask, dropout=dropout)[0]
     if key_mask is None:
         return F.scaled_dot_product_attention(q, k, v)
     no_visible_key = ~key_mask.any(-1)[:, None, None, None]  # a softmax of nothing would be NaN

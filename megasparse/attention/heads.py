@@ -6,12 +6,13 @@ B batch, L length, H heads, D head dim, E width.
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import skip_init
 
+from megasparse.attention.cache import Cache
 from megasparse.attention.contract import Attention, AttentionContext, AttentionInputs, AttentionOutput, MechanismSpec
 from megasparse.attention.initial_weights import initialise
 from megasparse.attention.sequence_part import WHOLE, Edges, SequencePart
@@ -21,6 +22,9 @@ from megasparse.config.schema import ModelConfig, heads_of_layer, layers_with
 from megasparse.ops.normalize import Norm, unit_keys
 from megasparse.ops.operator import Linear, autocast_off
 from megasparse.ops.positions import Rotary
+
+LayerCache = dict[str, Cache]
+"""Caches of a layer's mechanisms by kind, and in an encoder–decoder the source's keys and values, "cross"."""
 
 
 def build_mechanism(kind: str, model: ModelConfig, heads: int) -> Attention:
@@ -116,7 +120,9 @@ class AttentionLayer(nn.Module):
         if seed is not None:
             initialise(self, config, seed)
 
-    def forward(self, x: Tensor, context: AttentionContext, padding: Padding, cache: Any = None) -> AttentionOutput:
+    def forward(
+        self, x: Tensor, context: AttentionContext, padding: Padding, cache: LayerCache | None = None
+    ) -> AttentionOutput:
         """Run the layer on a whole sequence.
 
         Args:
@@ -144,7 +150,7 @@ class AttentionLayer(nn.Module):
             statistics |= {f"{kind}/{name}": value for name, value in output.statistics.items()}
         return AttentionOutput(self._merge(outs), auxiliary, statistics)
 
-    def new_cache(self, batch: int, rounds: int | None, part: SequencePart = WHOLE) -> dict[str, Any]:
+    def new_cache(self, batch: int, rounds: int | None, part: SequencePart = WHOLE) -> LayerCache:
         """Return an empty cache for each mechanism. part: see `Attention.new_cache`."""
         like = self.query.weight
         parts = {kind: self.mechanism(kind).part_of(part, heads) for kind, heads in self.split.items()}
@@ -154,7 +160,7 @@ class AttentionLayer(nn.Module):
         return cast(Attention, self.mechanisms[kind])
 
     def decode(
-        self, x: Tensor, cache: dict[str, Any], position: int, context: AttentionContext, padding: Padding
+        self, x: Tensor, cache: LayerCache, position: int, context: AttentionContext, padding: Padding
     ) -> Tensor:
         """Run the layer on one new token. x: (B, 1, E), the token at `position`. padding.part must match the caches.
         Returns (B, 1, E).

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megasparse.attention.band import BandAttention, BandCache, Codes, check_band
+from megasparse.attention.band import BandAttention, BandCache, check_band
 from megasparse.attention.contract import AttentionContext, AttentionInputs, AttentionOutput, Buckets, MechanismSpec
 from megasparse.attention.flops import Flops
 from megasparse.config.attention import MechanismSection, mechanism
@@ -18,7 +18,7 @@ from megasparse.config.messages import show
 from megasparse.config.schema import ModelConfig, heads_of_layer
 from megasparse.config.section import Count, Positive
 from megasparse.errors import ConfigError
-from megasparse.ops.bucketed_attention import Window
+from megasparse.ops.bucketed_attention import Codes, Window
 from megasparse.ops.hashing import angular_hash, code_gap
 from megasparse.ops.random import rotations
 

@@ -141,7 +141,7 @@ class NGramAttention(Attention):
             return inputs._replace(k=k, v=v, dropout=dropout).in_buckets(of_all, replace(self.moved, pair_shard=shard))
         # A real token may be followed by padding, so keys need separate buckets.
         keys = _following(codes[:, None], inputs, self.buckets)[:, None]
-        return inputs.in_buckets(of_all, replace(self.far, pair_shard=shard), keys)
+        return inputs.in_buckets((of_all, keys), replace(self.far, pair_shard=shard))
 
     def selection_gap(self, inputs: AttentionInputs, context: AttentionContext) -> float:
         return math.inf

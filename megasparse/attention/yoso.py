@@ -5,7 +5,7 @@ B batch, H heads, L length, D head dim, m hashes, τ code bits, S kernel size.
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -60,7 +60,7 @@ class YOSOAttentionConfig(MechanismSection):
 
     @model_validator(mode="before")
     @classmethod
-    def _no_softmax(cls, values: Any) -> Any:
+    def _no_softmax(cls, values: object) -> object:
         extra = [key for key in ("local", "sinks") if isinstance(values, dict) and key in values]
         if extra:
             raise ValueError(
@@ -130,11 +130,11 @@ class YOSOAttention(Attention):
         q, k, v, mask = unit_vectors(inputs.q), unit_vectors(inputs.k), inputs.v, inputs.key_mask
         spec = HashTableAttentionSpec(self.code_bits, inputs.causal, self.config.chunk)
         if self.config.expectation:
-            out, matches = expected_attention(q, k, v, spec, mask, mask, inputs.segments)
+            out, matches = expected_attention(q, k, v, spec, mask, inputs.segments)
         else:
             hashes = self.rounds(context.rng)
             codes = self.codes(q, hashes, context), self.codes(k, hashes, context)
-            out, matches = hash_table_attention(q, k, v, *codes, spec, mask, mask, inputs.segments)
+            out, matches = hash_table_attention(q, k, v, *codes, spec, mask, inputs.segments)
         out = unit_vectors(out, inputs.q.dtype if self.convolution is None else None)
         if self.convolution is not None:
             out = out + self.convolution(inputs.v, mask, inputs.segments, inputs.causal, context.part)

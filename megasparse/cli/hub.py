@@ -9,7 +9,7 @@ from megasparse.config.files import parse_json
 from megasparse.errors import ConfigError, whole
 
 ARCHITECTURES = ("bert", "gpt2", "llama", "megasparse", "mistral", "qwen2", "qwen3", "reformer", "roberta", "yoso")
-"""Keys of `hub.formats.FORMATS`, whose import takes seconds."""
+"""Keys of `hub.architectures.FORMATS`, whose import takes seconds."""
 
 
 def quiet_transformers() -> None:

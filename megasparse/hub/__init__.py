@@ -6,14 +6,12 @@ replace_attention(bert, {"kind": "lha"}) changes a Hugging Face model in place, 
 save_replaced saves it, and load_replaced loads it. transformers itself is not changed.
 """
 
-import functools
 import importlib
 import importlib.util
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megasparse.errors import HubError, report_line
+from megasparse.hub.versions import require_transformers
 
 if TYPE_CHECKING:
     from megasparse.model.build import Model
@@ -28,39 +26,11 @@ _PLACES = {
 """Module of each name."""
 
 
-TESTED_TRANSFORMERS = "5.23.0", "5.24.0"
-"""Versions of transformers with which replaced and exported models were tested."""
-
-
 def __getattr__(name: str) -> Any:
     """Import a name on first use, because only these need transformers."""
     if name not in _PLACES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f"megasparse.hub.{_PLACES[name]}"), name)
-
-
-def require_transformers() -> None:
-    """Raise HubError if transformers is missing, or lacks the caches of the required version. Print one line if it is a
-    version that was not tested.
-    """
-    import torch
-
-    if not torch.cuda.is_available():
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else deepspeed, imported by transformers, prints a warning
-    requirement = f"transformers>={TESTED_TRANSFORMERS[0]},<={TESTED_TRANSFORMERS[-1]}"
-    try:
-        import transformers
-        from transformers.cache_utils import DynamicIndexedLayer  # noqa: F401
-    except ImportError:
-        problem = "is not installed" if importlib.util.find_spec("transformers") is None else "has another version"
-        raise HubError("transformers", problem, f'Install it: pip install "{requirement}"') from None
-    _report_untested(transformers.__version__, requirement)
-
-
-@functools.cache  # so that the line is printed once
-def _report_untested(version: str, requirement: str) -> None:
-    if version not in TESTED_TRANSFORMERS:
-        report_line("transformers", f"{version} is not tested with megasparse. Tested: {requirement}")
 
 
 def from_pretrained(name: str | Path) -> "Model":

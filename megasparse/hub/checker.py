@@ -19,9 +19,9 @@ from transformers import AutoTokenizer
 from megasparse.config.files import parse_json
 from megasparse.errors import HubError, one_line
 from megasparse.files import read_file
-from megasparse.hub.formats import hf_class
+from megasparse.hub.architectures import hf_class
+from megasparse.hub.replace import load_whole
 from megasparse.hub.replaced_layer import cache_name
-from megasparse.hub.tensor_file import load_whole
 
 TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 """Largest relative difference of a passed check, by the dtype of the weights. Logits are compared in fp32."""

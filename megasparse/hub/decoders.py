@@ -25,10 +25,10 @@ from megasparse.hub.formats import (
     read_configuration,
     readers,
     sizes_of,
+    unfilled,
     use_tied,
     weights_of,
 )
-from megasparse.hub.megasparse_format import unfilled
 from megasparse.hub.replace import ENTRY, entry_of, mechanisms, replacement
 from megasparse.hub.tensor_file import BUFFERS, TensorFile
 from megasparse.hub.tokenizer_files import GENERATION, SPECIAL, chat_files

@@ -1,13 +1,11 @@
 """Export of a checkpoint to a folder that Hugging Face classes load, with its model card. V vocabulary."""
 
 import json
-from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from megasparse import __version__
@@ -15,28 +13,24 @@ from megasparse.config.schema import Config, ModelConfig, encoder_part, kinds
 from megasparse.data.tokenizers import NAMED, build_tokenizer
 from megasparse.errors import HubError
 from megasparse.files import read_file
+from megasparse.hub.architectures import format_named, hf_class
 from megasparse.hub.formats import (
     TASKS,
     TOLERANCE,
     Exported,
     compared_length,
     disagreement,
-    format_named,
-    hf_class,
     our_logits,
     padded,
+    unfilled,
 )
 from megasparse.hub.importing import fill, identity
-from megasparse.hub.megasparse_format import unfilled
-from megasparse.hub.tensor_file import ADAPTER, INDEX, WEIGHTS, appearing, refuse_existing
+from megasparse.hub.tensor_file import appearing, refuse_existing, write_tensors
 from megasparse.hub.tokenizer_files import FILE, Files
 from megasparse.model.build import build_model, empty_model
 from megasparse.model.decoder import Causal
 from megasparse.training.checkpoints.checkpoint import Checkpoint, open_newest
 from megasparse.training.checkpoints.manifest import NO_DATA
-
-SHARD_BYTES = 5_000_000_000
-"""Largest file of tensors, unless one tensor is larger. As many bytes are in memory while a file is written."""
 
 COMPARED = 3, 2
 """Number of texts, and of sequences per text, on which both models are compared."""
@@ -52,7 +46,7 @@ def to_hf(
     Args:
         checkpoint: A checkpoint's folder, or a run's (its newest checkpoint), of any number of ranks and ZeRO stage.
         output: Folder to write; it must not exist.
-        to: Architecture, one of `formats.FORMATS`.
+        to: Architecture, one of `architectures.FORMATS`.
         evaluation: Result of `megasparse evaluate` for the model card; by default the ones in the run's folder.
 
     Returns:
@@ -104,40 +98,6 @@ def to_hf(
             problem = f"not written: the two models' logits differ by {difference:.2g} (over {TOLERANCE})"
             raise HubError(output, problem, "Please report this with the run's configuration")
     return output
-
-
-def write_tensors(tensors: Iterable[tuple[str, Tensor]], folder: Path) -> None:
-    """Write model.safetensors, or several files and their index if it would be larger than SHARD_BYTES, and ADAPTER."""
-    shards: list[list[str]] = []
-    total, size, shard, replaced = 0, 0, dict[str, Tensor](), dict[str, Tensor]()
-
-    def write() -> None:
-        shards.append(list(shard))
-        save_file(shard, folder / f"{len(shards)}.safetensors", metadata={"format": "pt"})
-        shard.clear()
-
-    for name, tensor in tensors:
-        if ".megasparse." in name:
-            replaced[name.partition(".")[2]] = tensor.contiguous()  # named as in the base model
-            continue
-        if shard and size + tensor.nbytes > SHARD_BYTES:
-            write()
-            size = 0
-        shard[name] = tensor.contiguous()
-        size, total = size + tensor.nbytes, total + tensor.nbytes
-    write()
-    if replaced:
-        save_file(replaced, folder / ADAPTER, metadata={"format": "pt"})
-    if len(shards) == 1:
-        (folder / "1.safetensors").rename(folder / WEIGHTS)
-        return
-    files: dict[str, str] = {}
-    for number, names in enumerate(shards, 1):
-        file = f"model-{number:05}-of-{len(shards):05}.safetensors"
-        (folder / f"{number}.safetensors").rename(folder / file)
-        files |= {name: file for name in names}
-    index = {"metadata": {"total_size": total}, "weight_map": files}
-    (folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def text_tokens(model: ModelConfig) -> list[Tensor]:

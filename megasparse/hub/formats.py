@@ -2,7 +2,6 @@
 comparison of both models on the same tokens. B batch, L length, S length of a source, V vocabulary.
 """
 
-import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -10,7 +9,7 @@ from functools import partial
 from itertools import groupby
 from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -19,13 +18,14 @@ from torch import Tensor
 
 from megasparse.attention.heads import Padding
 from megasparse.config.schema import Config, ModelConfig, heads_of_layer
-from megasparse.errors import ConfigError, HubError, did_you_mean
+from megasparse.errors import HubError
 from megasparse.hub.tensor_file import TensorFile
-from megasparse.model.build import Model
+from megasparse.model.build import Model, empty_model
 from megasparse.model.decoder import Causal, EncoderDecoder
 from megasparse.model.stack import padding_of
 from megasparse.ops.random import RngContext
 from megasparse.settings.checks import check_model
+from megasparse.training.checkpoints.checkpoint import persistent_buffers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -108,13 +108,6 @@ class Format(ABC):
 
 DECODERS = ("gpt2", "llama", "mistral", "qwen2", "qwen3")
 
-FORMATS = {
-    **dict.fromkeys(("bert", "roberta", "yoso"), "megasparse.hub.bert"),
-    **dict.fromkeys(DECODERS, "megasparse.hub.decoders"),
-    "megasparse": "megasparse.hub.megasparse_format",
-    "reformer": "megasparse.hub.reformer",
-}
-"""Module of each format, with its FORMAT; imported lazily, because some need transformers."""
 TASKS = {"decoder": "ForCausalLM", "encoder": "ForMaskedLM", "encoder_decoder": "ForSeq2SeqLM"}
 """Suffix of Hugging Face's class names, by kind of model."""
 PARTS = (
@@ -123,23 +116,6 @@ PARTS = (
 )  # fmt: skip
 """Keys of `model` for which Hugging Face's encoders and Reformers support only the default value."""
 OWN_CONFIG = "Use a model with its original config.json"
-
-
-def format_named(name: str) -> Format:
-    """Return the format of this name. Raises ConfigError if it is unknown."""
-    if name not in FORMATS:
-        raise ConfigError("format", f'unknown format "{name}"', did_you_mean(name, FORMATS))
-    module = importlib.import_module(FORMATS[name]).FORMAT
-    return cast(Format, module[name] if isinstance(module, dict) else module)
-
-
-def hf_class(name: str) -> Any:
-    """Return a class of transformers, or megasparse's class with the same interface."""
-    if name.startswith("Megasparse"):
-        from megasparse.hub import modelling as classes
-    else:
-        import transformers as classes  # type: ignore[no-redef]
-    return getattr(classes, name)
 
 
 # Configurations
@@ -218,6 +194,18 @@ def model_of(section: dict[str, Any], path: Path) -> ModelConfig:
 # Weights
 
 
+def shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of all parameters and learned buffers of a model, by megasparse's name."""
+    model = unfilled(config)
+    return {name: tuple(x.shape) for name, x in {**dict(model.named_parameters()), **persistent_buffers(model)}.items()}
+
+
+def unfilled(config: ModelConfig) -> Any:
+    """Build a model on the meta device, without memory."""
+    with torch.device("meta"):
+        return empty_model(config)
+
+
 class Weight(NamedTuple):
     """A parameter of Hugging Face's model, and the megasparse parameters that it concatenates."""
 
@@ -257,8 +245,6 @@ def weights_of(table: str, model: ModelConfig) -> list[Weight]:
     a `T` at the end means that Hugging Face's is transposed. `.*`, `_*` and `~`, with `.*` in the second name, are both
     a weight and its bias. Two prefixes ending in a dot mean all names with the first one.
     """
-    from megasparse.hub.megasparse_format import shapes
-
     sizes, weights = shapes(model), []
     for in_layers, lines in groupby(filter(None, map(str.strip, table.splitlines())), lambda line: "{}" in line):
         rows = [row for line in lines for row in _rows(line)]

@@ -20,6 +20,7 @@ import torch
 
 from megasparse.errors import HubError, one_line, report_line
 from megasparse.files import open_file
+from megasparse.hub.tensor_file import write_tensors
 from megasparse.ops.positions import LLAMA3_TURNS
 
 MAGIC, VERSIONS = b"GGUF", (2, 3)
@@ -130,8 +131,6 @@ def unpack_gguf(path: Path) -> TemporaryDirectory[str]:
     if find_spec("gguf") is None:
         raise HubError("gguf", "is not installed; it reads GGUF files", "Install it: pip install gguf")
     import transformers
-
-    from megasparse.hub.export import write_tensors
 
     source = {"gguf_file": path.name, "local_files_only": True}
     try:

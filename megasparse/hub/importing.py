@@ -20,23 +20,23 @@ from megasparse.config.schema import Config, ModelConfig, SourceConfig
 from megasparse.data.tokenizers import build_tokenizer
 from megasparse.errors import ConfigError, HubError, did_you_mean
 from megasparse.files import read_file
-from megasparse.hub import require_transformers
+from megasparse.hub.architectures import FORMATS, format_named, hf_class
 from megasparse.hub.formats import (
     DECODERS,
-    FORMATS,
     TASKS,
     Format,
     compared_length,
     disagreement,
-    format_named,
-    hf_class,
     our_logits,
     padded,
+    shapes,
+    unfilled,
 )
 from megasparse.hub.gguf_file import unpack_gguf
-from megasparse.hub.megasparse_format import shapes, unfilled
-from megasparse.hub.tensor_file import TensorFile, appearing, load_whole
+from megasparse.hub.replace import load_whole
+from megasparse.hub.tensor_file import TensorFile, appearing
 from megasparse.hub.tokenizer_files import FILE, GENERATION, SPECIAL, Files, companion_files, found_tokenizer
+from megasparse.hub.versions import require_transformers
 from megasparse.model.adapters import add_adapters
 from megasparse.model.build import Model, build_model, deferred_model, empty_model, initial_weight
 from megasparse.settings.load import build_config

@@ -12,12 +12,10 @@ from torch import Tensor
 from megasparse.config.schema import Config, ModelConfig
 from megasparse.data.tokenizers import build_tokenizer
 from megasparse.errors import HubError
-from megasparse.hub.formats import TASKS, Exported, Format, Imported, sides
+from megasparse.hub.formats import TASKS, Exported, Format, Imported, shapes, sides, unfilled
 from megasparse.hub.tensor_file import TensorFile
 from megasparse.hub.tokenizer_files import GENERATION, chat_files, own_name, separator
-from megasparse.model.build import empty_model
 from megasparse.settings.checks import check_model
-from megasparse.training.checkpoints.checkpoint import persistent_buffers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -133,18 +131,6 @@ def generation(config: Config) -> dict[str, Any]:
     if config.model.source is None:
         return {"use_cache": cached}
     return {"use_cache": cached, "max_length": config.model.max_length + 1, "num_beams": 1, **special_tokens(config)}
-
-
-def shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of all parameters and learned buffers of a model, by megasparse's name."""
-    model = unfilled(config)
-    return {name: tuple(x.shape) for name, x in {**dict(model.named_parameters()), **persistent_buffers(model)}.items()}
-
-
-def unfilled(config: ModelConfig) -> Any:
-    """Build a model on the meta device, without memory."""
-    with torch.device("meta"):
-        return empty_model(config)
 
 
 FORMAT = MegasparseFormat()

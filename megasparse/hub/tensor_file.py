@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from megasparse.errors import HubError, one_line
@@ -32,6 +33,8 @@ BUFFERS = (
     "position_ids", "token_type_ids", "mask_value_float16", "mask_value_float32",
 )  # fmt: skip
 """Suffixes of constants that old files contain next to the weights."""
+SHARD_BYTES = 5_000_000_000
+"""Largest file of tensors, unless one tensor is larger. As many bytes are in memory while a file is written."""
 _AGAIN = "Copy or download it again"
 _COMPLETE = "Use a complete model with its original config.json"
 
@@ -120,8 +123,9 @@ class TensorFile:
             raise HubError(self.path, problem, "Use a model with its original config.json")
 
 
-def load_whole(loader: Any, folder: str | Path, new_head: bool = False, **settings: Any) -> Any:
-    """Load the model of a folder by a class of transformers, or of megasparse with the same interface.
+def load_stored(loader: Any, folder: str | Path, new_head: bool = False, **settings: Any) -> Any:
+    """Load the model of a folder by a class of transformers, or of megasparse with the same interface, without the
+    replacement of its attention.
 
     transformers completes a folder that lacks weights with random ones, and ignores tensors that it does not know.
 
@@ -168,9 +172,6 @@ def load_whole(loader: Any, folder: str | Path, new_head: bool = False, **settin
     if unknown := sorted(name for name in info["unexpected_keys"] if not known(name)):
         hint = "Use a model of the architecture in its config.json"
         raise HubError(folder, f"contains a tensor {unknown[0]}, unknown to its architecture", hint)
-    from megasparse.hub.replace import restore_attention
-
-    restore_attention(model, folder)
     return model
 
 
@@ -261,3 +262,37 @@ def appearing(output: Path) -> Iterator[Path]:
         raise HubError(output, problem, "Free some space, or choose another folder") from None
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def write_tensors(tensors: Iterable[tuple[str, Tensor]], folder: Path) -> None:
+    """Write model.safetensors, or several files and their index if it would be larger than SHARD_BYTES, and ADAPTER."""
+    shards: list[list[str]] = []
+    total, size, shard, replaced = 0, 0, dict[str, Tensor](), dict[str, Tensor]()
+
+    def write() -> None:
+        shards.append(list(shard))
+        save_file(shard, folder / f"{len(shards)}.safetensors", metadata={"format": "pt"})
+        shard.clear()
+
+    for name, tensor in tensors:
+        if ".megasparse." in name:
+            replaced[name.partition(".")[2]] = tensor.contiguous()  # named as in the base model
+            continue
+        if shard and size + tensor.nbytes > SHARD_BYTES:
+            write()
+            size = 0
+        shard[name] = tensor.contiguous()
+        size, total = size + tensor.nbytes, total + tensor.nbytes
+    write()
+    if replaced:
+        save_file(replaced, folder / ADAPTER, metadata={"format": "pt"})
+    if len(shards) == 1:
+        (folder / "1.safetensors").rename(folder / WEIGHTS)
+        return
+    files: dict[str, str] = {}
+    for number, names in enumerate(shards, 1):
+        file = f"model-{number:05}-of-{len(shards):05}.safetensors"
+        (folder / f"{number}.safetensors").rename(folder / file)
+        files |= {name: file for name in names}
+    index = {"metadata": {"total_size": total}, "weight_map": files}
+    (folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")

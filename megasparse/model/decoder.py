@@ -5,7 +5,6 @@ B batch, L length, S source length, T target length, E d_model, V vocabulary.
 """
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +13,7 @@ from torch.distributed import ProcessGroup
 
 from megasparse.attention.contract import Targets
 from megasparse.attention.cross import EncoderOutput
-from megasparse.attention.heads import Padding
+from megasparse.attention.heads import LayerCache, Padding
 from megasparse.attention.sequence_part import WHOLE, DecodingPart, SequencePart
 from megasparse.config.schema import ModelConfig, encoder_part
 from megasparse.model.branch import Pass, Streams, mean_stream
@@ -29,7 +28,7 @@ class DecodingCache:
     of the heads, and the tokens that the next n-gram embedding needs, (B, n − 1).
     """
 
-    layers: list[Any]
+    layers: list[LayerCache]
     position: int
     rng: RngContext
     part: SequencePart = WHOLE
@@ -85,7 +84,7 @@ class Causal(Transformer):
     @torch.no_grad()
     def prefill(self, tokens: Tensor, cache: DecodingCache) -> Tensor:
         """Prefill an empty cache with a prompt (B, n), n >= 0. Returns the logits (B, V) of token n."""
-        return self.head(self.fill(tokens, cache), None)
+        return self.logits(tuple(x[:, -1] for x in self.fill(tokens, cache)))  # (B, V)
 
     def fill(self, tokens: Tensor, cache: DecodingCache) -> Streams:
         """Prefill an empty cache with a prompt (B, n). Returns the streams of n + 1 positions."""
@@ -104,9 +103,9 @@ class Causal(Transformer):
         initial = streams = self._enter(token[:, None], cache.position, cache.rng, codes)
         run = Pass(cache.rng, Padding(part=cache.part), tokens=token[:, None])
         for block, layer in zip(self.layers, cache.layers, strict=True):
-            _, *streams = block(run, layer, None, *streams, position=cache.position)
+            streams = block.decode(run, layer, cache.position, streams)
         cache.position += 1
-        return self.head(self._leave(streams, initial), None)
+        return self.logits(tuple(x[:, 0] for x in self._leave(streams, initial)))  # (B, V)
 
     def _empty_cache(self, rng: RngContext, part: SequencePart = WHOLE) -> DecodingCache:
         layers = [block.attention.attention.new_cache(len(rng.samples), rng.rounds, part) for block in self.layers]

@@ -218,7 +218,7 @@ def _blocks(
 
 
 @lru_cache(maxsize=64)
-def _firsts(batch: int, shares: int, steps: tuple[int, int, int], lists: tuple[int, int, int]) -> Any:
+def _firsts(batch: int, shares: int, steps: tuple[int, int, int], lists: tuple[int, int, int]) -> np.ndarray:
     """Return the first line and the first query's list of each sequence and share, an array (2, B·S). steps: lines of a
     sequence and of a key head, and G. lists: sizes of the index's first dimensions.
     """

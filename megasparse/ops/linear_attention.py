@@ -105,7 +105,9 @@ class _Scan(Function):
     """Scan (state, out) = step(state, *pieces) over pieces of the inputs; the backward recomputes each piece."""
 
     @staticmethod
-    def forward(ctx: Any, step: Callable[..., tuple[State, Tensor]], tile: int, count: int, *tensors: Tensor) -> Any:
+    def forward(
+        ctx: Any, step: Callable[..., tuple[State, Tensor]], tile: int, count: int, *tensors: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
         inputs, state = tensors[:count], State(*tensors[count:])
         starts: list[Tensor] = []
         outs = []

@@ -208,8 +208,8 @@ def _transformer(config: FinetuneConfig, folder: Path, labels: int) -> tuple[Bac
     from transformers import AutoModel
     from transformers.utils.logging import disable_progress_bar
 
-    from megasparse.hub.replace import ENCODERS, ENTRY, extend_positions, positions, replace_attention
-    from megasparse.hub.tensor_file import TensorFile, load_whole
+    from megasparse.hub.replace import ENCODERS, ENTRY, extend_positions, load_whole, positions, replace_attention
+    from megasparse.hub.tensor_file import TensorFile
 
     disable_progress_bar()
     attention, longest = config.start.attention, config.task.max_length

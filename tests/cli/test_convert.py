@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from launch import evaluate, pretrain
 from megasparse.cli.hub import ARCHITECTURES
 from megasparse.cli.main import door
-from megasparse.hub.formats import FORMATS
+from megasparse.hub.architectures import FORMATS
 from megasparse.training.checkpoints.checkpoint import Checkpoint
 from tests.helpers.commands import refused, run
 from tests.helpers.hub import checkpoint, decoder

@@ -20,8 +20,10 @@ from transformers import (
 from megasparse.attention.heads import Padding
 from megasparse.config.schema import Config
 from megasparse.errors import ConfigError, HubError
-from megasparse.hub.formats import difference, format_named, our_logits
-from megasparse.hub.tensor_file import TensorFile, load_whole
+from megasparse.hub.architectures import format_named
+from megasparse.hub.formats import difference, our_logits
+from megasparse.hub.replace import load_whole
+from megasparse.hub.tensor_file import TensorFile
 from megasparse.model.build import build_model
 from megasparse.ops.random import RngContext
 from megasparse.settings.load import build_config

@@ -14,8 +14,8 @@ from megasparse.errors import ConfigError, HubError
 from megasparse.evaluation.generate import BeamSettings, Sampling, end_tokens, generate, search
 from megasparse.evaluation.texts import Request, texts
 from megasparse.hub import from_pretrained
+from megasparse.hub.architectures import format_named
 from megasparse.hub.checker import load_model
-from megasparse.hub.formats import format_named
 from megasparse.hub.importing import HFModel
 from megasparse.hub.replace import load_plain, load_replaced, replace_attention, save_replaced
 from megasparse.hub.tensor_file import QUANTISED

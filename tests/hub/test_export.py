@@ -7,7 +7,7 @@ from transformers import ReformerModelWithLMHead, YosoForMaskedLM
 from megasparse import hub
 from megasparse.config.attention import MECHANISMS
 from megasparse.errors import CheckpointError, ConfigError, HubError
-from megasparse.hub import export
+from megasparse.hub import export, tensor_file
 from megasparse.hub.export import text_tokens, to_hf
 from megasparse.hub.formats import our_logits
 from megasparse.hub.importing import write_checkpoint
@@ -64,7 +64,7 @@ def test_an_exported_model_is_imported_bit_identically(tmp_path, config):
 
 
 def test_large_models_are_written_in_shards(tmp_path, monkeypatch):
-    monkeypatch.setattr(export, "SHARD_BYTES", 20_000)
+    monkeypatch.setattr(tensor_file, "SHARD_BYTES", 20_000)
     model, path = checkpoint(decoder("local"), tmp_path / "run")
     folder = to_hf(path, tmp_path / "out")
     shards = sorted(file.name for file in folder.glob("*.safetensors"))

@@ -10,7 +10,7 @@ from transformers import BertConfig, BertForMaskedLM
 from megasparse.attention.heads import Padding
 from megasparse.config.schema import Config
 from megasparse.errors import ConfigError
-from megasparse.hub.formats import format_named
+from megasparse.hub.architectures import format_named
 from megasparse.model.block import FeedForward
 from megasparse.model.build import build_model, empty_model
 from megasparse.ops.random import RngContext

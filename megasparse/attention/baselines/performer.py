@@ -5,6 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
+from megasparse.attention.cache import Cache
 from megasparse.attention.contract import Attention, AttentionContext, AttentionInputs, AttentionOutput, MechanismSpec
 from megasparse.attention.documents import attend_each
 from megasparse.attention.flops import Flops, product
@@ -15,7 +16,7 @@ from megasparse.ops.linear_attention import State, causal_linear_attention, line
 
 
 @dataclass
-class PerformerCache:
+class PerformerCache(Cache):
     """Running sums, of constant size, and the projection (H, F, D); None before the first token."""
 
     state: State | None = None

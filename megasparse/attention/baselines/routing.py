@@ -12,13 +12,14 @@ from torch import Tensor
 
 from megasparse.attention.band import BandAttention, check_band
 from megasparse.attention.contract import AttentionContext, AttentionInputs, AttentionOutput, MechanismSpec
-from megasparse.attention.documents import ClusterIndices, Document, attend_in_clusters, clusters_by_document
+from megasparse.attention.documents import Document, attend_in_clusters, clusters_by_document
 from megasparse.attention.flops import Flops
 from megasparse.attention.lha_hash import HashInputs, bucket_codes
 from megasparse.config.attention import MechanismSection, mechanism
 from megasparse.config.schema import ModelConfig
 from megasparse.config.section import Count, Positive, Rate
 from megasparse.ops.bucketed_attention import Window
+from megasparse.ops.cluster_attention import ClusterIndices
 from megasparse.ops.operator import at_least_fp32
 from megasparse.ops.random import derive, normal
 

@@ -422,8 +422,10 @@ class KeyRuns(NamedTuple):
     hidden: Tensor | None = None
 
     def take(self, index: Tensor | slice) -> "KeyRuns":
-        queries, row, start, end = (x[index] for x in (self.queries, self.row, self.start, self.end))
-        return KeyRuns(queries, None if self.real is None else self.real[index], row, start, end, self.run, self.hidden)
+        real = None if self.real is None else self.real[index]
+        return self._replace(
+            queries=self.queries[index], real=real, row=self.row[index], start=self.start[index], end=self.end[index]
+        )
 
 
 class RangeRound:
@@ -582,13 +584,15 @@ class RangeBlock(TileBlock):
             hidden.copy_(self.same_hidden)
         else:
             index = self.index.to(round_.dtype).unsqueeze(1)
-            low, high = (_at(x, self.query_tokens).unsqueeze(-1) for x in (round_.low, round_.high))
+            low = _at(round_.low, self.query_tokens).unsqueeze(-1)  # (n, T, 1)
+            high = _at(round_.high, self.query_tokens).unsqueeze(-1)
             torch.lt(index, low, out=hidden).add_(torch.ge(index, high, out=above))
             if round_.spec.exclude_self:
                 hidden += torch.eq(self.key_tokens.unsqueeze(1), self.query_tokens.unsqueeze(2), out=above)
-        for places, low, high in round_.earlier:
-            index = _at(places, self.key_tokens).unsqueeze(1)
-            low, high = (_at(x, self.query_tokens).unsqueeze(-1) for x in (low, high))
+        for places, low_of_token, high_of_token in round_.earlier:
+            index = _at(places, self.key_tokens).unsqueeze(1)  # (n, 1, K)
+            low = _at(low_of_token, self.query_tokens).unsqueeze(-1)
+            high = _at(high_of_token, self.query_tokens).unsqueeze(-1)
             hidden.addcmul_(torch.ge(index, low, out=above), torch.lt(index, high, out=below))
         return hidden
 
