@@ -23,7 +23,7 @@ from megasparse.training.checkpoints.manifest import find_newest
 SHARDS = Path("data/quickstart")
 SMALL = ("training.steps=250", "evaluation.every=125", "checkpoint.every=125", "run.directory=runs/quickstart_small")
 """Settings that show all steps in two minutes; the model learns little."""
-SMALL_WINDOWS, WINDOW = 4, 16384
+SMALL_WINDOWS, WINDOW = 1, 65536
 """Held-out windows that are then scored and compressed, and their length in the configuration."""
 ROWS = {
     "gzip -9": "gzip_", "bzip2 -9": "bzip2_", "xz -9": "xz_", "xz -9, after the training": "primed_xz_",
