@@ -74,7 +74,7 @@ MOST_KEYS = 1 << 16  # pydantic collects an error for each unknown key
 def strict_json(text: str) -> Any:
     """Return the value of a JSON text.
 
-    Raises ValueError for what Python's parser accepts too: repeated keys, NaN, infinities, more than MOST_KEYS keys.
+    Raises ValueError also for repeated keys, NaN, infinities, and more than MOST_KEYS keys, which Python accepts.
     """
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -14,16 +14,21 @@ import torch
 from torch import Tensor
 
 from megasparse.attention.cache import Cache, CachedTokens, KeyValueCache
-from megasparse.attention.contract import Attention, AttentionContext, AttentionInputs, AttentionOutput, MechanismSpec
+from megasparse.attention.contract import (
+    Attention,
+    AttentionContext,
+    AttentionInputs,
+    AttentionOutput,
+    IndexedTokens,
+    MechanismSpec,
+)
 from megasparse.attention.sequence_part import WHOLE, SequencePart
 from megasparse.attention.sinks import DocumentRanks, cached_sinks, merge, sink_attention
 from megasparse.errors import ConfigError
-from megasparse.ops.bucketed_attention import BucketedAttentionSpec, Window
+from megasparse.ops.bucketed_attention import BucketedAttentionSpec, Codes, Window
 from megasparse.ops.bucketed_attention.blocks import QueryBlock, query_attention
 from megasparse.ops.bucketed_attention.definition import RankedTiles
 
-Codes = tuple[Tensor, Tensor | None]
-"""Buckets of queries and of keys, (B, H, R, L) each, any integer type; None if keys share the queries' codes."""
 _LAST = -1e30
 """Smaller than the log-sum-exp of any token with a visible key."""
 
@@ -58,7 +63,8 @@ class BandCache(Cache):
         batch: int, spec: MechanismSpec, rounds: int, buckets: int, chunk: int, like: Tensor, heads: int | None = None
     ) -> "BandCache":
         """Return a cache for `batch` sequences, on the device of `like`. heads: heads with codes; None for all."""
-        shape, capacity = (batch, heads or spec.heads, rounds), spec.max_length
+        shape = (batch, heads or spec.heads, rounds)
+        capacity = spec.max_length
         sizes = ((capacity,), (capacity,), (buckets, chunk), (buckets,))
         numbers = (torch.zeros(*shape, *size, dtype=torch.int64, device=like.device) for size in sizes)
         return BandCache(KeyValueCache.empty(batch, spec, capacity, like), *numbers)
@@ -66,7 +72,8 @@ class BandCache(Cache):
     def fill(self, inputs: AttentionInputs, query_codes: Tensor, key_codes: Tensor | None) -> None:
         """Prefill an empty cache with a prompt. See `Codes`."""
         codes = (query_codes if key_codes is None else key_codes).to(torch.int64)
-        length, chunk = codes.shape[-1], self.last.shape[-1]
+        length = codes.shape[-1]
+        chunk = self.last.shape[-1]
         self.tokens.put(inputs.k, inputs.v)
         self.size.scatter_add_(-1, codes, torch.ones_like(codes))
         order = codes.argsort(dim=-1, stable=True)
@@ -80,7 +87,8 @@ class BandCache(Cache):
         # Scatter does not support masks: redirect overwritten tokens to the newest token's slot, with the newest
         # token's value.
         token = torch.arange(length, device=codes.device).expand_as(codes)
-        newest_slot, newest = slot[..., -1:], token[..., -1:]
+        newest_slot = slot[..., -1:]
+        newest = token[..., -1:]
         self.last.flatten(-2).scatter_(-1, torch.where(recent, slot, newest_slot), torch.where(recent, token, newest))
 
     def append(self, inputs: AttentionInputs, code: Tensor, position: int) -> None:
@@ -111,14 +119,16 @@ class BandCache(Cache):
         row = torch.arange(q.shape[0] * q.shape[1], device=q.device)
         shared = row // (len(row) // len(codes))  # row of `codes` for each query
         code, rank = (x.flatten(0, 1).squeeze(-1).index_select(0, shared) for x in (code, rank))  # (B·H, R)
-        tiles, chunk = RankedTiles.of(spec, self.tokens.k.shape[2]), spec.window.chunk
+        tiles = RankedTiles.of(spec, self.tokens.k.shape[2])
+        chunk = spec.window.chunk
         first = tiles.start(rank)
         kinds = tiles.kind(first)
         for number, of_round in enumerate(kinds.unbind(1)):
             for kind in of_round.unique().tolist():
                 index = (of_round == kind).nonzero().squeeze(1)
                 source, tile, back = shared[index], *tiles.shape(kind)
-                at_rank, bucket = rank[index, number, None], code[index, number, None]
+                at_rank = rank[index, number, None]
+                bucket = code[index, number, None]
                 column = first[index, number, None] - back + torch.arange(back + tile, device=q.device)  # ranks of keys
                 hidden = (column >= at_rank + (not spec.exclude_self)) | (column <= at_rank - chunk)
                 token = last[source[:, None], number, bucket, column % last.shape[-1]]
@@ -151,7 +161,7 @@ class BandAttention(Attention):
         """Attend in the buckets, in the optional window, and to the sinks. See `Codes`."""
         codes = self._seen_codes(query_codes, key_codes)
         if not self.sinks and part.pair_shard is None:
-            return AttentionOutput(inputs.in_buckets(codes[0], self._spec(inputs.causal), codes[1])[0], None, {})
+            return AttentionOutput(inputs.in_buckets(codes, self._spec(inputs.causal))[0], None, {})
         parts = [self._in_buckets(inputs, *codes, part)]
         if self.sinks:
             sink_rule = {name: self.rule[name] for name in ("scale", "exclude_self")}
@@ -178,7 +188,8 @@ class BandAttention(Attention):
         """Attend in the buckets, without the sinks' keys. A decoder's sinks attend only to sinks, so they are masked as
         padding; an encoder's sinks remain queries.
         """
-        without_sinks, spec = inputs, self._spec(inputs.causal, self_at_last=False, pair_shard=part.pair_shard)
+        without_sinks = inputs
+        spec = self._spec(inputs.causal, self_at_last=False, pair_shard=part.pair_shard)
         sink = DocumentRanks.of(inputs).rank < self.sinks if self.sinks else None
         if sink is not None and inputs.causal:
             real = inputs.key_mask
@@ -188,7 +199,7 @@ class BandAttention(Attention):
             keys = query_codes if key_codes is None else key_codes
             key_codes = keys.int().masked_fill(sink[:, None, None], self.buckets)
             spec = replace(spec, buckets=self.buckets + 1)
-        return without_sinks.in_buckets(query_codes, spec, key_codes)
+        return without_sinks.in_buckets((query_codes, key_codes), spec)
 
     def _spec(self, causal: bool, **settings: Any) -> BucketedAttentionSpec:
         longest = self.spec.max_length
@@ -201,20 +212,23 @@ class BandAttention(Attention):
             return query_codes, key_codes
         return with_window(query_codes), None if key_codes is None else with_window(key_codes)
 
-    def index(self, x: Tensor, inputs: AttentionInputs, context: AttentionContext) -> tuple[Tensor | None, Any]:
+    def index(self, x: Tensor, inputs: AttentionInputs, context: AttentionContext) -> IndexedTokens:
         if self.shared_qk:
-            return None, None
+            return IndexedTokens(inputs, context)
         queries, keys = self.band_codes(inputs, 0, context)
-        codes = (queries if keys is None else keys).permute(0, 3, 1, 2).flatten(2)
-        return codes.to(torch.int16 if self.buckets < 1 << 15 else torch.int32), queries
+        codes = (queries if keys is None else keys).permute(0, 3, 1, 2).flatten(2)  # (B, n, H·R)
+        dtype = torch.int16 if self.buckets < 1 << 15 else torch.int32
+        return IndexedTokens(inputs, context, codes.to(dtype), queries)
 
-    def choose(self, queries: Any, index: Tensor | None, tokens: CachedTokens) -> Tensor | None:
+    def choose(self, newest: IndexedTokens, index: Tensor | None, tokens: CachedTokens) -> Tensor | None:
         """Return the last M keys of each query's buckets, the window and the sinks, each key once."""
+        queries = newest.queries
         if queries is None or index is None:
             return None
         batch, heads, rounds, count = queries.shape
         codes = index.unflatten(2, (heads, rounds)).permute(0, 2, 3, 1)  # (B, H, R, L)
-        chunk, length = min(self.window.chunk, codes.shape[-1]), codes.shape[-1]
+        chunk = min(self.window.chunk, codes.shape[-1])
+        length = codes.shape[-1]
         visible, start, always = tokens.once((self.sinks, self.local, self.window.chunk), lambda: self._always(tokens))
         position = torch.arange(length, device=codes.device)
         if count == 1:
@@ -226,7 +240,8 @@ class BandAttention(Attention):
             index = index.unsqueeze(3)  # (B, H, R, 1, M)
         else:  # sort all keys by (row, bucket, position); a query's keys precede its own position in that order
             first = torch.arange(batch * heads * rounds, device=codes.device).view(batch, heads, rounds, 1)
-            first, codes = first * (self.buckets + 1), codes.masked_fill(visible < 0, self.buckets)
+            first = first * (self.buckets + 1)
+            codes = codes.masked_fill(visible < 0, self.buckets)
             key = ((first + codes) * length + position).flatten().sort()[0]
             last = (first + queries) * length + position[length - count :]  # (B, H, R, n)
             slot = torch.searchsorted(key, last, right=True).unsqueeze(-1) - 1 - torch.arange(chunk, device=key.device)
@@ -263,7 +278,8 @@ class BandAttention(Attention):
         return visible[:, None, None], start[:, None], tokens.at(always)[:, None].to(torch.int32)
 
     def new_cache(self, batch: int, like: Tensor, rounds: int | None, part: SequencePart = WHOLE) -> BandCache:
-        rounds, buckets = self.local + self.cached_rounds(rounds), self.buckets + (self.sinks > 0)
+        rounds = self.local + self.cached_rounds(rounds)
+        buckets = self.buckets + (self.sinks > 0)
         return BandCache.empty(batch, self.spec.on_rank(part), rounds, buckets, self.window.chunk, like)
 
     def cached_rounds(self, rounds: int | None) -> int:

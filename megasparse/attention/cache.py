@@ -2,12 +2,14 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from megasparse.attention.spec import MechanismSpec
+
+R = TypeVar("R")
 
 
 @dataclass
@@ -59,11 +61,11 @@ class CachedTokens:
     real: Tensor | None
     _values: dict[Any, Any] = field(default_factory=dict)
 
-    def once(self, key: Any, compute: Callable[[], Any]) -> Any:
+    def once(self, key: tuple[object, ...], compute: Callable[[], R]) -> R:
         """Return a value that several layers share, computed by the first one."""
         if key not in self._values:
             self._values[key] = compute()
-        return self._values[key]
+        return cast(R, self._values[key])
 
     @staticmethod
     def of(length: int, number: int, real: Tensor | None, device: torch.device) -> "CachedTokens":
@@ -80,15 +82,16 @@ class CachedTokens:
         tokens = self.order.gather(1, ranks.clamp_min(0).flatten(1)).view(ranks.shape)
         return tokens.masked_fill(ranks < 0, -1)
 
-    def near(self, chunk: int | None, sinks: int) -> tuple[Tensor, Tensor]:
+    def window_and_sinks(self, chunk: int | None, sinks: int) -> tuple[Tensor, Tensor]:
         """Return the tokens in each query's chunk and the previous chunk, followed by the first tokens, (B or 1, n, m),
         −1 in empty slots; and the rank of the first token of these chunks, (B or 1, n, 1).
         """
-        return cast(tuple[Tensor, Tensor], self.once(("near", chunk, sinks), lambda: self._near(chunk, sinks)))
+        return self.once(("window", chunk, sinks), lambda: self._window_and_sinks(chunk, sinks))
 
-    def _near(self, chunk: int | None, sinks: int) -> tuple[Tensor, Tensor]:
+    def _window_and_sinks(self, chunk: int | None, sinks: int) -> tuple[Tensor, Tensor]:
         rank = self.rank[:, -self.number :, None]
-        start, numbers = rank + 1, torch.arange(sinks, device=rank.device)
+        start = rank + 1
+        numbers = torch.arange(sinks, device=rank.device)
         near = rank[..., :0]
         if chunk is not None:
             start = (rank // chunk - 1).clamp_min(0) * chunk

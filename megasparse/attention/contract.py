@@ -3,18 +3,20 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple, cast
+from typing import Any, ClassVar, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 
-from megasparse.attention.cache import CachedTokens
+from megasparse.attention.cache import Cache, CachedTokens
 from megasparse.attention.flops import Flops
 from megasparse.attention.sequence_part import WHOLE, SequencePart
 from megasparse.attention.spec import MechanismSpec
 from megasparse.errors import ConfigError
-from megasparse.ops.bucketed_attention import BucketedAttentionSpec, bucketed_attention
+from megasparse.ops.bucketed_attention import BucketedAttentionSpec, Codes, bucketed_attention
 from megasparse.ops.random import PairDropout, RngContext
+
+R = TypeVar("R")
 
 
 class AttentionInputs(NamedTuple):
@@ -36,12 +38,10 @@ class AttentionInputs(NamedTuple):
         """Cast k and v to the dtype of q; torch.autocast leaves some tensors in bf16 and some in fp32."""
         return self._replace(k=self.k.to(self.q.dtype), v=self.v.to(self.q.dtype))
 
-    def in_buckets(
-        self, codes: Tensor | None, spec: BucketedAttentionSpec, key_codes: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def in_buckets(self, codes: Tensor | Codes | None, spec: BucketedAttentionSpec) -> tuple[Tensor, Tensor]:
         """Call `bucketed_attention` on these inputs."""
         q, k, v, key_mask, segments, _, dropout = self
-        return bucketed_attention(q, k, v, codes, spec, key_mask, segments, key_codes, dropout=dropout)
+        return bucketed_attention(q, k, v, codes, spec, key_mask, segments, dropout=dropout)
 
     def continues(self) -> Tensor:
         """Return (B or 1, L) bool, true for real tokens that follow a real token of the same document."""
@@ -77,13 +77,14 @@ class RecomputeCache:
         self._values: list[Any] = []
         self._next: int | None = None
 
-    def keep(self, decide: Callable[[], Any]) -> Any:
+    def keep(self, decide: Callable[[], R]) -> R:
         """Return `decide()` in the forward pass, and the recorded value in the replay."""
         if self._next is None:
-            self._values.append(decide())
-            return self._values[-1]
+            value = decide()
+            self._values.append(value)
+            return value
         self._next += 1
-        return self._values[self._next - 1]
+        return cast(R, self._values[self._next - 1])
 
     def replay(self) -> None:
         """Make later calls of `keep` return the recorded values in order."""
@@ -123,6 +124,17 @@ class AttentionContext:
     repeats: int = 1
 
 
+class IndexedTokens(NamedTuple):
+    """The newest n tokens of a cache. entries: (B, n, w), by which later queries choose keys. queries: data by which
+    these tokens choose. Both are None if the choice depends only on positions.
+    """
+
+    inputs: AttentionInputs
+    context: AttentionContext
+    entries: Tensor | None = None
+    queries: Tensor | None = None
+
+
 class Buckets(NamedTuple):
     """Bucket codes of queries and keys: (B, H, L), with R rounds (B, R·H, L). number: count of buckets."""
 
@@ -140,6 +152,12 @@ class Attention(nn.Module, ABC):
     `leak` is None if the mechanism is strictly causal: with inputs.causal, replacing tokens from t on changes no output
     before t. Put parameters that decoding also reads into submodules and call these, because ZeRO 3 gathers weights
     when a module is called. Callers disable torch.autocast; the dtype of q, k and v sets the precision.
+
+    Decoding has two interfaces, because one cache cannot serve both uses. `decode` gives the bits of `forward`
+    on a CPU, on which decompression depends: it sums a token's keys in the tiles of the whole pass, from a cache made
+    for this (rings of a bucket's last keys, two chunks, tables). `choose` names keys in a cache that transformers owns,
+    crops, reorders and offloads, for several new tokens and with padding; gathered attention then sums them in another
+    order, so results are equal only up to rounding.
     """
 
     config: Any
@@ -177,7 +195,8 @@ class Attention(nn.Module, ABC):
 
     def __init__(self, config: Any, spec: MechanismSpec):
         super().__init__()
-        self.config, self.spec = config, spec
+        self.config = config
+        self.spec = spec
         self.heads_together: int = config.heads_together
 
     @abstractmethod
@@ -235,16 +254,18 @@ class Attention(nn.Module, ABC):
 
     def pair_dropout(self, q: Tensor, context: AttentionContext) -> PairDropout | None:
         """Return the dropout of the probabilities of this rank's queries q (B, H, L, D); None if the rate is 0."""
-        rng, first = context.rng, context.head_offset
+        rng = context.rng
+        first = context.head_offset
         if not rng.training or self.spec.dropout == 0.0:
             return None
-        key, rows = rng.key(context.layer, "attention probability dropout"), rng.rows(q.shape[2], q.device)
+        key = rng.key(context.layer, "attention probability dropout")
+        rows = rng.rows(q.shape[2], q.device)
         return PairDropout.of(self.spec.dropout, key, rows, range(first, first + q.shape[1]))
 
-    # Decoding of causal mechanisms with a KV cache
+    # Decoding of causal mechanisms token by token, from a cache of their own
 
-    def new_cache(self, batch: int, like: Tensor, rounds: int | None, part: SequencePart = WHOLE) -> Any:
-        """Return an empty `full.Cache` for `batch` sequences, on the device and in the dtype of `like`.
+    def new_cache(self, batch: int, like: Tensor, rounds: int | None, part: SequencePart = WHOLE) -> Cache:
+        """Return an empty cache for `batch` sequences, on the device and in the dtype of `like`.
 
         part: the rank's part of the heads. Raises ConfigError if the mechanism cannot decode token by token.
         """
@@ -260,17 +281,15 @@ class Attention(nn.Module, ABC):
         """Append the new token at `position` to the cache and return its output (B, H, 1, D). x: (B, 1, E)."""
         raise self._lacks("cannot decode from a cache", "decode")
 
-    # Decoding several tokens with a cache of all keys and values
+    # Decoding several tokens with a cache of all keys and values (hub/replaced_layer.py)
 
-    def index(self, x: Tensor, inputs: AttentionInputs, context: AttentionContext) -> tuple[Tensor | None, Any]:
-        """Return the index entries (B, n, w) by which later queries choose keys, and the data about these queries that
-        `choose` needs; None if the choice depends only on positions.
-        """
-        return None, None
+    def index(self, x: Tensor, inputs: AttentionInputs, context: AttentionContext) -> IndexedTokens:
+        """Index the newest n tokens. x: (B, n, E). inputs: their queries and keys."""
+        return IndexedTokens(inputs, context)
 
-    def choose(self, queries: Any, index: Tensor | None, tokens: CachedTokens) -> Tensor | None:
+    def choose(self, newest: IndexedTokens, index: Tensor | None, tokens: CachedTokens) -> Tensor | None:
         """Return the keys that the newest n tokens attend to, (B or 1, H or a divisor of H, n, K) token numbers, −1 in
-        empty slots; None if the mechanism does not choose keys. index: (B, L, w), of all tokens.
+        empty slots; None if the mechanism does not choose keys. index: (B, L, w), the entries of all tokens.
         """
         return None
 

@@ -42,7 +42,8 @@ class CrossAttention(nn.Module):
 
     def __init__(self, config: ModelConfig):
         super().__init__()
-        self.heads, self.head_dim = config.heads, head_dim(config)
+        self.heads = config.heads
+        self.head_dim = head_dim(config)
         self.dropout = config.attention.dropout
         width = self.heads * self.head_dim
         self.query, self.key, self.value = (projection(config.d_model, width, biased=False) for _ in range(3))

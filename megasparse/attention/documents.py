@@ -12,10 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megasparse.attention.contract import AttentionInputs
-from megasparse.ops.cluster_attention import ClusterAttentionSpec, cluster_attention
-
-ClusterIndices = tuple[Tensor, Tensor]
-"""Queries and keys of every cluster: token numbers, (B, H, W, M) each, −1 in empty slots."""
+from megasparse.ops.cluster_attention import ClusterAttentionSpec, ClusterIndices, cluster_attention
 
 
 class Document(NamedTuple):
@@ -111,7 +108,7 @@ def attend_in_clusters(
 ) -> tuple[Tensor, Tensor]:
     """Return attention (B, H, L, D) inside clusters, and the share of real queries that are in no cluster."""
     spec = ClusterAttentionSpec(inputs.causal, scale, count_clusters)
-    out, lse = cluster_attention(inputs.q, inputs.k, inputs.v, *lists, spec, dropout=inputs.dropout)
+    out, lse = cluster_attention(inputs.q, inputs.k, inputs.v, lists, spec, dropout=inputs.dropout)
     real = torch.ones_like(lse, dtype=torch.bool)
     if inputs.key_mask is not None:
         real = inputs.key_mask[:, None].expand_as(lse)

@@ -46,7 +46,8 @@ class FullAttention(KeyValueAttention):
 
     def __init__(self, config: FullAttentionConfig, spec: MechanismSpec):
         super().__init__(config, spec)
-        self.shared_qk, self.changes_keys = config.shared_qk, config.sinusoidal_positions
+        self.shared_qk = config.shared_qk
+        self.changes_keys = config.sinusoidal_positions
 
     def prepare(self, q: Tensor, k: Tensor, first: int) -> tuple[Tensor, Tensor]:
         if not self.changes_keys:
@@ -70,7 +71,9 @@ class FullAttention(KeyValueAttention):
         return AttentionOutput(out, None, {})
 
     def _shared(self, inputs: AttentionInputs) -> Tensor:
-        q, k, v = inputs.q, inputs.k, inputs.v
+        q = inputs.q
+        k = inputs.k
+        v = inputs.v
         if inputs.causal and inputs.key_mask is None and inputs.segments is None:
             # Attention to strictly earlier tokens is causal attention of queries 1… to keys 0…
             rest = F.scaled_dot_product_attention(q[:, :, 1:], k[:, :, :-1], v[:, :, :-1], is_causal=True, scale=1.0)
@@ -101,7 +104,7 @@ def attend_to_all(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, drop
     if dropout is not None:
         queries, keys = (torch.arange(x.shape[2], device=x.device)[None, None, None] for x in (q, k))
         spec = ClusterAttentionSpec(causal=False, scale=q.shape[-1] ** -0.5, count_clusters=False)
-        return cluster_attention(q, k, v, queries, keys, spec, key_mask, dropout=dropout)[0]
+        return cluster_attention(q, k, v, (queries, keys), spec, key_mask, dropout=dropout)[0]
     if key_mask is None:
         return F.scaled_dot_product_attention(q, k, v)
     no_visible_key = ~key_mask.any(-1)[:, None, None, None]  # a softmax of nothing would be NaN
@@ -113,14 +116,18 @@ def _masked(inputs: AttentionInputs, scale: float, exclude_self: bool) -> Tensor
     """Attend with a mask that is never materialised as L × L. Triton kernels use one window over the whole sequence;
     other devices build the mask for a tile of queries at a time, and again in the backward pass.
     """
-    q, k, v, length = inputs.q, inputs.k, inputs.v, inputs.q.shape[2]
+    q = inputs.q
+    k = inputs.k
+    v = inputs.v
+    length = inputs.q.shape[2]
     if implementation(q) == "triton":
         spec = BucketedAttentionSpec(Window("chunk", length), inputs.causal, scale, exclude_self, count_rounds=False)
         return inputs.in_buckets(None, spec)[0]
     step = max(1, _MASK // length)
 
     def part(first: int) -> Tensor:
-        queries, mask = q[:, :, first : first + step], _mask(inputs, first, min(first + step, length), exclude_self)
+        queries = q[:, :, first : first + step]
+        mask = _mask(inputs, first, min(first + step, length), exclude_self)
         return F.scaled_dot_product_attention(queries, k, v, attn_mask=mask, scale=scale)
 
     if step >= length:

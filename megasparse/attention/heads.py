@@ -6,12 +6,13 @@ B batch, L length, H heads, D head dim, E width.
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import skip_init
 
+from megasparse.attention.cache import Cache
 from megasparse.attention.contract import Attention, AttentionContext, AttentionInputs, AttentionOutput, MechanismSpec
 from megasparse.attention.initial_weights import initialise
 from megasparse.attention.sequence_part import WHOLE, Edges, SequencePart
@@ -21,6 +22,9 @@ from megasparse.config.schema import ModelConfig, heads_of_layer, layers_with
 from megasparse.ops.normalize import Norm, unit_keys
 from megasparse.ops.operator import Linear, autocast_off
 from megasparse.ops.positions import Rotary
+
+LayerCache = dict[str, Cache]
+"""Caches of a layer's mechanisms by kind, and in an encoder–decoder the source's keys and values, "cross"."""
 
 
 def build_mechanism(kind: str, model: ModelConfig, heads: int) -> Attention:
@@ -95,8 +99,11 @@ class AttentionLayer(nn.Module):
 
     def __init__(self, config: ModelConfig, layer: int, seed: int | None = 0):
         super().__init__()
-        self.heads, self.head_dim, self.groups = config.heads, head_dim(config), config.attention.head_groups
-        self.causal, self.group = config.kind != "encoder", config.heads // (config.key_heads or config.heads)
+        self.heads = config.heads
+        self.head_dim = head_dim(config)
+        self.groups = config.attention.head_groups
+        self.causal = config.kind != "encoder"
+        self.group = config.heads // (config.key_heads or config.heads)
         self.split = heads_of_layer(config, layer)
         mechanisms = {kind: build_mechanism(kind, config, heads) for kind, heads in self.split.items()}
         rotary = config.positions.kind == "rotary" and all(mechanism.rotated for mechanism in mechanisms.values())
@@ -116,7 +123,9 @@ class AttentionLayer(nn.Module):
         if seed is not None:
             initialise(self, config, seed)
 
-    def forward(self, x: Tensor, context: AttentionContext, padding: Padding, cache: Any = None) -> AttentionOutput:
+    def forward(
+        self, x: Tensor, context: AttentionContext, padding: Padding, cache: LayerCache | None = None
+    ) -> AttentionOutput:
         """Run the layer on a whole sequence.
 
         Args:
@@ -144,7 +153,7 @@ class AttentionLayer(nn.Module):
             statistics |= {f"{kind}/{name}": value for name, value in output.statistics.items()}
         return AttentionOutput(self._merge(outs), auxiliary, statistics)
 
-    def new_cache(self, batch: int, rounds: int | None, part: SequencePart = WHOLE) -> dict[str, Any]:
+    def new_cache(self, batch: int, rounds: int | None, part: SequencePart = WHOLE) -> LayerCache:
         """Return an empty cache for each mechanism. part: see `Attention.new_cache`."""
         like = self.query.weight
         parts = {kind: self.mechanism(kind).part_of(part, heads) for kind, heads in self.split.items()}
@@ -154,7 +163,7 @@ class AttentionLayer(nn.Module):
         return cast(Attention, self.mechanisms[kind])
 
     def decode(
-        self, x: Tensor, cache: dict[str, Any], position: int, context: AttentionContext, padding: Padding
+        self, x: Tensor, cache: LayerCache, position: int, context: AttentionContext, padding: Padding
     ) -> Tensor:
         """Run the layer on one new token. x: (B, 1, E), the token at `position`. padding.part must match the caches.
         Returns (B, 1, E).
@@ -173,7 +182,8 @@ class AttentionLayer(nn.Module):
         q, v = (split_heads(part(x), self.head_dim) for part in (self.query, self.value))
         k = q[:, :0] if self.key is None else split_heads(self.key(x), self.head_dim)
         if self.query_norm is not None:
-            q, k = self.query_norm(q), k if self.key_norm is None else self.key_norm(k)
+            q = self.query_norm(q)
+            k = k if self.key_norm is None else self.key_norm(k)
         q, k, v = self.rotate_and_repeat(q, k, v, first_position)
         mechanisms = {kind: self.mechanism(kind) for kind in self.split}
         yield from split_heads_by_mechanism(
@@ -183,7 +193,8 @@ class AttentionLayer(nn.Module):
     def rotate_and_repeat(self, q: Tensor, k: Tensor, v: Tensor, first_position: int) -> tuple[Tensor, Tensor, Tensor]:
         """Apply rotary positions to q and k (B, H or fewer, L, D), and repeat k and v for grouped query heads."""
         if self.rotary is not None:
-            q, k = self.rotary(q, first_position), self.rotary(k, first_position)
+            q = self.rotary(q, first_position)
+            k = self.rotary(k, first_position)
         times = q.shape[1] // v.shape[1]
         return (q, k, v) if times == 1 else (q, k.repeat_interleave(times, dim=1), v.repeat_interleave(times, dim=1))
 
@@ -209,10 +220,12 @@ def split_heads_by_mechanism(
             on this rank.
     """
     all_q, all_k, all_v = projected
-    first, first_key = 0, 0
+    first = 0
+    first_key = 0
     for kind, heads in split.items():
         mechanism = mechanisms[kind]
-        q, v = all_q[:, first : first + heads], all_v[:, first : first + heads]
+        q = all_q[:, first : first + heads]
+        v = all_v[:, first : first + heads]
         k = q
         if not mechanism.shared_qk:
             k = all_k[:, first_key : first_key + heads]

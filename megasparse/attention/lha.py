@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.utils import skip_init
 
-from megasparse.attention.band import BandAttention, Codes, check_band
+from megasparse.attention.band import BandAttention, check_band
 from megasparse.attention.contract import AttentionContext, AttentionInputs, AttentionOutput, Buckets, MechanismSpec
-from megasparse.attention.documents import ClusterIndices, Document, attend_in_clusters, clusters_by_document, documents
+from megasparse.attention.documents import Document, attend_in_clusters, clusters_by_document, documents
 from megasparse.attention.far_attention import Near, best_far, collision_loss, drawn_positions
 from megasparse.attention.flops import Flops, product
 from megasparse.attention.lha_hash import (
@@ -41,7 +41,8 @@ from megasparse.config.schema import ModelConfig
 from megasparse.config.section import Count, Positive
 from megasparse.errors import ConfigError
 from megasparse.ops import hash_learning
-from megasparse.ops.bucketed_attention import Window
+from megasparse.ops.bucketed_attention import Codes, Window
+from megasparse.ops.cluster_attention import ClusterIndices
 from megasparse.ops.hash_learning import Draws
 from megasparse.ops.operator import Linear, at_least_fp32, implementation
 from megasparse.ops.positions import sinusoids

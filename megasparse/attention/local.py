@@ -4,13 +4,19 @@ encoder also to the next chunk. B batch, H heads, L length, D head dim, C chunk,
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from megasparse.attention.cache import Cache, CachedTokens, KeyValueCache
-from megasparse.attention.contract import Attention, AttentionContext, AttentionInputs, AttentionOutput, MechanismSpec
+from megasparse.attention.contract import (
+    Attention,
+    AttentionContext,
+    AttentionInputs,
+    AttentionOutput,
+    IndexedTokens,
+    MechanismSpec,
+)
 from megasparse.attention.flops import Flops
 from megasparse.attention.sequence_part import WHOLE, SequencePart
 from megasparse.attention.sinks import cached_sinks, merge, sink_attention
@@ -20,7 +26,7 @@ from megasparse.config.section import Count, Positive
 from megasparse.errors import ConfigError
 from megasparse.ops.bucketed_attention import BucketedAttentionSpec, Window
 from megasparse.ops.bucketed_attention.blocks import QueryBlock, query_attention
-from megasparse.ops.local_attention import LocalAttentionSpec, distances, relative_local_attention
+from megasparse.ops.local_attention import LocalAttentionSpec, RelativeVectors, distances, relative_local_attention
 from megasparse.ops.operator import at_least_fp32
 from megasparse.ops.positions import sinusoids
 
@@ -37,13 +43,13 @@ class RelativePositions(nn.Module):
         self.content_bias = nn.Parameter(torch.empty(spec.heads, spec.head_dim))
         self.distance_bias = nn.Parameter(torch.empty(spec.heads, spec.head_dim))
 
-    def forward(self, chunk: int, causal: bool, part: SequencePart = WHOLE) -> tuple[Tensor, Tensor, Tensor]:
-        """Return r (H, E, D) in fp32 or wider, u (H, D) and w (H, D), for this rank's heads."""
+    def forward(self, chunk: int, causal: bool, part: SequencePart = WHOLE) -> RelativeVectors:
+        """Return the vectors of this rank's heads, r in fp32 or wider."""
         steps = distances(chunk, causal)
         r = sinusoids(steps[-1], len(steps), self.width, self.projection.device).flip(0)
         dtype = torch.promote_types(self.projection.dtype, torch.float32)
         r = r.to(dtype) @ part.local_part(self.projection, 0).to(dtype)
-        return r, part.local_part(self.content_bias, 0), part.local_part(self.distance_bias, 0)
+        return RelativeVectors(r, part.local_part(self.content_bias, 0), part.local_part(self.distance_bias, 0))
 
 
 @dataclass
@@ -53,7 +59,7 @@ class LocalCache(Cache):
     """
 
     tokens: KeyValueCache
-    relative: tuple[Tensor, Tensor, Tensor] | None
+    relative: RelativeVectors | None
 
 
 class LocalAttentionConfig(MechanismSection):
@@ -89,17 +95,19 @@ class LocalAttention(Attention):
 
     def __init__(self, config: LocalAttentionConfig, spec: MechanismSpec):
         super().__init__(config, spec)
-        self.chunk, self.sinks = min(config.chunk, spec.max_length), config.sinks
+        self.chunk = min(config.chunk, spec.max_length)
+        self.sinks = config.sinks
         self.relative = RelativePositions(spec) if config.relative else None
         self.shares_pairs = self.relative is None
 
     def forward(self, x: Tensor, inputs: AttentionInputs, context: AttentionContext) -> AttentionOutput:
-        causal, scale = inputs.causal, self.spec.head_dim**-0.5
+        causal = inputs.causal
+        scale = self.spec.head_dim**-0.5
         if self.relative is not None:
             q, k, v, key_mask, segments, _, dropout = inputs
-            r, u, w = self.relative(self.chunk, causal, context.part)
-            relative = LocalAttentionSpec(self.chunk, causal, scale)
-            out = relative_local_attention(q, k, v, r, u, w, relative, key_mask, segments, dropout=dropout)
+            vectors = self.relative(self.chunk, causal, context.part)
+            spec = LocalAttentionSpec(self.chunk, causal, scale)
+            out = relative_local_attention(q, k, v, vectors, spec, key_mask, segments, dropout=dropout)
             return AttentionOutput(out, None, {})
         part = context.part
         out, lse = inputs.in_buckets(None, self._rule(causal, part.pair_shard))
@@ -123,9 +131,9 @@ class LocalAttention(Attention):
         keys = work.chunks(self.chunk) + work.beyond(self.chunk, self.sinks)
         return work.pairs(keys) * (1.5 if self.relative else 1.0)
 
-    def choose(self, queries: Any, index: Tensor | None, tokens: CachedTokens) -> Tensor | None:
+    def choose(self, newest: IndexedTokens, index: Tensor | None, tokens: CachedTokens) -> Tensor | None:
         whole = self.relative is not None or (tokens.number > 1 and tokens.real is None)
-        return None if whole else tokens.near(self.chunk, self.sinks)[0][:, None]
+        return None if whole else tokens.window_and_sinks(self.chunk, self.sinks)[0][:, None]
 
     def skipped(self, position: int) -> slice:
         first = -(-self.sinks // self.chunk) * self.chunk
@@ -137,10 +145,12 @@ class LocalAttention(Attention):
         return LocalCache(tokens, None if self.relative is None else self.relative(self.chunk, True, part))
 
     def fill_cache(self, x: Tensor, inputs: AttentionInputs, cache: LocalCache, context: AttentionContext) -> None:
-        length, capacity = inputs.k.shape[2], 2 * self.chunk
+        length = inputs.k.shape[2]
+        capacity = 2 * self.chunk
         recent = torch.arange(max(0, length - capacity), length, device=inputs.k.device)
         first = torch.arange(min(self.sinks, length), device=inputs.k.device)
-        token, slot = torch.cat([recent, first]), torch.cat([recent % capacity, capacity + first])
+        token = torch.cat([recent, first])
+        slot = torch.cat([recent % capacity, capacity + first])
         cache.tokens.k[:, :, slot] = inputs.k[:, :, token].to(cache.tokens.k.dtype)
         cache.tokens.v[:, :, slot] = inputs.v[:, :, token].to(cache.tokens.v.dtype)
 
@@ -151,7 +161,8 @@ class LocalAttention(Attention):
         cache.tokens.put(inputs.k, inputs.v, position % capacity)
         if position < self.sinks:
             cache.tokens.put(inputs.k, inputs.v, capacity + position)
-        k, v = cache.tokens.k, cache.tokens.v
+        k = cache.tokens.k
+        v = cache.tokens.v
         if cache.relative is not None:
             return self._decode_relative(inputs.q, cache.tokens, cache.relative, position)
         out, lse = cached_window(inputs.q, k, v, capacity, position, self._rule(causal=True))
@@ -161,13 +172,12 @@ class LocalAttention(Attention):
             out, _ = merge([(out, lse), sinks])
         return out
 
-    def _decode_relative(
-        self, q: Tensor, tokens: KeyValueCache, relative: tuple[Tensor, Tensor, Tensor], position: int
-    ) -> Tensor:
+    def _decode_relative(self, q: Tensor, tokens: KeyValueCache, relative: RelativeVectors, position: int) -> Tensor:
         near = torch.arange(max(0, position // self.chunk - 1) * self.chunk, position + 1, device=q.device)
         k, v = (at_least_fp32(x[:, :, near % (2 * self.chunk)]) for x in (tokens.k, tokens.v))
         r, u, w = relative
-        r, wide = r[:, 2 * self.chunk - 1 - (position - near)].to(k.dtype), q.to(k.dtype)
+        r = r[:, 2 * self.chunk - 1 - (position - near)].to(k.dtype)
+        wide = q.to(k.dtype)
         score = (wide + u[:, None]) @ k.transpose(-1, -2) + (wide + w[:, None]) @ r.transpose(-1, -2)
         weight = torch.softmax(score * self.spec.head_dim**-0.5, dim=-1)  # (B, H, 1, keys)
         return (weight @ v).to(q.dtype)
@@ -179,7 +189,8 @@ def cached_window(
     """Compute `bucketed_attention` in the chunk window of the query (B, H, 1, D) at `position`, bit-identical to a full
     pass. k, v: (B, H, P, D), with the key of position p at index p mod `capacity`.
     """
-    chunk, row = spec.window.chunk, torch.arange(q.shape[0] * q.shape[1], device=q.device)
+    chunk = spec.window.chunk
+    row = torch.arange(q.shape[0] * q.shape[1], device=q.device)
     column = position // chunk * chunk - chunk + torch.arange(2 * chunk, device=q.device)  # positions of keys
     hidden, tokens = (x.expand(len(row), -1) for x in ((column < 0) | (column > position), column % capacity))
     return query_attention(q, k, v, spec, [QueryBlock(row, tokens, hidden, k.shape[2], chunk, q)])

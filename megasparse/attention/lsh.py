@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megasparse.attention.band import BandAttention, BandCache, Codes, check_band
+from megasparse.attention.band import BandAttention, BandCache, check_band
 from megasparse.attention.contract import AttentionContext, AttentionInputs, AttentionOutput, Buckets, MechanismSpec
 from megasparse.attention.flops import Flops
 from megasparse.config.attention import MechanismSection, mechanism
@@ -18,7 +18,7 @@ from megasparse.config.messages import show
 from megasparse.config.schema import ModelConfig, heads_of_layer
 from megasparse.config.section import Count, Positive
 from megasparse.errors import ConfigError
-from megasparse.ops.bucketed_attention import Window
+from megasparse.ops.bucketed_attention import Codes, Window
 from megasparse.ops.hashing import angular_hash, code_gap
 from megasparse.ops.random import rotations
 
@@ -35,6 +35,8 @@ class LSHAttentionConfig(MechanismSection):
     buckets: Positive | list[Positive] | None = None
     """Buckets per round: an even number, or two even factors whose product it is (each hashed by its own rotation).
     null means the paper's 2·max_length/chunk, in two factors above 128."""
+    evaluation_buckets: Positive | list[Positive] | None = None
+    """Buckets in evaluation and generation, more if windows are longer than in training; null means `buckets`."""
     window: Literal["band", "chunk"] = "band"
     """`band`: the last M tokens of the token's bucket, strictly causal; in an encoder M on either side. `chunk`: the
     paper's window, a token's chunk and the previous one. Later tokens move chunk borders: not strictly causal."""
@@ -77,19 +79,8 @@ class LSHAttentionConfig(MechanismSection):
         check_band(key, self.window, False, self.sinks)  # local = true is allowed with chunks too
         if self.shifted_keys:
             self._check_shifted_keys(f"{key}.shifted_keys", model)
-        key = f"{key}.buckets"
-        factors = self.buckets if isinstance(self.buckets, list) else [self.buckets] if self.buckets else []
-        if isinstance(self.buckets, list) and len(factors) not in (1, 2):
-            raise ConfigError(key, f"{factors} has {len(factors)} factors", "Give a number, or two factors")
-        odd = [factor for factor in factors if factor % 2]
-        if odd:
-            problem = f"{odd[0]} is odd, but a rotation R gives the buckets [xR; -xR], an even number"
-            raise ConfigError(key, problem, f"Write {odd[0] + 1} instead")
-        try:
-            lsh_buckets(self, model.max_length)
-        except ValueError as error:
-            problem = f"{error}, and one rotation of that size would cost too much"
-            raise ConfigError(key, problem, "Use a multiple of 4") from None
+        _check_buckets(f"{key}.buckets", self.buckets)
+        _check_buckets(f"{key}.evaluation_buckets", self.evaluation_buckets)
 
     def _check_shifted_keys(self, key: str, model: ModelConfig) -> None:
         if not self.shared_qk or self.window != "band":
@@ -105,18 +96,31 @@ LARGEST_SINGLE = 128
 """Hashing into n buckets costs n/2 products per token: above this size, two rotations with n1·n2 = n cost far less."""
 
 
-def lsh_buckets(lsh: LSHAttentionConfig, max_length: int) -> list[int]:
+def _check_buckets(key: str, buckets: int | list[int] | None) -> None:
+    factors = buckets if isinstance(buckets, list) else [buckets] if buckets else []
+    if isinstance(buckets, list) and len(factors) not in (1, 2):
+        raise ConfigError(key, f"{factors} has {len(factors)} factors", "Give a number, or two factors")
+    odd = [factor for factor in factors if factor % 2]
+    if odd:
+        problem = f"{odd[0]} is odd, but a rotation R gives the buckets [xR; -xR], an even number"
+        raise ConfigError(key, problem, f"Write {odd[0] + 1} instead")
+    if isinstance(buckets, int) and _factors(buckets) is None:
+        problem = f"{buckets} is not a product of two even numbers, and one rotation of that size would cost too much"
+        raise ConfigError(key, problem, "Use a multiple of 4")
+
+
+def lsh_buckets(lsh: LSHAttentionConfig, max_length: int, training: bool) -> list[int]:
     """Return the buckets per round as one or two even factors, each hashed by a separate rotation.
 
     null gives the paper's 2·max_length/chunk, rounded up to a number with such factors. It depends only on the maximum
-    length, so that a shorter batch is hashed the same way. Raises ValueError if a number lacks two even factors.
+    length, so that a shorter batch is hashed the same way.
     """
-    if isinstance(lsh.buckets, list):
-        return list(lsh.buckets)
-    if isinstance(lsh.buckets, int):
-        factors = _factors(lsh.buckets)
-        if factors is None:
-            raise ValueError(f"{lsh.buckets} is not a product of two even numbers")
+    buckets = lsh.buckets if training else lsh.evaluation_buckets or lsh.buckets
+    if isinstance(buckets, list):
+        return list(buckets)
+    if buckets is not None:
+        factors = _factors(buckets)
+        assert factors is not None, "rejected by _check_buckets"
         return factors
     count = 2 * math.ceil(max_length / lsh.chunk)
     while (factors := _factors(count)) is None or factors[-1] > 2 * factors[0]:
@@ -151,8 +155,9 @@ class LSHAttention(BandAttention):
     def __init__(self, config: LSHAttentionConfig, spec: MechanismSpec):
         super().__init__(config, spec)
         self.shared_qk = config.shared_qk
-        self.factors = lsh_buckets(config, spec.max_length)
-        self.buckets = math.prod(self.factors)
+        self.factors = lsh_buckets(config, spec.max_length, training=True)
+        self.evaluation_factors = lsh_buckets(config, spec.max_length, training=False)
+        self.buckets = max(math.prod(self.factors), math.prod(self.evaluation_factors))
         scale = 1.0 if self.shared_qk else spec.head_dim**-0.5
         self.shifted_keys = config.shifted_keys
         self.rotated = not config.shifted_keys
@@ -181,11 +186,12 @@ class LSHAttention(BandAttention):
         numbers = range(context.head_offset, context.head_offset + inputs.q.shape[1])
         key = context.rng.key(context.layer, "lsh rotation")
         rounds = self.rounds(context.rng)
-        draws = key, numbers, rounds, inputs.q.device
+        factors = self.factors if context.rng.training else self.evaluation_factors
+        draws = key, numbers, rounds, factors, inputs.q.device
         if self._rotations is None or self._rotations[0] != draws:
-            self._rotations = draws, rotations(key, numbers, rounds, inputs.q.shape[3], self.factors, inputs.q.device)
+            self._rotations = draws, rotations(key, numbers, rounds, inputs.q.shape[3], factors, inputs.q.device)
         vectors = inputs.q if self.shared_qk else torch.cat([inputs.q, inputs.k])
-        return vectors.detach(), self._rotations[1], self.factors
+        return vectors.detach(), self._rotations[1], factors
 
     def selection_gap(self, inputs: AttentionInputs, context: AttentionContext) -> float:
         return code_gap(*self._hashed(inputs, context))
@@ -230,8 +236,9 @@ class LSHAttention(BandAttention):
     def exact(self) -> "LSHAttention | None":
         if not self.shifted_keys:
             return None
-        window = {"local": True, "chunk": self.spec.max_length, "rounds": 1, "evaluation_rounds": None, "buckets": 2}
-        return LSHAttention(self.config.model_copy(update=window), self.spec)
+        window = {"local": True, "chunk": self.spec.max_length}
+        hashes = {"rounds": 1, "evaluation_rounds": None, "buckets": 2, "evaluation_buckets": None}
+        return LSHAttention(self.config.model_copy(update={**window, **hashes}), self.spec)
 
     def flops(self, length: int) -> Flops:
         """Pairs in windows. Codes, forward only: in each round 2·D for each rotation vector, of which there are half as

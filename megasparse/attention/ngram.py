@@ -93,7 +93,8 @@ class NGramAttention(Attention):
         super().__init__(config, spec)
         self.buckets = 1 << max(1, spec.max_length - 1).bit_length()
         self.bias = SourceBias(spec.heads, len(config.lengths))
-        scale, window = spec.head_dim**-0.5, Window("chunk", min(config.window, spec.max_length))
+        scale = spec.head_dim**-0.5
+        window = Window("chunk", min(config.window, spec.max_length))
         self.near = BucketedAttentionSpec(window, causal=True, scale=scale, exclude_self=False, self_at_last=False)
         # If t < i are in one bucket, i attends to the successor t + 1 <= i: shift keys and values by one position.
         moved = Window("band", config.chunk)
@@ -141,13 +142,14 @@ class NGramAttention(Attention):
             return inputs._replace(k=k, v=v, dropout=dropout).in_buckets(of_all, replace(self.moved, pair_shard=shard))
         # A real token may be followed by padding, so keys need separate buckets.
         keys = _following(codes[:, None], inputs, self.buckets)[:, None]
-        return inputs.in_buckets(of_all, replace(self.far, pair_shard=shard), keys)
+        return inputs.in_buckets((of_all, keys), replace(self.far, pair_shard=shard))
 
     def selection_gap(self, inputs: AttentionInputs, context: AttentionContext) -> float:
         return math.inf
 
     def new_cache(self, batch: int, like: Tensor, rounds: int | None, part: SequencePart = WHOLE) -> NGramCache:
-        lengths, spec = self.config.lengths, self.spec.on_rank(part)
+        lengths = self.config.lengths
+        spec = self.spec.on_rank(part)
         band = BandCache.empty(batch, spec, len(lengths), self.buckets + 1, self.far.window.chunk, like, heads=1)
         recent = torch.full((batch, max(lengths) - 1), -1, dtype=torch.int64, device=like.device)
         return NGramCache(band, recent, recent.new_full((batch, 1, len(lengths), 1), self.buckets))
@@ -161,9 +163,12 @@ class NGramAttention(Attention):
         self, x: Tensor, inputs: AttentionInputs, cache: NGramCache, position: int, context: AttentionContext
     ) -> Tensor:
         assert context.tokens is not None
-        codes, band = self._codes(torch.cat([cache.recent, context.tokens], dim=1))[:, None, :, -1:].long(), cache.band
+        codes = self._codes(torch.cat([cache.recent, context.tokens], dim=1))[:, None, :, -1:].long()
+        band = cache.band
         band.append(inputs, cache.newest, position)
-        q, k, v = inputs.q, band.tokens.k, band.tokens.v
+        q = inputs.q
+        k = band.tokens.k
+        v = band.tokens.v
         parts = [cached_window(q, k, v, k.shape[2], position, self.near)]
         if sinks := self.config.sinks:
             parts.append(cached_sinks(sinks, q, k, v, position, scale=self.near.scale, chunk=self.near.window.chunk))
@@ -182,7 +187,8 @@ class NGramAttention(Attention):
         cache.newest = codes
 
     def flops(self, length: int) -> Flops:
-        work, rounds = self.spec.workload(length), len(self.config.lengths)
+        work = self.spec.workload(length)
+        rounds = len(self.config.lengths)
         chunk = self.near.window.chunk
         near = work.chunks(chunk) + work.beyond(chunk, self.config.sinks)
         return work.pairs(near) + work.pairs(self.config.chunk - 1) * rounds

@@ -8,6 +8,7 @@ per bucket, T queries per tile, C candidates per query.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 import torch
@@ -124,8 +125,8 @@ class RankedAttention(TaughtSketch):
         q, k = (x.flatten(0, 1) for x in sketches)  # (B·S, Lq or L, d or d + 2)
         codes = bucket_numbers(k)
         k = self.unpacked(k[..., :-2])
-        limits = config.buckets, config.members, config.keys
-        chosen = ranked_keys(q, k, probes, codes, *limits, inputs.causal, *repeated_masks(inputs, count), first_query)
+        spec = RankingSpec(config.buckets, config.members, config.keys, inputs.causal)
+        chosen = ranked_keys(q, k, probes, codes, spec, *repeated_masks(inputs, count), first_query)
         return chosen.unflatten(0, (-1, count))
 
     def _sketch_flops(self, length: int, visible: float) -> Flops:
@@ -187,11 +188,25 @@ def bucket_loss(query_scores: Tensor, key_scores: Tensor, shares: Tensor, real: 
     return (missed + uneven).mean()
 
 
+@dataclass(frozen=True)
+class RankingSpec:
+    """Settings of `ranked_keys`.
+
+    buckets: N. members: M, the newest keys of a bucket that a query scores; None for all. count: K. causal: only keys
+    at or before the query take part.
+    """
+
+    buckets: int
+    members: int | None
+    count: int
+    causal: bool
+
+
 @without_autocast
 @torch.no_grad()
 def ranked_keys(
-    q: Tensor, k: Tensor, probes: Tensor, codes: Tensor, buckets: int, members: int | None, count: int, causal: bool,
-    key_mask: Tensor | None = None, segments: Tensor | None = None, first_query: int = 0,
+    q: Tensor, k: Tensor, probes: Tensor, codes: Tensor, spec: RankingSpec, key_mask: Tensor | None = None,
+    segments: Tensor | None = None, first_query: int = 0,
 ) -> Tensor:  # fmt: skip
     """Choose for each query the K keys with the largest q·k/√d among those in its buckets.
 
@@ -203,10 +218,7 @@ def ranked_keys(
         k: (B, L, d).
         probes: (B, Lq, P) int64, the buckets that each query searches.
         codes: (B, L) int64, the bucket of each key.
-        buckets: N.
-        members: M, the newest keys of a bucket that a query scores; None for all.
-        count: K.
-        causal: only keys at or before the query take part.
+        spec: N, M, K and causality.
         key_mask: (B, L) bool, true for real tokens.
         segments: (B, L) document numbers; documents never attend to each other.
 
@@ -215,7 +227,8 @@ def ranked_keys(
         take part.
     """
     (batch, queries, width), length, device = q.shape, k.shape[1], q.device
-    chosen = torch.full((batch * queries, count), -1, dtype=torch.int32, device=device)
+    buckets = spec.buckets
+    chosen = torch.full((batch * queries, spec.count), -1, dtype=torch.int32, device=device)
     if q.is_meta:  # data decide the sizes; a plan counts the largest tile
         q.new_empty(8 * min(_TILE["cuda"], batch * queries * length), dtype=torch.float64)
         return chosen.unflatten(0, (batch, queries))
@@ -229,10 +242,10 @@ def ranked_keys(
     order = codes.argsort(dim=1, stable=True)  # by bucket, then by position
     slots = codes.gather(1, order) * length + order  # (B, L), ascending
     positions = first_query + torch.arange(queries, device=device)
-    ends = (positions + 1).unsqueeze(-1) if causal else length
+    ends = (positions + 1).unsqueeze(-1) if spec.causal else length
     first, last = (torch.searchsorted(slots, (probes * length + end).flatten(1)).view_as(probes) for end in (0, ends))
-    if members is not None:
-        first = torch.maximum(first, last - members)
+    if spec.members is not None:
+        first = torch.maximum(first, last - spec.members)
     sums = (last - first).cumsum(-1)  # (B, Lq, P)
     by_number = sums[..., -1].flatten().argsort()  # tiles of queries with about equally many candidates
     sums, starts = (x.flatten(0, 1)[by_number] for x in (sums, last - sums))
@@ -250,7 +263,7 @@ def ranked_keys(
         slot = number + starts[tile].gather(1, probe)
         key = order[slot.clamp_max_(length - 1) + offset]  # (T, C)
         ranks = rounded_ranks(gathered_products(q[tile], k, key + offset), width, key)
-        best, rank = ranks.masked_fill_(hidden, -torch.inf).topk(min(count, ranks.shape[-1]), dim=-1)
+        best, rank = ranks.masked_fill_(hidden, -torch.inf).topk(min(spec.count, ranks.shape[-1]), dim=-1)
         tokens = key.gather(1, rank).masked_fill(best == -torch.inf, -1)
         chosen[rows, : tokens.shape[-1]] = tokens.to(torch.int32)
     chosen = chosen.unflatten(0, (batch, queries))

@@ -175,7 +175,8 @@ class SmartBirdAttention(TaughtSketch):
         if context.tokens is None:
             problem = '"transformer" embeds tokens, but this model has none'
             raise ConfigError("model.attention.smart_bird.sketch", problem, 'Set it to "attention"')
-        tokens, numbers = context.tokens, DocumentRanks.of(inputs).rank.clamp_max(self.spec.max_length - 1) + position
+        tokens = context.tokens
+        numbers = DocumentRanks.of(inputs).rank.clamp_max(self.spec.max_length - 1) + position
         if inputs.causal:  # nothing precedes a document's first token
             tokens = tokens.masked_fill(numbers == 0, -1)
         return self.embedding(tokens, numbers)
@@ -245,7 +246,8 @@ class SketchEmbedding(nn.Module):
 
     def __init__(self, spec: MechanismSpec, width: int):
         super().__init__()
-        self.weight, self.longest = nn.Parameter(torch.empty(spec.vocabulary, width)), spec.max_length
+        self.weight = nn.Parameter(torch.empty(spec.vocabulary, width))
+        self.longest = spec.max_length
 
     def forward(self, tokens: Tensor, numbers: Tensor) -> Tensor:
         """Embed tokens. tokens, numbers: (B, L) int64 token ids and positions."""
@@ -263,7 +265,8 @@ class SketchLayer(nn.Module):
     def __init__(self, width: int):
         super().__init__()
         self.merge = Projection(width, width)
-        self.hidden, self.back = Projection(width, 4 * width), Projection(4 * width, width)
+        self.hidden = Projection(width, 4 * width)
+        self.back = Projection(4 * width, width)
         self.scales = nn.ParameterList(nn.Parameter(torch.ones(width)) for _ in range(2))
         self.shifts = nn.ParameterList(nn.Parameter(torch.zeros(width)) for _ in range(2))
 

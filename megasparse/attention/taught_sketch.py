@@ -12,7 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from megasparse.attention.cache import Cache, CachedTokens, KeyValueCache
-from megasparse.attention.contract import Attention, AttentionContext, AttentionInputs, AttentionOutput, MechanismSpec
+from megasparse.attention.contract import (
+    Attention,
+    AttentionContext,
+    AttentionInputs,
+    AttentionOutput,
+    IndexedTokens,
+    MechanismSpec,
+)
 from megasparse.attention.far_attention import SAMPLES, drawn_positions, far_attention, far_pairs, sketch_divergence
 from megasparse.attention.flops import Flops, product
 from megasparse.attention.local import cached_window
@@ -180,17 +187,19 @@ class TaughtSketch(Attention):
         return SketchCache(KeyValueCache.empty(batch, self.spec.on_rank(part), capacity, like), sketch)
 
     def fill_cache(self, x: Tensor, inputs: AttentionInputs, cache: SketchCache, context: AttentionContext) -> None:
-        cache.heads.put(inputs.k, inputs.v)
-        cache.sketch[:, : inputs.k.shape[2]] = self.index(x, inputs, context)[0]
+        self._store(cache, self.index(x, inputs, context), 0)
 
     def decode(
         self, x: Tensor, inputs: AttentionInputs, cache: SketchCache, position: int, context: AttentionContext
     ) -> Tensor:
-        cache.heads.put(inputs.k, inputs.v, position)
-        cache.sketch[:, position : position + 1], queries = self.index(x, inputs, context, position)
+        newest = self.index(x, inputs, context, position)
+        self._store(cache, newest, position)
         tokens = CachedTokens.of(position + 1, 1, None, x.device)
-        chosen = self.choose(queries, cache.sketch[:, : position + 1], tokens)
-        q, k, v, scale = inputs.q, cache.heads.k, cache.heads.v, self.near.scale
+        chosen = self.choose(newest, cache.sketch[:, : position + 1], tokens)
+        q = inputs.q
+        k = cache.heads.k
+        v = cache.heads.v
+        scale = self.near.scale
         if not self.config.local:
             return gathered_attention(q, k, v, chosen, scale=scale)[0]
         # Round the window and the other keys separately, as `_attend`: another rounding flips keys of later layers.
@@ -200,21 +209,25 @@ class TaughtSketch(Attention):
         near = cached_window(q, k, v, k.shape[2], position, self.near)
         return merge([near, gathered_attention(q, k, v, chosen, scale=scale)])[0]
 
-    def index(
-        self, x: Tensor, inputs: AttentionInputs, context: AttentionContext, position: int = 0
-    ) -> tuple[Tensor, Any]:
+    def _store(self, cache: SketchCache, newest: IndexedTokens, position: int) -> None:
+        """Store the newest tokens, from `position` on."""
+        cache.heads.put(newest.inputs.k, newest.inputs.v, position)
+        assert newest.entries is not None
+        cache.sketch[:, position : position + newest.entries.shape[1]] = newest.entries
+
+    def index(self, x: Tensor, inputs: AttentionInputs, context: AttentionContext, position: int = 0) -> IndexedTokens:
         x = self._read(x, inputs, context, position)
         queries, keys = self.sketches(x, inputs, context)
-        return keys.transpose(1, 2).flatten(2), (queries, inputs, context)
+        return IndexedTokens(inputs, context, keys.transpose(1, 2).flatten(2), queries)
 
-    def choose(self, queries: Any, index: Tensor | None, tokens: CachedTokens) -> Tensor:
-        assert index is not None
-        sketched, inputs, context = queries
-        keys = index.unflatten(2, (sketched.shape[1], -1)).transpose(1, 2)
-        masked = inputs._replace(key_mask=tokens.real)
-        chosen = self._choose((sketched, keys), masked, context, index.shape[1] - tokens.number)
-        sinks, chunk = self.config.sinks, self.near.window.chunk if self.config.local else None
-        extra, start = tokens.near(chunk, sinks)
+    def choose(self, newest: IndexedTokens, index: Tensor | None, tokens: CachedTokens) -> Tensor:
+        assert index is not None and newest.queries is not None
+        keys = index.unflatten(2, (newest.queries.shape[1], -1)).transpose(1, 2)  # (B, S, L, d)
+        masked = newest.inputs._replace(key_mask=tokens.real)
+        chosen = self._choose((newest.queries, keys), masked, newest.context, index.shape[1] - tokens.number)
+        sinks = self.config.sinks
+        chunk = self.near.window.chunk if self.config.local else None
+        extra, start = tokens.window_and_sinks(chunk, sinks)
         rank = chosen
         if tokens.real is not None:
             position = chosen.clamp_min(0).long().flatten(1)
@@ -239,7 +252,8 @@ class TaughtSketch(Attention):
 
 def repeated_masks(inputs: AttentionInputs, count: int) -> tuple[Tensor | None, Tensor | None]:
     """Return the key mask and the documents of each of `count` sketches, (B·count, L) each, or None."""
-    mask, segments = inputs.key_mask, inputs.segments
+    mask = inputs.key_mask
+    segments = inputs.segments
     return (
         None if mask is None else mask.repeat_interleave(count, dim=0),
         None if segments is None else segments.repeat_interleave(count, dim=0),

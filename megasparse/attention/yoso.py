@@ -5,7 +5,7 @@ B batch, H heads, L length, D head dim, m hashes, τ code bits, S kernel size.
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -60,7 +60,7 @@ class YOSOAttentionConfig(MechanismSection):
 
     @model_validator(mode="before")
     @classmethod
-    def _no_softmax(cls, values: Any) -> Any:
+    def _no_softmax(cls, values: object) -> object:
         extra = [key for key in ("local", "sinks") if isinstance(values, dict) and key in values]
         if extra:
             raise ValueError(
@@ -127,14 +127,17 @@ class YOSOAttention(Attention):
         return sign_codes(x.detach(), key, heads, hashes, self.code_bits, self.config.projection)
 
     def forward(self, x: Tensor, inputs: AttentionInputs, context: AttentionContext) -> AttentionOutput:
-        q, k, v, mask = unit_vectors(inputs.q), unit_vectors(inputs.k), inputs.v, inputs.key_mask
+        q = unit_vectors(inputs.q)
+        k = unit_vectors(inputs.k)
+        v = inputs.v
+        mask = inputs.key_mask
         spec = HashTableAttentionSpec(self.code_bits, inputs.causal, self.config.chunk)
         if self.config.expectation:
-            out, matches = expected_attention(q, k, v, spec, mask, mask, inputs.segments)
+            out, matches = expected_attention(q, k, v, spec, mask, inputs.segments)
         else:
             hashes = self.rounds(context.rng)
             codes = self.codes(q, hashes, context), self.codes(k, hashes, context)
-            out, matches = hash_table_attention(q, k, v, *codes, spec, mask, mask, inputs.segments)
+            out, matches = hash_table_attention(q, k, v, *codes, spec, mask, inputs.segments)
         out = unit_vectors(out, inputs.q.dtype if self.convolution is None else None)
         if self.convolution is not None:
             out = out + self.convolution(inputs.v, mask, inputs.segments, inputs.causal, context.part)
@@ -145,7 +148,9 @@ class YOSOAttention(Attention):
         """Codes of q and k; 2·D to add a value to a table and to read it, and again for the gradient of v. Gradients of
         q and k: the cheaper of tables, 4·D² each, and the 1/2^τ of pairs that collide at random, 6·D each.
         """
-        yoso, work, dim = self.config, self.spec.workload(length), self.spec.head_dim
+        yoso = self.config
+        work = self.spec.workload(length)
+        dim = self.spec.head_dim
         if yoso.expectation:
             return work.pairs(work.visible)
         bit = 3.0 * math.log2(max(2, dim)) if yoso.projection == "hadamard" else 2.0 * dim
@@ -154,7 +159,8 @@ class YOSOAttention(Attention):
         return (hashing * yoso.hashes + product(2.0 * dim * (yoso.convolution or 0))) * work.heads
 
     def new_cache(self, batch: int, like: Tensor, rounds: int | None, part: SequencePart = WHOLE) -> YOSOCache:
-        spec, width = self.spec.on_rank(part), self.spec.head_dim
+        spec = self.spec.on_rank(part)
+        width = self.spec.head_dim
         recent = like.new_zeros(batch, spec.heads, (self.config.convolution or 1) - 1, width)
         if self.config.expectation:
             return YOSOCache(None, KeyValueCache.empty(batch, spec, spec.max_length, like), recent)
@@ -169,7 +175,9 @@ class YOSOAttention(Attention):
     def decode(
         self, x: Tensor, inputs: AttentionInputs, cache: YOSOCache, position: int, context: AttentionContext
     ) -> Tensor:
-        q, k, recent = unit_vectors(inputs.q), unit_vectors(inputs.k), cache.recent
+        q = unit_vectors(inputs.q)
+        k = unit_vectors(inputs.k)
+        recent = cache.recent
         self._take_in(k, inputs.v, cache, position, context)
         if cache.tokens is not None:
             keys, values = (t[:, :, : position + 1].to(q.dtype) for t in (cache.tokens.k, cache.tokens.v))
@@ -212,7 +220,8 @@ class _Convolution(nn.Module):
         """Convolve the values over positions. v: (B, H, L, D), this rank's heads; mask, segments: (B, L) or None.
         Returns (B, H, L, D) in fp32 or wider; padding gets 0.
         """
-        length, size = v.shape[2], self.weight.shape[1]
+        length = v.shape[2]
+        size = self.weight.shape[1]
         before = size - 1 if causal else size // 2
         if mask is not None:
             v = v.masked_fill(~mask[:, None, :, None], 0.0)

@@ -122,7 +122,7 @@ def walk(
             logits = model.prefill(torch.empty(len(starts), 0, dtype=torch.int64, device=device), cache)
         for t in range(size):
             if streams is not None:
-                logits = model.head([x[:, : t + 1] for x in streams], None)
+                logits = model.logits([x[:, t] for x in streams])
             unfinished = starts if starts[-1] + t < tokens else starts[:-1]
             symbols = choose(unfinished, t, depths(logits[: len(unfinished)]))
             progress(len(unfinished))
@@ -225,7 +225,8 @@ def unpack(path: Path, raw: bytes, digest: bytes, vocabulary: int) -> tuple[Code
     compressed with another model.
     """
     if raw[: len(MAGIC)] != MAGIC:
-        raise DataError(path, "this file was not written by megasparse compress", "Give a compressed file")
+        problem = "this file was not written by megasparse compress, or by an earlier version"
+        raise DataError(path, problem, "Give a compressed file")
     head = len(MAGIC) + DIGEST + 4
     if (made_with := raw[len(MAGIC) : len(MAGIC) + DIGEST]) != digest:
         problem = f"compressed with another model (digest {made_with.hex()}, not {digest.hex()})"

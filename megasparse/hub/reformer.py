@@ -346,7 +346,7 @@ def hf_config(model: ModelConfig, bos: int) -> dict[str, Any]:
         chunk = min(getattr(model.attention, kind).chunk, model.max_length)
         settings |= {f"{kind}_attn_chunk_length": chunk, f"{kind}_num_chunks_before": 1, f"{kind}_num_chunks_after": 0}
     if "lsh" in kinds(model):
-        factors = lsh_buckets(model.attention.lsh, model.max_length)
+        factors = lsh_buckets(model.attention.lsh, model.max_length, training=False)
         # The first factor is the most significant part of megasparse's bucket numbers, but Hugging Face's least.
         settings["num_buckets"] = factors[0] if len(factors) == 1 else factors[::-1]
         settings["num_hashes"] = evaluation_rounds(model)["lsh"]

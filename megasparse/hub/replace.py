@@ -18,7 +18,7 @@ import transformers
 from pydantic import ValidationError
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import AutoConfig, Cache, PreTrainedModel
+from transformers import AutoConfig, Cache, PretrainedConfig, PreTrainedModel
 
 from megasparse.attention.contract import Attention, Targets
 from megasparse.config.attention import MECHANISMS, AttentionConfig
@@ -258,7 +258,7 @@ def _require_attention(model: PreTrainedModel, call: InterfaceCall, first: Inter
     if (cap := call.others.get("softcap")) is not None:
         problem = f"caps its scores (attn_logit_softcapping = {cap}), which no mechanism supports"
         raise HubError(name, problem, "Set it to null in config.json, then fine-tune, because the scores change")
-    if extra := sorted(values - {"dropout", "position_ids", "s_aux"}):
+    if extra := sorted(values - {"dropout", "position_ids"}):
         hint = f"Use another model, or a tested version of transformers: {', '.join(TESTED_TRANSFORMERS)}"
         raise HubError(name, f"its attention has {extra[0]} next to queries, keys and values", hint)
     if call.attention_mask is not None:
@@ -350,14 +350,18 @@ def _state(model: nn.Module) -> _State:
     return state
 
 
-def _cache_among(args: Any, kwargs: dict[str, Any]) -> Cache | None:
+Arguments = tuple[object, ...]
+"""Positional arguments of a module's call."""
+
+
+def _cache_among(args: Arguments, kwargs: dict[str, Any]) -> Cache | None:
     """Return the generation cache among a module's arguments. Its name depends on the model and on transformers'
     version: cache, past_key_values or layer_past.
     """
     return next((value for value in (*args, *kwargs.values()) if isinstance(value, Cache)), None)
 
 
-def _hand_over_input(module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+def _hand_over_input(module: Any, args: Arguments, kwargs: dict[str, Any]) -> tuple[Arguments, dict[str, Any]]:
     """Pass a self-attention's input and cache on, creating the cache layer if necessary. A forward pre-hook."""
     x, layer = args[0] if args else kwargs["hidden_states"], getattr(module, NAME)
     cache = _cache_among(args, kwargs)
@@ -369,7 +373,7 @@ def _hand_over_input(module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[An
     return args, kwargs
 
 
-def _begin(model: PreTrainedModel, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
+def _begin(model: PreTrainedModel, args: Arguments, kwargs: dict[str, Any]) -> tuple[Arguments, dict[str, Any]] | None:
     """Start a pass. A forward pre-hook of the model and, within its call, of its base model."""
     if "megasparse_pass" in kwargs:
         return None
@@ -390,7 +394,8 @@ def _begin(model: PreTrainedModel, args: Any, kwargs: dict[str, Any]) -> tuple[A
     return args, {**kwargs, "megasparse_pass": run}
 
 
-def _finish(model: PreTrainedModel, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
+def _finish(model: PreTrainedModel, args: Arguments, kwargs: dict[str, Any], output: Any) -> object:
+    """Add the auxiliary losses to the loss, if the output contains one. A forward hook of the model."""
     run = kwargs["megasparse_pass"]
     if run.owner is not model or not run.losses:
         return None
@@ -433,7 +438,7 @@ CARD = """# A model with attention by megasparse: {kinds}
     from megasparse.hub import load_replaced
     model = load_replaced(FOLDER)
 
-transformers alone loads the original model with full attention: `from_pretrained(FOLDER, attn_implementation="sdpa")`.
+transformers itself loads the original model with full attention: `from_pretrained(FOLDER, attn_implementation="sdpa")`.
 The tensors in {adapter} choose the keys.
 """
 
@@ -531,7 +536,7 @@ def load_plain(directory: str | Path) -> PreTrainedModel:
     return model
 
 
-def _config(directory: Path) -> Any:
+def _config(directory: Path) -> PretrainedConfig:
     try:
         return AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:

@@ -26,7 +26,13 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from megasparse.attention.cache import CachedTokens
-from megasparse.attention.contract import Attention, AttentionContext, AttentionInputs, Targets
+from megasparse.attention.contract import (
+    Attention,
+    AttentionContext,
+    AttentionInputs,
+    IndexedTokens,
+    Targets,
+)
 from megasparse.attention.full import FullAttention
 from megasparse.attention.heads import Padding, build_mechanism, split_heads_by_mechanism
 from megasparse.config.attention import AttentionConfig
@@ -54,13 +60,10 @@ class Projected(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """The newest n tokens for one mechanism. entries: (B, n, w) or None, and queries: see `Attention.index`."""
+    """A mechanism with the newest n tokens."""
 
     mechanism: Attention
-    heads: AttentionInputs
-    context: AttentionContext
-    entries: Tensor | None
-    queries: Any
+    newest: IndexedTokens
 
 
 class Mechanisms(nn.ModuleDict):
@@ -98,12 +101,12 @@ class Mechanisms(nn.ModuleDict):
             inputs.q, inputs.k, inputs.v, Padding(), context, position
         ):
             with autocast_off(inputs.x):
-                index, queries = mechanism.index(inputs.x, heads, local)
-            if index is not None and index.is_floating_point():
-                index = index.to(inputs.x.dtype)
+                newest = mechanism.index(inputs.x, heads, local)
+            if newest.entries is not None and newest.entries.is_floating_point():
+                newest = newest._replace(entries=newest.entries.to(inputs.x.dtype))
             if mechanism.shared_qk:  # its keys are unit queries, which the cache of keys does not contain
-                index = heads.k.detach().transpose(1, 2).flatten(2)
-            parts.append(_Part(mechanism, heads, local, index, queries))
+                newest = newest._replace(entries=heads.k.detach().transpose(1, 2).flatten(2))  # (B, n, H·D)
+            parts.append(_Part(mechanism, newest))
         return parts
 
     def attend_cached(
@@ -116,11 +119,13 @@ class Mechanisms(nn.ModuleDict):
         sinks: Tensor | None = None,
     ) -> Tensor:
         """Attend from the newest n tokens to a cache, (B, H, n, D). k, v: (B, G, L, D). index: of all tokens. sinks:
-        (H,), see `attend`.
+        (H,), see `InterfaceCall`.
         """
         repeats, real, outs, first = sum(self.split.values()) // k.shape[1], tokens.real, [], 0
         for part, entries in zip(parts, index, strict=True):
-            mechanism, q, heads = part.mechanism, part.heads.q, part.heads.q.shape[1]
+            mechanism = part.mechanism
+            q = part.newest.inputs.q
+            heads = q.shape[1]
             local_heads = slice(first, first + heads)
             if local_heads.start % repeats == local_heads.stop % repeats == 0:
                 keys, values = (x[:, local_heads.start // repeats : local_heads.stop // repeats] for x in (k, v))
@@ -130,7 +135,7 @@ class Mechanisms(nn.ModuleDict):
             with autocast_off(q):
                 if _attends_fully(mechanism):
                     outs.append(_after(q, keys, values, real, sinks=sink))
-                elif (chosen := mechanism.choose(part.queries, entries, tokens)) is not None:
+                elif (chosen := mechanism.choose(part.newest, entries, tokens)) is not None:
                     out, lse = gathered_attention(q, keys, values, chosen, scale=q.shape[3] ** -0.5)
                     if sink is not None:
                         out = out * torch.sigmoid(lse - sink[:, None])[..., None].to(out.dtype)
@@ -240,7 +245,11 @@ def cache_name(model: nn.Module) -> str:
 
 
 class InterfaceCall(NamedTuple):
-    """Arguments of one self-attention's call of transformers' attention interface."""
+    """Arguments of one self-attention's call of transformers' attention interface.
+
+    query: (B, H, n, D), the last n tokens. key, value: (B, G, L, D), all tokens. attention_mask: (B, L) bool or None,
+    from `key_mask`. sinks: (H,), a learned sink per head, the score of a key without a value (s_aux of gpt-oss).
+    """
 
     module: nn.Module
     query: Tensor
@@ -248,7 +257,12 @@ class InterfaceCall(NamedTuple):
     value: Tensor
     attention_mask: Tensor | None
     sliding_window: int | None
+    sinks: Tensor | None
     others: dict[str, Any]
+
+    @property
+    def name(self) -> str:
+        return type(self.module).__name__
 
 
 @dataclass
@@ -277,12 +291,104 @@ class ReplacedPass:
             self._of_layers[batch] = RngContext.evaluation(self.seed, batch)
         return cast(RngContext, self._of_layers[batch])
 
+    def record(self, call: InterfaceCall) -> Tensor:
+        """Record a call. Returns its values as the outputs of the query heads, (B, H, n, D)."""
+        assert self.calls is not None
+        self.calls.append(call)
+        return call.value.repeat_interleave(call.query.shape[1] // call.value.shape[1], dim=1)
+
+    def documents(self, call: InterfaceCall) -> Tensor | None:
+        """Return the document numbers (B, L) of packed documents, which start at jumps of positions; None for one."""
+        batch, _, count, _ = call.query.shape
+        if call.attention_mask is not None or self.position_ids is None or count != call.key.shape[2]:
+            return None
+        starts = F.pad(self.position_ids.diff(dim=1) != 1, (1, 0))  # (1 or B, L)
+        return starts.cumsum(1).expand(batch, count) if bool(starts.any()) else None
+
     def tokens(self, length: int, count: int, real: Tensor | None, device: torch.device) -> CachedTokens:
         """Return the tokens of a cache, of which the newest `count` are queries. real: (B, length) bool, or None."""
         key = length, count, id(real), device
         if key not in self._of_layers:
             self._of_layers[key] = CachedTokens.of(length, count, real, device)
         return cast(CachedTokens, self._of_layers[key])
+
+
+class _LayerCall:
+    """Call of a layer with mechanisms: `prefill` attends from whole sequences, `extend` from new tokens to a cache."""
+
+    def __init__(self, call: InterfaceCall, layer: Mechanisms, run: ReplacedPass, x: Tensor, cache: Cache | None):
+        batch, heads, count, _ = call.query.shape
+        self.call = call
+        self.layer = layer
+        self.run = run
+        self.cached: Any = None if cache is None else cache.layers[layer.layer]
+        self.segments = run.documents(call)
+        self.training = call.module.training
+        self.length = call.key.shape[2]
+        self.position = self.length - count
+        if self.length > layer.config.max_length:
+            problem = f"{self.length} tokens are more than the max_length = {layer.config.max_length} of its attention"
+            raise HubError(call.name, problem, "Call replace_attention with a larger max_length")
+        self.repeats = heads // call.key.shape[1]
+        newest = call.key[:, :, self.position :].repeat_interleave(self.repeats, dim=1)  # (B, H, n, D)
+        self.inputs = Projected(x, call.query, newest, newest)  # an index reads no values
+        targets = run.targets if self.training and run.targets and len(run.targets.values) == batch else None
+        grouped = all(size % self.repeats == 0 for size in layer.split.values())
+        rng = run.rng(batch, self.training)
+        self.context = AttentionContext(layer.layer, rng, targets=targets, repeats=self.repeats if grouped else 1)
+
+    def attend(self) -> Tensor:
+        """Return the outputs of the newest n tokens, (B, H, n, D)."""
+        if self.position and getattr(self.cached, "packed", False):
+            problem = "contains several packed documents, and new tokens would attend to all of them"
+            raise HubError("past_key_values", problem, "Use one cache per document")
+        parts = list[_Part]()
+        index = list[Tensor | None]()
+        if isinstance(self.cached, IndexedLayer):
+            parts = self.layer.index(self.inputs, self.context, self.position)
+            index = _indexed(self.cached, parts, self.position)
+        if self.position and self.training and not self.layer.attends_fully:
+            problem = f"contains {self.position} tokens, but a model in training attends only to its input"
+            raise HubError("past_key_values", problem, "Call model.eval(), or pass the whole sequence and no cache")
+        mask = self.call.attention_mask
+        if self.call.sinks is not None and not self.layer.attends_fully:
+            if self.training or self.segments is not None:
+                problem = "has learned sinks (s_aux), which mechanisms add neither in training nor for packed documents"
+                raise HubError(self.call.name, problem, "Call model.eval() and pass one document per row")
+            if not parts:
+                parts = self.layer.index(self.inputs, self.context, self.position)
+                index = [part.newest.entries for part in parts]
+            if mask is None:
+                mask = torch.ones(len(self.inputs.x), self.length, dtype=torch.bool, device=self.inputs.x.device)
+            return self.extend(parts, index, mask)
+        if not self.position:
+            return self.prefill()
+        if parts:
+            return self.extend(parts, index, mask)
+        if not self.layer.attends_fully:
+            problem = f"got no cache that megasparse can read from transformers {transformers.__version__}"
+            raise HubError(self.call.name, problem, f"Use a tested version: {', '.join(TESTED_TRANSFORMERS)}")
+        return _after(self.call.query, self.call.key, self.call.value, mask, sinks=self.call.sinks)
+
+    def prefill(self) -> Tensor:
+        """Attend from whole sequences. The pass gets the auxiliary losses."""
+        segments = self.segments if self.layer.causal else None
+        if self.cached is not None:
+            self.cached.packed = segments is not None
+        inputs = self.inputs._replace(v=self.call.value.repeat_interleave(self.repeats, dim=1))
+        padding = Padding(self.call.attention_mask, segments)
+        out, losses = self.layer.attend(inputs, padding, self.context)
+        self.run.losses += losses
+        if self.call.sinks is None:
+            return out
+        _, query, key, value, mask, *_ = self.call
+        return _after(query, key, value, mask, None, segments, self.call.sinks)
+
+    def extend(self, parts: list[_Part], index: Sequence[Tensor | None], real: Tensor | None) -> Tensor:
+        """Attend from the newest tokens to a cache. index: of all tokens. real: (B, L) bool, or None."""
+        key, value = self.call.key, self.call.value
+        tokens = self.run.tokens(self.length, self.length - self.position, real, key.device)
+        return self.layer.attend_cached(parts, key, value, index, tokens, self.call.sinks)
 
 
 def attend(
@@ -294,90 +400,38 @@ def attend(
     *,
     scaling: float | None,
     megasparse_pass: ReplacedPass | None = None,
-    megasparse_input: Tensor | None = None,
-    megasparse_cache: Cache | None = None,
-    output_attentions: bool = False,
-    sliding_window: int | None = None,
-    s_aux: Tensor | None = None,
-    **unused: Any,
+    **options: Any,
 ) -> tuple[Tensor, None]:
-    """Attention function of a layer, called by transformers.
+    """Attention function of a layer, called by transformers with the tensors of `InterfaceCall`.
 
-    query: (B, H, n, D), the last n tokens. key, value: (B, G, L, D), all tokens. attention_mask: (B, L) bool or None,
-    from `key_mask`. s_aux: (H,), a learned sink per head, the score of a key without a value (gpt-oss). Returns (B, n,
-    H, D). Raises HubError for unsupported arguments.
+    options: sliding_window, output_attentions and s_aux of transformers, and the layer's input and cache from hooks.
+    Returns (B, n, H, D). Raises HubError for unsupported arguments.
     """
-    name, layer, run = type(module).__name__, getattr(module, NAME, None), megasparse_pass
+    x = options.pop("megasparse_input", None)
+    cache = options.pop("megasparse_cache", None)
+    window = options.pop("sliding_window", None)
+    sinks = options.pop("s_aux", None)
+    call = InterfaceCall(module, query, key, value, attention_mask, window, sinks, options)
+    run = megasparse_pass
+    layer = getattr(module, NAME, None)
     if run is not None and run.calls is not None:
-        others = {"s_aux": s_aux, **unused}
-        run.calls.append(InterfaceCall(module, query, key, value, attention_mask, sliding_window, others))
-        return value.repeat_interleave(query.shape[1] // value.shape[1], dim=1).transpose(1, 2), None
-    if run is None or not (isinstance(layer, Mechanisms) or sliding_window):
+        return run.record(call).transpose(1, 2), None
+    if run is None or not (isinstance(layer, Mechanisms) or window):
         hint = "Load its folder by megasparse.hub.load_replaced, or call megasparse.replace_attention"
-        raise HubError(name, "its attention is not replaced", hint)
-    if output_attentions:
-        raise HubError(name, "mechanisms compute no matrix of attention weights", "Leave output_attentions out")
+        raise HubError(call.name, "its attention is not replaced", hint)
+    if options.get("output_attentions"):
+        raise HubError(call.name, "mechanisms compute no matrix of attention weights", "Leave output_attentions out")
     if attention_mask is not None and attention_mask.dim() != 2:
         shape = tuple(attention_mask.shape)
-        raise HubError(name, f"attention_mask has shape {shape}", "Use a mask of the tokens, (batch, length)")
-    batch, _, count, dim = query.shape
-    factor = 1.0 if scaling is None else scaling * dim**0.5
-    query = query if factor == 1.0 else query * factor
-    packed = attention_mask is None and run.position_ids is not None and count == key.shape[2]
-    segments = _documents(run.position_ids, batch, count) if packed and run.position_ids is not None else None
-    if not isinstance(layer, Mechanisms):
-        out = _after(query, key, value, attention_mask, sliding_window, segments, s_aux)
-        return out.transpose(1, 2).contiguous(), None
-    assert megasparse_input is not None
-    length = key.shape[2]
-    if length > layer.config.max_length:
-        problem = f"{length} tokens are more than the max_length = {layer.config.max_length} of its attention"
-        raise HubError(name, problem, "Call replace_attention with a larger max_length")
-    position, repeats = length - count, query.shape[1] // key.shape[1]
-    newest = key[:, :, position:].repeat_interleave(repeats, dim=1)
-    read = Projected(megasparse_input, query, newest, newest)  # an index reads no values
-    targets = run.targets if module.training and run.targets and len(run.targets.values) == batch else None
-    grouped = all(heads % repeats == 0 for heads in layer.split.values())
-    rng = run.rng(batch, module.training)
-    context = AttentionContext(layer.layer, rng, targets=targets, repeats=repeats if grouped else 1)
-    cached: Any = None if megasparse_cache is None else megasparse_cache.layers[layer.layer]
-    parts, index = list[_Part](), list[Tensor | None]()
-    if position and getattr(cached, "packed", False):
-        problem = "contains several packed documents, and new tokens would attend to all of them"
-        raise HubError("past_key_values", problem, "Use one cache per document")
-    if isinstance(cached, IndexedLayer):
-        parts = layer.index(read, context, position)
-        index = _indexed(cached, parts, position)
-    if position and module.training and not layer.attends_fully:
-        problem = f"contains {position} tokens, but a model in training attends only to its input"
-        raise HubError("past_key_values", problem, "Call model.eval(), or pass the whole sequence and no cache")
-    by_index = s_aux is not None and not layer.attends_fully
-    if by_index and (module.training or segments is not None):
-        problem = "has learned sinks (s_aux), which mechanisms add neither in training nor for packed documents"
-        raise HubError(name, problem, "Call model.eval() and pass one document per row")
-    if by_index and not parts:
-        parts = layer.index(read, context, position)
-        index = [part.entries for part in parts]
-    if parts and (position or by_index):
-        real = attention_mask
-        if by_index and real is None:
-            real = torch.ones(batch, length, dtype=torch.bool, device=key.device)
-        tokens = run.tokens(length, count, real, key.device)
-        out = layer.attend_cached(parts, key, value, index, tokens, s_aux)
-    elif position:
-        if not layer.attends_fully:
-            problem = f"got no cache that megasparse can read from transformers {transformers.__version__}"
-            raise HubError(name, problem, f"Use a tested version: {', '.join(TESTED_TRANSFORMERS)}")
-        out = _after(query, key, value, attention_mask, sinks=s_aux)
+        raise HubError(call.name, f"attention_mask has shape {shape}", "Use a mask of the tokens, (batch, length)")
+    factor = 1.0 if scaling is None else scaling * query.shape[3] ** 0.5
+    if factor != 1.0:
+        call = call._replace(query=query * factor)
+    if isinstance(layer, Mechanisms):
+        out = _LayerCall(call, layer, run, x, cache).attend()
     else:
-        segments = segments if layer.causal else None
-        if cached is not None:
-            cached.packed = segments is not None
-        read = read._replace(v=value.repeat_interleave(repeats, dim=1))
-        out, losses = layer.attend(read, Padding(attention_mask, segments), context)
-        run.losses += losses
-        if s_aux is not None:
-            out = _after(query, key, value, attention_mask, None, segments, s_aux)
+        segments = run.documents(call)
+        out = _after(call.query, key, value, attention_mask, window, segments, sinks)
     return out.transpose(1, 2).contiguous(), None
 
 
@@ -386,7 +440,8 @@ def _indexed(cached: IndexedLayer, parts: list[_Part], position: int) -> list[Te
 
     The index is one byte tensor per layer, with the entries of all mechanisms concatenated.
     """
-    entries = [part.entries.contiguous().view(torch.uint8) for part in parts if part.entries is not None]
+    newest = [part.newest.entries for part in parts]
+    entries = [x.contiguous().view(torch.uint8) for x in newest if x is not None]
     if not entries:
         return [None for _ in parts]
     before = 0 if cached.indexer_keys is None else cached.indexer_keys.shape[1]
@@ -396,12 +451,13 @@ def _indexed(cached: IndexedLayer, parts: list[_Part], position: int) -> list[Te
     whole = cached.update_indexer(torch.cat(entries, dim=-1) if len(entries) > 1 else entries[0])
     split = iter(whole.split([x.shape[-1] for x in entries], dim=-1)) if len(entries) > 1 else iter([whole])
     columns = (x if len(entries) == 1 else x.contiguous() for x in split)
-    return [None if part.entries is None else next(columns).view(part.entries.dtype) for part in parts]
+    return [None if x is None else next(columns).view(x.dtype) for x in newest]
 
 
 def _again(part: _Part, k: Tensor, v: Tensor, entries: Tensor | None, real: Tensor | None) -> Tensor:
     """Recompute all tokens for a mechanism that does not select keys, and return the newest. entries: its unit keys."""
-    q, before = part.heads.q, k.shape[2] - part.heads.q.shape[2]
+    q = part.newest.inputs.q
+    before = k.shape[2] - q.shape[2]
     if real is None and (skip := part.mechanism.skipped(before)).stop > skip.start:
         k, v = (torch.cat([x[:, :, : skip.start], x[:, :, skip.stop :]], dim=2) for x in (k, v))
         before -= skip.stop - skip.start
@@ -412,7 +468,7 @@ def _again(part: _Part, k: Tensor, v: Tensor, entries: Tensor | None, real: Tens
         k = entries.unflatten(2, (q.shape[1], -1)).transpose(1, 2)
         q = torch.cat([k[:, :, :before], q], dim=2)
     x, inputs = q.new_empty(len(q), 0), AttentionInputs(q, k, v, real, None, causal=True)
-    return part.mechanism(x, inputs, part.context).out[:, :, before:]
+    return part.mechanism(x, inputs, part.newest.context).out[:, :, before:]
 
 
 def _after(
@@ -427,7 +483,7 @@ def _after(
     """Full attention of the last n tokens (B, H, n, D) to a cache, or attention to the last `window` tokens.
 
     key, value: (B, G, L, D). mask: (B, L or more) bool, its last L columns are used. segments: (B, L) document numbers.
-    sinks: (H,), see `attend`.
+    sinks: (H,), see `InterfaceCall`.
     """
     count, length, outs = query.shape[2], key.shape[2], []
     position = torch.arange(length, device=query.device)
@@ -452,12 +508,6 @@ def _after(
         grouped = query.shape[1] > key.shape[1]
         outs.append(F.scaled_dot_product_attention(q, k, v, attn_mask=visible, enable_gqa=grouped))
     return torch.cat(outs, dim=2)
-
-
-def _documents(position_ids: Tensor, batch: int, length: int) -> Tensor | None:
-    """Return document numbers (B, L) of packed documents, which start at jumps of positions; None for one document."""
-    starts = F.pad(position_ids.diff(dim=1) != 1, (1, 0))
-    return starts.cumsum(1).expand(batch, length) if bool(starts.any()) else None
 
 
 def share_of_batch(labels: Tensor | None, accumulated: Tensor | int | None) -> Tensor | float:

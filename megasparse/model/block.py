@@ -6,7 +6,7 @@ B batch, L length, S source length, E d_model, F d_ff.
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -14,14 +14,24 @@ from torch import Tensor, nn
 
 from megasparse.attention.contract import AttentionContext
 from megasparse.attention.cross import CrossAttention, EncoderOutput, SourceKeys
-from megasparse.attention.heads import AttentionLayer
+from megasparse.attention.heads import AttentionLayer, LayerCache
 from megasparse.config.schema import GATED, ModelConfig
 from megasparse.errors import ConfigError
-from megasparse.model.branch import Branch, Compute, Pass, Residual, in_tiles, inject_gradients, inside, owned
-from megasparse.model.head_groups import attend_in_groups, rewrite_in_groups
+from megasparse.model.branch import (
+    BackwardTiles,
+    Branch,
+    Compute,
+    Pass,
+    Residual,
+    Streams,
+    StreamTiles,
+    inside,
+    owned,
+)
+from megasparse.model.head_groups import HeadGroups, attend_in_groups
 from megasparse.ops.operator import Function, linear, remember_autocast
 from megasparse.ops.random import RngContext, dropout, relu_dropout
-from megasparse.ops.tiled import tiled
+from megasparse.ops.tiled import GradientSums, tiled
 
 _tanh = partial(F.gelu, approximate="tanh")
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -37,20 +47,10 @@ class AttentionBranch(Branch):
         self.attention = AttentionLayer(config, layer, seed=None)
         self.gathered_at_once = self.attention.groups > 1
 
-    def forward(
-        self, x: Tensor, run: Pass, cache: Any = None, residual: Residual | None = None, position: int | None = None
-    ) -> Any:
-        """Run the residual branch. x: (B, L, E). Returns its output and the auxiliary loss.
-
-        residual: update streams in groups of heads, see `Branch.rewrite`. position: of the new token in decoding.
+    def update(self, x: Tensor, run: Pass, cache: LayerCache | None = None) -> tuple[Tensor, Tensor | None]:
+        """Return the branch's output for a stream x (B, L, E), and the auxiliary loss. cache: an empty cache to
+        prefill, or None.
         """
-        if position is not None:
-            context = AttentionContext(self.layer, run.rng, tokens=run.tokens)
-            return self.attention.decode(self.read(x), cache, position, context, run.padding), None
-        if residual is not None:
-            result, statistics = rewrite_in_groups(self, self.attention, residual, run)
-            run.note(self.layer, statistics)
-            return result if residual.d_read is None else inject_gradients(result, x)
         if self.attention.groups > 1 and cache is None:
             return attend_in_groups(self, self.attention, x, run)
         decisions = run.recompute["attention", self.layer]
@@ -58,6 +58,22 @@ class AttentionBranch(Branch):
         output = self.attention(self.read(x), context, run.padding, cache=cache)
         run.note(self.layer, output.statistics)
         return output.out, output.auxiliary_loss
+
+    def decode(self, x: Tensor, run: Pass, cache: LayerCache, position: int) -> Tensor:
+        """Return the branch's output for the new token at `position`, x (B, 1, E)."""
+        context = AttentionContext(self.layer, run.rng, tokens=run.tokens)
+        return self.attention.decode(self.read(x), cache, position, context, run.padding)
+
+    def rewrite_tiles(self, read: Tensor, written: Tensor, run: Pass) -> Tensor | None:
+        tiles = StreamTiles(self, read, written, run.rng)
+        auxiliary, statistics = HeadGroups(self, self.attention, run, tiles.x).forward(tiles.write)
+        run.note(self.layer, statistics)
+        return auxiliary
+
+    def restore_tiles(self, residual: Residual, run: Pass) -> GradientSums:
+        tiles = BackwardTiles(self, residual, run.rng)
+        groups = HeadGroups(self, self.attention, run, tiles.x)
+        return groups.backward(tiles.write, tiles.grad, tiles.dx, residual.d_auxiliary)
 
 
 class CrossAttentionBranch(Branch):
@@ -67,8 +83,8 @@ class CrossAttentionBranch(Branch):
         super().__init__(config, layer)
         self.attention = CrossAttention(config)
 
-    def forward(self, x: Tensor, run: Pass, source: EncoderOutput | SourceKeys) -> tuple[Tensor, None]:
-        """Run the residual branch. x: (B, L, E)."""
+    def update(self, x: Tensor, run: Pass, source: EncoderOutput | SourceKeys) -> tuple[Tensor, None]:
+        """Return the branch's output for a stream x (B, L, E), and no auxiliary loss."""
         return self.attention(self.read(x), source, AttentionContext(self.layer, run.rng, part=run.padding.part)), None
 
     def new_cache(self, source: EncoderOutput, rng: RngContext) -> SourceKeys:
@@ -83,16 +99,32 @@ class FeedForwardBranch(Branch):
         self.feed_forward = FeedForward(config, layer)
         self.gathered_at_once = config.blocks == "reversible"
 
-    def forward(self, x: Tensor, run: Pass, residual: Residual | None = None) -> Any:
-        """Run the residual branch on a stream x, or with `residual` tile by tile in place; see `Branch.rewrite`."""
-        if residual is None:
-            return self.feed_forward(self.read(x), run.rng), None
+    def update(self, x: Tensor, run: Pass) -> tuple[Tensor, None]:
+        """Return the branch's output for a stream x (B, L, E), and no auxiliary loss."""
+        return self.feed_forward(self.read(x), run.rng), None
 
-        def tile(x: Tensor, rows: Tensor, weights: Mapping[str, Tensor]) -> Tensor:
-            return self.feed_forward.of_tile(self.read(x, weights), rows, run.rng, inside("feed_forward", weights))
+    def rewrite_tiles(self, read: Tensor, written: Tensor, run: Pass) -> None:
+        tiles = StreamTiles(self, read, written, run.rng)
+        weights = dict(self.named_parameters())
+        for number, x in enumerate(tiles.x):
+            tiles.write(number, self._of_tile(x, tiles.rows[number], run.rng, weights))
 
-        sums = in_tiles(self, tile, residual, run.rng)
-        return None if sums is None else inject_gradients(sums, x)
+    def restore_tiles(self, residual: Residual, run: Pass) -> GradientSums:
+        tiles = BackwardTiles(self, residual, run.rng)
+        weights = dict(self.named_parameters())
+        sums = GradientSums(weights)
+        for number, tile in enumerate(tiles.x):
+            x = tile.detach().requires_grad_()
+            with torch.enable_grad():
+                out = self._of_tile(x, tiles.rows[number], run.rng, {name: sums.leaf(name) for name in weights})
+            (dx,) = sums.take([out], [tiles.grad(number)], [x])
+            tiles.dx[number].add_(dx)
+            tiles.write(number, out.detach())
+        return sums
+
+    def _of_tile(self, x: Tensor, rows: Tensor, rng: RngContext, weights: Mapping[str, Tensor]) -> Tensor:
+        """Return the output for a tile x (B, T, E) of the stream. weights: of the branch, by name."""
+        return self.feed_forward.of_tile(self.read(x, weights), rows, rng, inside("feed_forward", weights))
 
 
 class FeedForward(nn.Module):
@@ -153,36 +185,47 @@ class Block(nn.Module):
         self.feed_forward = FeedForwardBranch(config, layer)
 
     def forward(
-        self, run: Pass, cache: Any, source: Tensor | None, *streams: Tensor, position: int | None = None
+        self, run: Pass, cache: LayerCache | None, source: Tensor | None, *streams: Tensor
     ) -> tuple[Tensor | None, ...]:
         """Return the auxiliary loss (or None) and the new streams.
 
         Source and streams are positional arguments because the checkpointing wrapper only finds top-level tensors.
 
         Args:
-            cache: Empty cache to prefill, or with `position` a cache of the earlier tokens.
+            cache: Empty cache to prefill, or None.
             source: (B, S, E), or None without a source or if the cache contains it.
-            position: Position of the new token in decoding.
         """
         auxiliary: Tensor | None = None
-        for branch, compute in self.branches(run, cache, source, position):
+        for branch, compute in self.branches(run, cache, source):
             out, loss = compute(streams[-1])
-            x = branch.add(streams[0], out, run.rng)
-            streams = (streams[1], x) if len(streams) == 2 else (branch.norm(x) if branch.post_norm else x,)
+            streams = branch.advance(streams, out, run.rng)
             auxiliary = auxiliary if loss is None else loss
         return auxiliary, *streams
 
-    def branches(
-        self, run: Pass, cache: Any, source: Tensor | None, position: int | None = None
-    ) -> list[tuple[Branch, Compute]]:
-        """Return the branches in order, for a whole sequence or for the new token at `position`."""
+    def decode(self, run: Pass, cache: LayerCache, position: int, streams: Streams) -> Streams:
+        """Run the layer on the new token at `position`, (B, 1, E) streams. Returns the new streams."""
+        out = self.attention.entry(self.attention.decode)(streams[-1], run, cache, position)
+        streams = self.attention.advance(streams, out, run.rng)
+        for branch, compute in self.branches(run, cache, None)[1:]:
+            out, _ = compute(streams[-1])
+            streams = branch.advance(streams, out, run.rng)
+        return streams
+
+    def branches(self, run: Pass, cache: LayerCache | None, source: Tensor | None) -> list[tuple[Branch, Compute]]:
+        """Return the branches in order, with their functions of whole sequences."""
+        attention, feed_forward = self.attention, self.feed_forward
         branches: list[tuple[Branch, Compute]] = [
-            (self.attention, partial(self.attention, run=run, cache=cache, position=position))
+            (attention, partial(attention.entry(attention.update), run=run, cache=cache))
         ]
         if self.cross_attention is not None:
-            states = EncoderOutput(source, run.source_mask) if source is not None else cache["cross"]
-            branches.append((self.cross_attention, partial(self.cross_attention, run=run, source=states)))
-        return [*branches, (self.feed_forward, partial(self.feed_forward, run=run))]
+            states: EncoderOutput | SourceKeys
+            if source is not None:
+                states = EncoderOutput(source, run.source_mask)
+            else:
+                assert cache is not None
+                states = cast(SourceKeys, cache["cross"])
+            branches.append((self.cross_attention, partial(self.cross_attention.update, run=run, source=states)))
+        return [*branches, (feed_forward, partial(feed_forward.entry(feed_forward.update), run=run))]
 
 
 class Reversible(Function):
@@ -191,25 +234,25 @@ class Reversible(Function):
 
     source: (B, S, E), input of cross-attention. The backward runs from the last branch to the first (Reformer Eq. 8;
     streams are swapped after each branch): X1 = Y2 − Branch(Y1), X2 = Y1. Each branch is run again for its value and
-    its gradients. The source's gradients are summed over the blocks. given_away: the backward may overwrite the
+    its gradients. The source's gradients are summed over the blocks. donated: the backward may overwrite the
     returned streams and their gradients, which it copies otherwise. Use it only if nothing reads the streams after the
     backward, and a single consumer computes their gradients.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, x1: Tensor, x2: Tensor, source: Tensor | None, blocks: Sequence[Block], run: Pass, given_away: bool
+        ctx: Any, x1: Tensor, x2: Tensor, source: Tensor | None, blocks: Sequence[Block], run: Pass, donated: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
         remember_autocast(ctx, x1)
         total = torch.zeros((), device=x1.device)
         first, second = x1.clone(), x2.clone()
         for block in blocks:
             for branch, compute in block.branches(run, None, source):
-                auxiliary = branch.rewrite(compute, Residual(second, first), run)
+                auxiliary = branch.rewrite(compute, second, first, run)
                 first, second = second, first
                 if auxiliary is not None:
                     total = total + auxiliary
-        ctx.blocks, ctx.run, ctx.given_away, ctx.one = blocks, run, given_away, x1 is x2
+        ctx.blocks, ctx.run, ctx.donated, ctx.one = blocks, run, donated, x1 is x2
         ctx.save_for_backward(first, second, source)
         return first, second, total
 
@@ -220,15 +263,15 @@ class Reversible(Function):
             problem = '"reversible" cannot return gradients of weights from torch.autograd.grad or backward(inputs=...)'
             raise ConfigError("model.activations", problem, 'Call backward() without inputs, or set it to "stored"')
         y1, y2, source = ctx.saved_tensors
-        d1, d2 = owned([d1, d2]) if ctx.given_away else (d1.clone(), d2.clone())
-        if not ctx.given_away:
+        d1, d2 = owned([d1, d2]) if ctx.donated else (d1.clone(), d2.clone())
+        if not ctx.donated:
             y1, y2 = y1.clone(), y2.clone()
         if source is not None:
             source = source.detach().requires_grad_()
         replay = ctx.run.replay()
         for block in reversed(ctx.blocks):
             for branch, compute in reversed(block.branches(replay, None, source)):
-                branch.rewrite(compute, Residual(y1, y2, d1, d2, d_auxiliary), replay)
+                branch.restore(compute, Residual(y1, y2, d1, d2, d_auxiliary), replay)
                 y1, y2, d1, d2 = y2, y1, d2, d1
         if ctx.one:  # both streams are the embedding: sum their gradients in place
             d1, d2 = d1.add_(d2), None  # type: ignore[assignment]

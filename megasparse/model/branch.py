@@ -11,7 +11,8 @@ added to a stream in fp32.
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from functools import partial
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +25,8 @@ from megasparse.ops.operator import at_least_fp32
 from megasparse.ops.random import RngContext, add_dropout, add_dropout_, dropout
 from megasparse.ops.tiled import GradientSums, pieces
 
+P = ParamSpec("P")
+R = TypeVar("R")
 Streams = tuple[Tensor, ...]
 """The residual streams, (B, L, E) each, of one dtype: two in a reversible stack, one in an ordinary stack."""
 Compute = Callable[[Tensor], tuple[Tensor, Tensor | None]]
@@ -63,30 +66,37 @@ class Pass:
 
 @dataclass(frozen=True)
 class Residual:
-    """Streams (B, L, E) of one branch: input `read`, output `written`. In the backward also the gradients of both
-    (d_read is added to) and of the auxiliary loss.
+    """Streams (B, L, E) of one branch in the backward: input `read`, output `written`, the gradients of both (d_read is
+    added to) and of the auxiliary loss.
     """
 
     read: Tensor
     written: Tensor
-    d_read: Tensor | None = None
-    d_written: Tensor | None = None
-    d_auxiliary: Tensor | None = None
-
-    @property
-    def sign(self) -> int:
-        """1 if the output is added to the written stream, -1 if it is subtracted."""
-        return 1 if self.d_read is None else -1
+    d_read: Tensor
+    d_written: Tensor
+    d_auxiliary: Tensor
 
 
-class Branch(nn.Module):
+class Gathered(nn.Module):
+    """Module with several methods that read its weights. A call runs one of them, because ZeRO 3 gathers the weights of
+    a module when it is called.
+
+    Example:
+        >>> logits = head(head.logits, streams)
+    """
+
+    def forward(self, method: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+        return method(*args, **kwargs)
+
+
+class Branch(Gathered):
     """Part of a layer, added to a stream after dropout. Normalises its input (pre-norm), or with style bert the sum."""
 
     purpose: str
     """Purpose of the random draws of its dropout."""
     gathered_at_once: bool = False
-    """True if one call uses all of its weights, including submodules', and updates a stream in place; ZeRO 3 gathers
-    them for this call."""
+    """True if its methods read weights of submodules and update a stream tile by tile; ZeRO 3 gathers them at each call
+    of the branch."""
 
     def __init__(self, config: ModelConfig, layer: int):
         super().__init__()
@@ -121,35 +131,64 @@ class Branch(nn.Module):
         out = at_least_fp32(out)
         return (stream + out if sign == 1 else stream - out).to(stream.dtype)
 
-    def rewrite(self, compute: Compute, residual: Residual, run: Pass) -> Tensor | None:
-        """Run the branch in place. The forward updates a stream and returns the auxiliary loss; the backward subtracts
-        the branch's output, adds to a gradient, and accumulates the gradients of the weights.
+    def advance(self, streams: Streams, out: Tensor, rng: RngContext) -> Streams:
+        """Return a layer's streams after the branch's output `out` is added; two streams are also swapped."""
+        x = self.add(streams[0], out, rng)
+        if len(streams) == 2:
+            return streams[1], x
+        return (self.norm(x) if self.post_norm else x,)
+
+    def entry(self, method: Callable[P, R]) -> Callable[P, R]:
+        """Return a function that runs a method of this branch with its weights gathered."""
+        return partial(self, method) if self.gathered_at_once else method
+
+    def rewrite(self, compute: Compute, read: Tensor, written: Tensor, run: Pass) -> Tensor | None:
+        """Add the branch's output, computed from the stream `read`, to the stream `written` in place. Returns the
+        auxiliary loss.
         """
-        if self.gathered_at_once:  # inside its own call, so that ZeRO 3 gathers its weights
-            if residual.d_read is None:
-                auxiliary: Tensor | None = self(residual.read, run, residual=residual)
-                return auxiliary
+        if self.gathered_at_once:
+            return self.entry(self.rewrite_tiles)(read, written, run)
+        out, auxiliary = compute(read)
+        self.add(written, out, run.rng, in_place=True)
+        return auxiliary
+
+    def restore(self, compute: Compute, residual: Residual, run: Pass) -> None:
+        """Run the backward of `rewrite`: subtract the branch's output again, add to the gradient of its input, and
+        accumulate the gradients of the weights.
+        """
+        read = residual.read
+        if self.gathered_at_once:
             with torch.enable_grad():
-                zero = torch.zeros((), dtype=residual.read.dtype, device=residual.read.device, requires_grad=True)
-                injected = self(zero, run, residual=residual)
+                zero = torch.zeros((), dtype=read.dtype, device=read.device, requires_grad=True)
+                injected = self.entry(self._inject_gradients)(zero, residual, run)
             if injected.requires_grad:
                 injected.backward()
-            return None
-        rows = run.rng.rows(residual.read.shape[1], residual.read.device)
-        if residual.d_written is None:
-            out, auxiliary = compute(residual.read)
-        else:
-            assert residual.d_read is not None and residual.d_auxiliary is not None
-            grads = output_gradient(self, residual.d_written, run.rng, rows), residual.d_auxiliary
-            x = residual.read.detach().requires_grad_()
-            with torch.enable_grad():
-                outputs = [y for y in compute(x) if y is not None]
-            torch.autograd.backward(outputs, [g.to(y.dtype) for y, g in zip(outputs, grads, strict=False)])
-            assert x.grad is not None
-            residual.d_read.add_(x.grad)
-            out, auxiliary = outputs[0].detach(), None
-        self.add(residual.written, out, run.rng, rows, residual.sign, in_place=True)
-        return auxiliary
+            return
+        rows = run.rng.rows(read.shape[1], read.device)
+        grads = output_gradient(self, residual.d_written, run.rng, rows), residual.d_auxiliary
+        x = read.detach().requires_grad_()
+        with torch.enable_grad():
+            outputs = [y for y in compute(x) if y is not None]
+        torch.autograd.backward(outputs, [g.to(y.dtype) for y, g in zip(outputs, grads, strict=False)])
+        assert x.grad is not None
+        residual.d_read.add_(x.grad)
+        self.add(residual.written, outputs[0].detach(), run.rng, rows, sign=-1, in_place=True)
+
+    def rewrite_tiles(self, read: Tensor, written: Tensor, run: Pass) -> Tensor | None:
+        """Run `rewrite` tile by tile."""
+        raise NotImplementedError
+
+    def restore_tiles(self, residual: Residual, run: Pass) -> GradientSums:
+        """Run `restore` tile by tile. Returns the gradients of the weights."""
+        raise NotImplementedError
+
+    def _inject_gradients(self, zero: Tensor, residual: Residual, run: Pass) -> Tensor:
+        """Return a zero-valued output that injects the gradients of the weights in its backward, so that ZeRO 3's
+        post-backward hooks fire. zero: a scalar that requires a gradient.
+        """
+        sums = self.restore_tiles(residual, run)
+        injected: Tensor = _InjectGradients.apply(sums, zero, *sums.weights.values())
+        return injected
 
 
 def output_gradient(branch: Branch, grad: Tensor, rng: RngContext, rows: Tensor) -> Tensor:
@@ -161,56 +200,33 @@ def output_gradient(branch: Branch, grad: Tensor, rng: RngContext, rows: Tensor)
 
 
 class StreamTiles:
-    """Tiles of a branch's streams, and the operations on them."""
+    """Tiles of a branch's input stream and of the stream that it is added to."""
 
-    def __init__(self, branch: Branch, residual: Residual, rng: RngContext):
-        self.branch, self.residual, self.rng = branch, residual, rng
-        self.x, self._written = cut(residual.read, branch.tiles), cut(residual.written, branch.tiles)
-        self.rows = cut(rng.rows(residual.read.shape[1], residual.read.device), branch.tiles)
-        self.dx = [] if residual.d_read is None else cut(residual.d_read, branch.tiles)
-        self._grad = [] if residual.d_written is None else cut(residual.d_written, branch.tiles)
+    def __init__(self, branch: Branch, read: Tensor, written: Tensor, rng: RngContext, sign: int = 1):
+        """Cut the streams. sign: -1 subtracts the outputs, in a backward."""
+        self.branch = branch
+        self.rng = rng
+        self.sign = sign
+        self.x = cut(read, branch.tiles)
+        self.rows = cut(rng.rows(read.shape[1], read.device), branch.tiles)
+        self._written = cut(written, branch.tiles)
 
     def write(self, number: int, out: Tensor) -> None:
-        """Add the branch's output on a tile to the stream, or subtract it in a backward."""
-        self.branch.add(self._written[number], out, self.rng, self.rows[number], self.residual.sign, in_place=True)
+        """Add the branch's output on a tile to the stream, or subtract it."""
+        self.branch.add(self._written[number], out, self.rng, self.rows[number], self.sign, in_place=True)
+
+
+class BackwardTiles(StreamTiles):
+    """Tiles of the streams and gradients of a branch in the backward."""
+
+    def __init__(self, branch: Branch, residual: Residual, rng: RngContext):
+        super().__init__(branch, residual.read, residual.written, rng, sign=-1)
+        self.dx = cut(residual.d_read, branch.tiles)
+        self._grad = cut(residual.d_written, branch.tiles)
 
     def grad(self, number: int) -> Tensor:
         """Return the gradient of the branch's output on a tile."""
         return output_gradient(self.branch, self._grad[number], self.rng, self.rows[number])
-
-
-def in_tiles(
-    branch: Branch,
-    function: Callable[[Tensor, Tensor, Mapping[str, Tensor]], Tensor],
-    residual: Residual,
-    rng: RngContext,
-) -> GradientSums | None:
-    """Run a position-wise branch tile by tile. In a backward, return the gradients of its weights.
-
-    function: maps a tile of the stream, its rows and the branch's weights by name to the update of the stream.
-    """
-    weights, tiles = dict(branch.named_parameters()), StreamTiles(branch, residual, rng)
-    if not tiles.dx:
-        for number, (x, rows) in enumerate(zip(tiles.x, tiles.rows, strict=True)):
-            tiles.write(number, function(x, rows, weights))
-        return None
-    sums = GradientSums(weights)
-    for number, (x, rows) in enumerate(zip(tiles.x, tiles.rows, strict=True)):
-        x = x.detach().requires_grad_()
-        with torch.enable_grad():
-            out = function(x, rows, {name: sums.leaf(name) for name in weights})
-        (dx,) = sums.take([out], [tiles.grad(number)], [x])
-        tiles.dx[number].add_(dx)
-        tiles.write(number, out.detach())
-    return sums
-
-
-def inject_gradients(sums: GradientSums, zero: Tensor) -> Tensor:
-    """Return a zero-valued output that injects precomputed weight gradients in its backward, so that ZeRO 3's
-    post-backward hooks fire. zero: a scalar that requires a gradient.
-    """
-    injected: Tensor = _InjectGradients.apply(sums, zero, *sums.weights.values())
-    return injected
 
 
 class _InjectGradients(torch.autograd.Function):

@@ -1,8 +1,10 @@
 """Build a model from its configuration, with initial weights."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from megasparse.attention.initial_weights import initial_weight, initialise, initialise_buffers
@@ -62,10 +64,12 @@ class _MatricesOnMeta(TorchFunctionMode):
     so, and constructors compute with no other matrices from torch.empty.
     """
 
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, function: Callable[..., object], types: object, args: Any = (), kwargs: Any = None
+    ) -> object:
         kwargs = kwargs or {}
         if function in (torch.empty, torch.empty_like):
             weight = function(*args, **{**kwargs, "device": "meta"})
-            if weight.dim() >= 2:
+            if isinstance(weight, Tensor) and weight.dim() >= 2:
                 return weight
         return function(*args, **kwargs)

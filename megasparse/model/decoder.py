@@ -5,7 +5,6 @@ B batch, L length, S source length, T target length, E d_model, V vocabulary.
 """
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +13,7 @@ from torch.distributed import ProcessGroup
 
 from megasparse.attention.contract import Targets
 from megasparse.attention.cross import EncoderOutput
-from megasparse.attention.heads import Padding
+from megasparse.attention.heads import LayerCache, Padding
 from megasparse.attention.sequence_part import WHOLE, DecodingPart, SequencePart
 from megasparse.config.schema import ModelConfig, encoder_part
 from megasparse.model.branch import Pass, Streams, mean_stream
@@ -29,7 +28,7 @@ class DecodingCache:
     of the heads, and the tokens that the next n-gram embedding needs, (B, n − 1).
     """
 
-    layers: list[Any]
+    layers: list[LayerCache]
     position: int
     rng: RngContext
     part: SequencePart = WHOLE
@@ -65,7 +64,8 @@ class Causal(Transformer):
         return [f"layer {layer}: {mechanism.leak}" for layer, mechanism in self.mechanisms() if mechanism.leak]
 
     def prepare_inputs(self, tokens: Tensor, rng: RngContext, padding: Padding) -> tuple[Tensor, Tensor]:
-        part, scored = padding.part, torch.ones_like(tokens, dtype=torch.bool)
+        part = padding.part
+        scored = torch.ones_like(tokens, dtype=torch.bool)
         if padding.key_mask is not None:
             scored = part.local_part(padding.key_mask, 1).clone()
         scored[:, : max(0, self.config.score_from - rng.first)] = False
@@ -85,7 +85,7 @@ class Causal(Transformer):
     @torch.no_grad()
     def prefill(self, tokens: Tensor, cache: DecodingCache) -> Tensor:
         """Prefill an empty cache with a prompt (B, n), n >= 0. Returns the logits (B, V) of token n."""
-        return self.head(self.fill(tokens, cache), None)
+        return self.logits(tuple(x[:, -1] for x in self.fill(tokens, cache)))  # (B, V)
 
     def fill(self, tokens: Tensor, cache: DecodingCache) -> Streams:
         """Prefill an empty cache with a prompt (B, n). Returns the streams of n + 1 positions."""
@@ -104,15 +104,16 @@ class Causal(Transformer):
         initial = streams = self._enter(token[:, None], cache.position, cache.rng, codes)
         run = Pass(cache.rng, Padding(part=cache.part), tokens=token[:, None])
         for block, layer in zip(self.layers, cache.layers, strict=True):
-            _, *streams = block(run, layer, None, *streams, position=cache.position)
+            streams = block.decode(run, layer, cache.position, streams)
         cache.position += 1
-        return self.head(self._leave(streams, initial), None)
+        return self.logits(tuple(x[:, 0] for x in self._leave(streams, initial)))  # (B, V)
 
     def _empty_cache(self, rng: RngContext, part: SequencePart = WHOLE) -> DecodingCache:
         layers = [block.attention.attention.new_cache(len(rng.samples), rng.rounds, part) for block in self.layers]
         recent = None
         if (ngrams := self.config.ngrams) is not None:
-            shape, device = (len(rng.samples), max(ngrams.lengths) - 1), self.embedding.weight.device
+            shape = (len(rng.samples), max(ngrams.lengths) - 1)
+            device = self.embedding.weight.device
             recent = torch.full(shape, -1, dtype=torch.int64, device=device)
         return DecodingCache(layers, 0, rng, part, recent)
 
@@ -215,18 +216,21 @@ class EncoderDecoder(Causal):
         target separately. Scores are of this rank's target tokens.
         """
         assert padding.segments is None, "a sequence contains one source and its target"
-        part, tokens = padding.part, padding.part.gather(tokens, 1)
+        part = padding.part
+        tokens = padding.part.gather(tokens, 1)
         split = [self.source_length, tokens.shape[1] - self.source_length]
         source_tokens, target = tokens.split(split, dim=1)
         source_mask, target_mask = (None, None) if padding.key_mask is None else padding.key_mask.split(split, dim=1)
         states, source_loss, of_encoder = self.encoder(
             part.local_part(source_tokens, 1), rng, source_mask, Targets(target, target_mask, answer=True), part
         )
-        target, first = part.local_part(target, 1), part.rank * (split[1] // part.size)
+        target = part.local_part(target, 1)
+        first = part.rank * (split[1] // part.size)
         scores, cost, loss, statistics = super().score(
             target, rng.at(first), Padding(target_mask, part=part), EncoderOutput(states, source_mask)
         )
         unscored = (self.source_length if part.size == 1 else 0, 0)
-        scores, cost = TokenScores(*(F.pad(x, unscored) for x in scores)), F.pad(cost, unscored)
+        scores = TokenScores(*(F.pad(x, unscored) for x in scores))
+        cost = F.pad(cost, unscored)
         of_both = statistics | {f"encoder/{name}": value for name, value in of_encoder.items()}
         return scores, cost, source_loss + loss, of_both

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from megasparse.attention.contract import AttentionContext, AttentionInputs
 from megasparse.attention.heads import AttentionLayer, merge_heads, split_heads, start_exchange, start_to_tokens
 from megasparse.attention.sequence_part import Edges
-from megasparse.model.branch import Branch, Pass, Residual, StreamTiles, cut, inside
+from megasparse.model.branch import Branch, Pass, cut, inside
 from megasparse.ops.operator import Function, at_least_fp32, autocast_off, remember_autocast
 from megasparse.ops.tiled import GradientSums
 
@@ -243,19 +243,6 @@ def group_weights(branch: Branch) -> dict[str, nn.Parameter]:
     return {n: w for n, w in branch.named_parameters() if not (norm_after and n.startswith("norm."))}
 
 
-def rewrite_in_groups(
-    branch: Branch, layer: AttentionLayer, residual: Residual, run: Pass
-) -> tuple[Any, dict[str, Tensor]]:
-    """Run the branch in place (`Branch.rewrite`), from its own call. Returns the auxiliary loss, in a backward the
-    gradients of its weights; and the statistics.
-    """
-    tiles = StreamTiles(branch, residual, run.rng)
-    groups = HeadGroups(branch, layer, run, tiles.x)
-    if residual.d_read is None:
-        return groups.forward(tiles.write)
-    return groups.backward(tiles.write, tiles.grad, tiles.dx, residual.d_auxiliary), {}
-
-
 def attend_in_groups(branch: Branch, layer: AttentionLayer, x: Tensor, run: Pass) -> tuple[Tensor, Tensor | None]:
     """Run the branch of an ordinary layer. Returns its output, (B, L, E) fp32 or wider, and its auxiliary loss. The
     backward recomputes each group from x.
@@ -266,7 +253,9 @@ def attend_in_groups(branch: Branch, layer: AttentionLayer, x: Tensor, run: Pass
 
 class _InGroups(Function):
     @staticmethod
-    def forward(ctx: Any, branch: Branch, layer: AttentionLayer, run: Pass, x: Tensor, *weights: Tensor) -> Any:
+    def forward(
+        ctx: Any, branch: Branch, layer: AttentionLayer, run: Pass, x: Tensor, *weights: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
         remember_autocast(ctx, x)
         ctx.branch, ctx.layer, ctx.run = branch, layer, run.undecided()
         ctx.save_for_backward(x)

@@ -14,11 +14,11 @@ from torch.distributed import ProcessGroup
 
 from megasparse.attention.contract import Attention, Targets
 from megasparse.attention.cross import EncoderOutput
-from megasparse.attention.heads import Padding
+from megasparse.attention.heads import LayerCache, Padding
 from megasparse.attention.sequence_part import WHOLE, SequencePart
 from megasparse.config.schema import ModelConfig
 from megasparse.model.block import Block, Reversible
-from megasparse.model.branch import Pass, Streams, mean_stream
+from megasparse.model.branch import Gathered, Pass, Streams, mean_stream
 from megasparse.model.embedding import Embedding
 from megasparse.ops.cross_entropy import adaptive_log_probabilities, adaptive_scores, token_scores
 from megasparse.ops.normalize import layer_norm
@@ -127,23 +127,23 @@ class Stack(nn.Module):
         rng: RngContext,
         padding: Padding,
         targets: Targets | None = None,
-        caches: Sequence[Any] | None = None,
+        caches: Sequence[LayerCache] | None = None,
         source: EncoderOutput | None = None,
-        given_away: bool = False,
+        donated: bool = False,
     ) -> tuple[Streams, Tensor, dict[str, Tensor]]:
         """Return the output streams, the sum of auxiliary losses, and the layers' statistics, see
         `average_over_layers`.
 
         read: the embedding's input, from position rng.first on. targets: for the mechanisms, in training. caches: empty
         caches, one per layer, to prefill. source: input of cross-attention in an encoder–decoder; None if the caches
-        contain it. given_away: see `Reversible`.
+        contain it. donated: see `Reversible`.
         """
         config, (tokens, codes) = self.config, self._newest_tokens(read, rng.first, padding)
         run = Pass(rng, padding, targets if rng.training else None, source and source.key_mask, tokens)
         states = None if source is None else source.states
         initial = streams = self._enter(read, rng.first, rng, codes)
         if config.activations == "reversible" and torch.is_grad_enabled():
-            *streams, total = Reversible.apply(*streams, states, self.layers, run, given_away)
+            *streams, total = Reversible.apply(*streams, states, self.layers, run, donated)
         else:
             total = torch.zeros((), device=streams[0].device)
             for i, block in enumerate(self.layers):
@@ -191,7 +191,7 @@ class Stack(nn.Module):
         return (streams[0], streams[1] - initial[1]) if once else tuple(streams)
 
 
-class OutputHead(nn.Module):
+class OutputHead(Gathered):
     """Output head, softmax(W·norm(streams)), or the adaptive softmax with rows of W.
 
     Untied, a reversible stack's two streams are normalised and projected as one vector of width 2·E, as in the
@@ -217,18 +217,19 @@ class OutputHead(nn.Module):
         self.bias = nn.Parameter(torch.zeros(config.vocabulary)) if bert or config.output_bias else None
         self.clusters = nn.Parameter(torch.empty(len(self.cutoffs), width)) if self.cutoffs else None
 
-    def forward(
-        self, streams: Streams, targets: Tensor | None, training: bool = False
-    ) -> tuple[Tensor, Tensor, Tensor] | Tensor:
+    def logits(self, streams: Streams) -> Tensor:
+        """Return the logits (..., V) of streams (..., E) in fp32, all positions at once."""
+        weights = dict(self.named_parameters(recurse=False))
+        hidden = self._hidden(tuple(x.flatten(0, -2) for x in streams), weights)  # (N, E)
+        return at_least_fp32(self._logits(hidden, weights)).unflatten(0, streams[0].shape[:-1])  # (..., V)
+
+    def score(self, streams: Streams, targets: Tensor, training: bool) -> tuple[Tensor, Tensor, Tensor]:
         """Return −ln p of every target, (B, L) fp32; True if it was the most likely id, (B, L) bool; and its term of
-        the objective, (B, L) fp32: −ln p, in training with label smoothing. Without targets, return the logits of the
-        last position, (B, V) fp32.
+        the objective, (B, L) fp32: −ln p, in training with label smoothing.
 
         Norm, logits and softmax are computed for L/tiles positions at a time, in forward and backward.
         """
         weights = dict(self.named_parameters(recurse=False))
-        if targets is None:
-            return at_least_fp32(self._logits(self._hidden(tuple(x[:, -1] for x in streams), weights), weights))
 
         def score(targets: Tensor, *rest: Tensor) -> Tensor:
             values = dict(zip(weights, rest[len(streams) :], strict=True))
@@ -239,7 +240,7 @@ class OutputHead(nn.Module):
         return nats, correct.bool(), cost[0] if cost else nats
 
     def _scores(self, hidden: Tensor, targets: Tensor, weights: Mapping[str, Tensor], training: bool) -> Tensor:
-        """Return the outputs of `forward` as columns; (N, 2) if the objective equals the nats. hidden: (N, E)."""
+        """Return the outputs of `score` as columns; (N, 2) if the objective equals the nats. hidden: (N, E)."""
         if self.cutoffs:
             nats, correct = adaptive_scores(hidden, targets, weights["weight"], weights["clusters"], self.cutoffs)
             return torch.stack([nats, correct.to(nats.dtype)], dim=-1)
@@ -331,8 +332,8 @@ class Transformer(Stack, ABC):
         """Score tokens (B, L). source: encoder output from which target tokens are predicted, or None."""
         read, scored = self.prepare_inputs(tokens, rng, padding)
         targets = Targets(tokens, scored)
-        streams, auxiliary, statistics = self.streams(read, rng, padding, targets, source=source, given_away=True)
-        nats, correct, cost = self.head(streams, tokens, rng.training)
+        streams, auxiliary, statistics = self.streams(read, rng, padding, targets, source=source, donated=True)
+        nats, correct, cost = self.head(self.head.score, streams, tokens, rng.training)
         further, more = self._extra_loss(streams, tokens, rng)
         return TokenScores(nats, correct, scored), cost, auxiliary + further, statistics | more
 
@@ -343,6 +344,6 @@ class Transformer(Stack, ABC):
         return 0.0, {}
 
     def logits(self, streams: Streams) -> Tensor:
-        """Return logits of every position, (B, L, V) fp32. Positions become sequences of length 1 for the head."""
-        batch, length = streams[0].shape[:2]
-        return self.head([x.reshape(batch * length, 1, -1) for x in streams], None).view(batch, length, -1)
+        """Return the logits (..., V) of streams (..., E) in fp32."""
+        logits: Tensor = self.head(self.head.logits, streams)
+        return logits

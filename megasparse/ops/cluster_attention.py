@@ -22,6 +22,9 @@ from megasparse.ops.random import PairDropout
 _CPU_BLOCK_ELEMENTS = 1 << 18  # scores per block: 1 MB of fp32, to fit in cache
 _GPU_BLOCK_ELEMENTS = 1 << 24
 
+ClusterIndices = tuple[Tensor, Tensor]
+"""Queries and keys of each cluster."""
+
 
 @dataclass(frozen=True)
 class ClusterAttentionSpec:
@@ -38,7 +41,7 @@ class ClusterAttentionSpec:
 
 @without_autocast
 def cluster_attention(
-    q: Tensor, k: Tensor, v: Tensor, query_index: Tensor, key_index: Tensor, spec: ClusterAttentionSpec,
+    q: Tensor, k: Tensor, v: Tensor, clusters: ClusterIndices, spec: ClusterAttentionSpec,
     key_mask: Tensor | None = None, segments: Tensor | None = None, dropout: PairDropout | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Compute out_i = Σ_w Σ_j exp(scale·q_i·k_j − log N_ij − lse_i) v_j over the clusters w that contain query i and
@@ -47,7 +50,7 @@ def cluster_attention(
     Args:
         q: (B, H, Lq, D).
         k, v: (B, H, Lk, D).
-        query_index, key_index: (B or 1, H or 1, W, Mq) and (B or 1, H or 1, W, Mk) token numbers, −1 in empty slots; a
+        clusters: Queries (B or 1, H or 1, W, Mq) and keys (B or 1, H or 1, W, Mk), token numbers, −1 in empty slots; a
             list contains a token at most once.
         spec: N_ij is the number of clusters that contain query i and key j, or 1 without spec.count_clusters.
         key_mask: (B, Lk) bool, true for keys that may be visible; it does not mask queries.
@@ -59,7 +62,7 @@ def cluster_attention(
         without a visible key. Scores, softmax statistics and gradients are computed in fp32 or wider.
     """
     k, v = k.to(q.dtype), v.to(q.dtype)  # torch.autocast leaves some inputs in bf16 and some in fp32
-    out, lse = _ClusterAttention.apply(q, k, v, query_index, key_index, spec, key_mask, segments, dropout)
+    out, lse = _ClusterAttention.apply(q, k, v, *clusters, spec, key_mask, segments, dropout)
     return out, lse
 
 
@@ -69,7 +72,8 @@ class _ClusterAttention(Function):
         dtype = torch.promote_types(q.dtype, torch.float32)
         out = torch.zeros_like(q, dtype=dtype, memory_format=torch.contiguous_format)
         lse = torch.full(q.shape[:3], -torch.inf, dtype=dtype, device=q.device)
-        for block in _blocks(q, k, v, *settings):
+        *lists, ctx.spec, key_mask, segments, ctx.dropout = settings
+        for block in _blocks(q, k, v, (lists[0], lists[1]), ctx.spec, key_mask, segments, ctx.dropout):
             score = block.score
             highest = score.amax(-1, keepdim=True).clamp_min_(torch.finfo(dtype).min)
             weight = score.sub_(highest).exp_()
@@ -79,7 +83,6 @@ class _ClusterAttention(Function):
             part = torch.bmm(weight, block.v).mul_(torch.where(total > 0, 1.0 / total, 0.0))  # (n, m, D)
             _merge(out.flatten(0, 2), lse.flatten(), block.query, part, (highest + total.log()).squeeze(-1))
         out = out.to(q.dtype)
-        *lists, ctx.spec, key_mask, segments, ctx.dropout = settings
         ctx.save_for_backward(q, k, v, out, lse, *lists, key_mask, segments)
         return out, lse
 
@@ -95,7 +98,7 @@ class _ClusterAttention(Function):
         grad_out = grad_out.flatten(0, 2)  # (B·H·Lq, D)
         sums = [torch.zeros_like(x, dtype=lse.dtype, memory_format=torch.contiguous_format) for x in (q, k, v)]
         dq, dk, dv = (x.flatten(0, 2) for x in sums)  # (B·H·L, D) each
-        for block in _blocks(q, k, v, query_index, key_index, ctx.spec, key_mask, segments, ctx.dropout):
+        for block in _blocks(q, k, v, (query_index, key_index), ctx.spec, key_mask, segments, ctx.dropout):
             weight = block.score.sub_(flat_lse[block.query].unsqueeze(-1)).exp_()  # (n, m, Mk)
             grad = grad_out[block.query]  # (n, m, D)
             queries = block.query.flatten()  # (n·m,)
@@ -128,13 +131,13 @@ class _Block(NamedTuple):
 
 
 def _blocks(
-    q: Tensor, k: Tensor, v: Tensor, query_index: Tensor, key_index: Tensor, spec: ClusterAttentionSpec,
-    key_mask: Tensor | None, segments: Tensor | None, dropout: PairDropout | None,
+    q: Tensor, k: Tensor, v: Tensor, lists: ClusterIndices, spec: ClusterAttentionSpec, key_mask: Tensor | None,
+    segments: Tensor | None, dropout: PairDropout | None,
 ) -> Iterator[_Block]:  # fmt: skip
     (batch, heads, length, head_dim), key_length = q.shape, k.shape[2]
+    query_index, key_index = (index.expand(batch, heads, -1, -1) for index in lists)  # (B, H, W, Mq), (B, H, W, Mk)
     clusters, places, keys = *query_index.shape[2:], key_index.shape[3]
     dtype = torch.promote_types(q.dtype, torch.float32)
-    query_index, key_index = (index.expand(batch, heads, -1, -1) for index in (query_index, key_index))
     q_rows, k_rows, v_rows = (x.flatten(0, 2) for x in (q, k, v))  # (B·H·L, D) each
     members = None
     width = head_dim

@@ -80,8 +80,10 @@ class _GatheredAttention(Function):
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, index: Tensor, scale: float, dropout: PairDropout | None
     ) -> tuple[Tensor, Tensor]:
         if any(ctx.needs_input_grad):
-            k, v = k.contiguous(), v.contiguous()
-        dtype, shares = torch.promote_types(q.dtype, torch.float32), math.lcm(k.shape[1], index.shape[1])
+            k = k.contiguous()
+            v = v.contiguous()
+        dtype = torch.promote_types(q.dtype, torch.float32)
+        shares = math.lcm(k.shape[1], index.shape[1])
         outs = q.new_empty(len(q) * shares * q.shape[2], q.shape[1] // shares, q.shape[3])
         lses = outs.new_empty(outs.shape[:2], dtype=dtype)
         for block in _blocks(q, k, v, index, scale, dropout, dtype):
@@ -89,8 +91,10 @@ class _GatheredAttention(Function):
             if block.factors is not None:
                 weight *= block.factors
             outs[block.rows] = torch.bmm(weight, block.v).to(q.dtype)
-        out, lse = _by_head(outs, q), _by_head(lses, q)
-        ctx.scale, ctx.dropout = scale, dropout
+        out = _by_head(outs, q)
+        lse = _by_head(lses, q)
+        ctx.scale = scale
+        ctx.dropout = dropout
         ctx.save_for_backward(q, k, v, index, out, lse)
         return out, lse
 
@@ -98,7 +102,8 @@ class _GatheredAttention(Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         grad_out, grad_lse = grads
         q, k, v, index, out, lse = ctx.saved_tensors
-        dtype, shares = lse.dtype, math.lcm(k.shape[1], index.shape[1])
+        dtype = lse.dtype
+        shares = math.lcm(k.shape[1], index.shape[1])
         no_visible_key = lse == -torch.inf
         delta = _by_share((grad_out.to(dtype) * out).sum(-1) - grad_lse.masked_fill(no_visible_key, 0.0), shares)
         # exp(score − ∞) = 0: no gradient from these queries
@@ -109,7 +114,8 @@ class _GatheredAttention(Function):
         for block in _blocks(q, k, v, index, ctx.scale, ctx.dropout, dtype):
             weight = block.score.sub_(lse[block.rows, :, None]).exp_()
             grad = grad_out[block.rows].to(dtype)  # (n, R, D)
-            score_grad, dropped = torch.bmm(grad, block.v.transpose(1, 2)), weight
+            score_grad = torch.bmm(grad, block.v.transpose(1, 2))
+            dropped = weight
             if block.factors is not None:
                 dropped = weight * block.factors
                 score_grad *= block.factors
@@ -157,8 +163,10 @@ def _lines(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, int, int]:
     """
     batch, groups, length, dim = k.shape
     if k.stride() != v.stride() or k.stride()[2:] != (dim, 1) or k.stride(0) % dim or k.stride(1) % dim:
-        k, v = k.contiguous(), v.contiguous()
-    sequence, group = k.stride(0) // dim, k.stride(1) // dim
+        k = k.contiguous()
+        v = v.contiguous()
+    sequence = k.stride(0) // dim
+    group = k.stride(1) // dim
     size = (batch - 1) * sequence + (groups - 1) * group + length, dim
     return k.as_strided(size, (dim, 1)), v.as_strided(size, (dim, 1)), sequence, group
 
@@ -197,13 +205,15 @@ def _blocks(
     first = torch.from_numpy(_firsts(batch, shares, (*steps, groups), (len(index), lists, queries))).to(q.device)
     lines = first[0, :, None].expand(-1, queries).flatten()
     at = (first[1, :, None] + torch.arange(queries, device=q.device)).flatten()
-    q, index = _by_share(q, shares), index.flatten(0, 2)
+    q = _by_share(q, shares)
+    index = index.flatten(0, 2)
     step = min(len(q), max(1, _GATHERED_ELEMENTS // (slots * dim)))
     chosen = [x.new_empty(step * slots, dim) for x in (k, v)]  # one buffer: new memory costs more than the copies
     for start in range(0, len(q), step):
         block = slice(start, min(start + step, len(q)))
         key = index.index_select(0, at[block]).long()  # (n, K)
-        empty, line = key < 0, (key.clamp_min_(0) + lines[block, None]).flatten()
+        empty = key < 0
+        line = (key.clamp_min_(0) + lines[block, None]).flatten()
         block_q = q[block].to(dtype)
         block_k, block_v = (
             torch.index_select(x, 0, line, out=buffer[: len(line)]).view(-1, slots, dim).to(dtype)
@@ -211,14 +221,15 @@ def _blocks(
         )
         factors = None
         if dropout is not None:
-            of_query, of_key = _by_share(dropout.queries, shares)[block, :, None], dropout.keys(length)[key][:, None]
+            of_query = _by_share(dropout.queries, shares)[block, :, None]
+            of_key = dropout.keys(length)[key][:, None]
             factors = dropout.factors(of_query, of_key, dtype)
         score = torch.bmm(block_q, block_k.transpose(1, 2)).mul_(scale).masked_fill_(empty[:, None], -torch.inf)
         yield _Block(block, block_q, block_k, block_v, line, score, factors)
 
 
 @lru_cache(maxsize=64)
-def _firsts(batch: int, shares: int, steps: tuple[int, int, int], lists: tuple[int, int, int]) -> Any:
+def _firsts(batch: int, shares: int, steps: tuple[int, int, int], lists: tuple[int, int, int]) -> np.ndarray:
     """Return the first line and the first query's list of each sequence and share, an array (2, B·S). steps: lines of a
     sequence and of a key head, and G. lists: sizes of the index's first dimensions.
     """

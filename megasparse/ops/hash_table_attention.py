@@ -53,7 +53,7 @@ class HashTableAttentionSpec:
 
 def _hash_table_attention(
     q: Tensor, k: Tensor, v: Tensor, q_codes: Tensor, k_codes: Tensor, spec: HashTableAttentionSpec,
-    query_mask: Tensor | None = None, key_mask: Tensor | None = None, segments: Tensor | None = None,
+    key_mask: Tensor | None = None, segments: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Compute out_i = Σ_j B_ij v_j, B_ij = 1/m Σ_h [code_h(q_i) = code_h(k_j)] over the keys visible to i (YOSO Eq. 5
     and 9).
@@ -64,25 +64,24 @@ def _hash_table_attention(
         v: (B, H, Lk, D).
         q_codes, k_codes: (B, H, m, Lq) and (B, H, m, Lk), integers below 2^code_bits.
         spec: Code bits and causality.
-        query_mask, key_mask: (B, Lq), (B, Lk) bool, true for real tokens. Padding is excluded as query (output 0) and
-            as key.
+        key_mask: (B, L) bool, true for real tokens, with Lq = Lk. Padding is excluded as query (output 0) and as key.
         segments: (B, L) document numbers >= 0; documents never attend to each other.
 
     Returns:
         out (B, H, Lq, D) and B's row sums (B, H, Lq), the mean number of keys per hash that collide with a query (not
         differentiable); both in fp32 or wider.
     """
-    return _HashTableAttention.apply(q, k, v, q_codes, k_codes, groups(q, k, query_mask, key_mask, segments), spec)
+    return _HashTableAttention.apply(q, k, v, q_codes, k_codes, groups(q, k, key_mask, segments), spec)
 
 
 def reference(
     q: Tensor, k: Tensor, v: Tensor, q_codes: Tensor, k_codes: Tensor, spec: HashTableAttentionSpec,
-    query_mask: Tensor | None = None, key_mask: Tensor | None = None, segments: Tensor | None = None,
+    key_mask: Tensor | None = None, segments: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Compute `hash_table_attention` densely."""
     q, k, v = (x.to(torch.promote_types(v.dtype, torch.float32)) for x in (q, k, v))
     weight = (q_codes[..., :, None] == k_codes[..., None, :]).to(q.dtype).mean(2)
-    visible = visible_pairs((q.shape[2], k.shape[2]), spec.causal, query_mask, key_mask, segments, q.device)
+    visible = visible_pairs((q.shape[2], k.shape[2]), spec.causal, key_mask, segments, q.device)
     return weighted_sum(q, k, v, weight * visible, spec.code_bits)
 
 
@@ -97,7 +96,6 @@ hash_table_attention = Operator(
 def visible_pairs(
     lengths: tuple[int, int],
     causal: bool,
-    query_mask: Tensor | None,
     key_mask: Tensor | None,
     segments: Tensor | None,
     device: torch.device,
@@ -106,10 +104,8 @@ def visible_pairs(
     visible = torch.ones(1, 1, *lengths, dtype=torch.bool, device=device)
     if causal:
         visible = visible.tril()
-    if query_mask is not None:
-        visible = visible & query_mask[:, None, :, None]
     if key_mask is not None:
-        visible = visible & key_mask[:, None, None, :]
+        visible = visible & key_mask[:, None, :, None] & key_mask[:, None, None, :]
     if segments is not None:
         visible = visible & (segments[:, None, :, None] == segments[:, None, None, :])
     return visible
@@ -123,23 +119,21 @@ def weighted_sum(q: Tensor, k: Tensor, v: Tensor, weight: Tensor, code_bits: int
     return with_gradient @ v, weight.sum(-1)
 
 
-def groups(
-    q: Tensor, k: Tensor, query_mask: Tensor | None, key_mask: Tensor | None, segments: Tensor | None
-) -> tuple[Tensor, Tensor] | None:
+def groups(q: Tensor, k: Tensor, key_mask: Tensor | None, segments: Tensor | None) -> tuple[Tensor, Tensor] | None:
     """Return numbers (B·H, Lq) and (B·H, Lk) that are equal for exactly the visible query-key pairs; None if all pairs
     are visible.
 
     A real token's number is its document (>= 0); masked queries get −1 and masked keys −2, which never match.
     """
-    if query_mask is None and key_mask is None and segments is None:
+    if key_mask is None and segments is None:
         return None
     numbers = []
-    for x, mask, masked in ((q, query_mask, -1), (k, key_mask, -2)):
+    for x, masked in ((q, -1), (k, -2)):
         number = torch.zeros(x.shape[0], x.shape[2], dtype=torch.int64, device=x.device)
         if segments is not None:
             number = segments.to(torch.int64)
-        if mask is not None:
-            number = number.masked_fill(~mask, masked)
+        if key_mask is not None:
+            number = number.masked_fill(~key_mask, masked)
         numbers.append(number[:, None].expand(-1, x.shape[1], -1).flatten(0, 1))
     return numbers[0], numbers[1]
 
@@ -399,7 +393,6 @@ def expected_attention(
     k: Tensor,
     v: Tensor,
     spec: HashTableAttentionSpec,
-    query_mask: Tensor | None = None,
     key_mask: Tensor | None = None,
     segments: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -410,7 +403,7 @@ def expected_attention(
     which is finite everywhere. Returns out (B, H, Lq, D) and W's row sums (B, H, Lq), in fp32 or wider.
     """
     assert not spec.causal or q.shape[2] == k.shape[2]
-    return _ExpectedAttention.apply(q, k, v, groups(q, k, query_mask, key_mask, segments), spec)
+    return _ExpectedAttention.apply(q, k, v, groups(q, k, key_mask, segments), spec)
 
 
 def _tiles(

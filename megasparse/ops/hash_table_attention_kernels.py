@@ -331,12 +331,12 @@ class _Windows(NamedTuple):
 
 def hash_table_attention(
     q: Tensor, k: Tensor, v: Tensor, q_codes: Tensor, k_codes: Tensor, spec: HashTableAttentionSpec,
-    query_mask: Tensor | None = None, key_mask: Tensor | None = None, segments: Tensor | None = None,
+    key_mask: Tensor | None = None, segments: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Compute `hash_table_attention.hash_table_attention`. Products are computed in v's dtype, their sums in fp32.
     Strided tensors are copied once.
     """
-    group = groups(q[:, :1], k[:, :1], query_mask, key_mask, segments)
+    group = groups(q[:, :1], k[:, :1], key_mask, segments)
     if v.shape[3] > q.shape[3]:  # pad keys, because products of values and keys are square
         q, k = (F.pad(x, (0, v.shape[3] - x.shape[3])) for x in (q, k))
     return _HashTableAttention.apply(q, k, v, q_codes, k_codes, group, spec)

@@ -74,7 +74,7 @@ def _rotated(x: Tensor, rotations: Tensor) -> Iterator[Tensor]:
     rounds = rotations.shape[1]
     width = rotations.shape[3]
     dtype = torch.promote_types(x.dtype, torch.float32)
-    matrix = rotations.to(dtype).permute(0, 2, 1, 3).reshape(heads, head_dim, rounds * width)
+    matrix = rotations.to(dtype).permute(0, 2, 1, 3).reshape(heads, head_dim, rounds * width)  # (H, D, R·S)
     for block in x.split(max(1, _BLOCK_ELEMENTS // (batch * heads * rounds * width)), dim=2):
         rotated = (at_least_rows(block.to(dtype)) @ matrix)[:, :, : block.shape[2]]  # (B, H, l, R·S)
         yield rotated.unflatten(-1, (rounds, width))
@@ -82,7 +82,7 @@ def _rotated(x: Tensor, rotations: Tensor) -> Iterator[Tensor]:
 
 def code_gap(x: Tensor, rotations: Tensor, factors: list[int]) -> float:
     """Return the smallest difference between the two largest scores of a hash in `angular_hash`, relative to the
-    longest vector; NaN if all vectors are 0. Much smaller errors of x change no code.
+    longest vector; NaN if all vectors are 0. Relative errors of x far below it change no code.
     """
     gaps = []
     for rotated in _rotated(x, rotations):

@@ -105,15 +105,20 @@ class _Scan(Function):
     """Scan (state, out) = step(state, *pieces) over pieces of the inputs; the backward recomputes each piece."""
 
     @staticmethod
-    def forward(ctx: Any, step: Callable[..., tuple[State, Tensor]], tile: int, count: int, *tensors: Tensor) -> Any:
-        inputs, state = tensors[:count], State(*tensors[count:])
+    def forward(
+        ctx: Any, step: Callable[..., tuple[State, Tensor]], tile: int, count: int, *tensors: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        inputs = tensors[:count]
+        state = State(*tensors[count:])
         starts: list[Tensor] = []
         outs = []
         for pieces in _pieces(inputs, tile):
             starts += state
             state, out = step(state, *pieces)
             outs.append(out)
-        ctx.step, ctx.tile, ctx.count = step, tile, count
+        ctx.step = step
+        ctx.tile = tile
+        ctx.count = count
         ctx.save_for_backward(*inputs, *starts)
         ctx.mark_non_differentiable(state.level)
         return torch.cat(outs, dim=2), *state
@@ -121,7 +126,8 @@ class _Scan(Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         grad_out, grad_total, _ = grads
-        inputs, starts = ctx.saved_tensors[: ctx.count], ctx.saved_tensors[ctx.count :]
+        inputs = ctx.saved_tensors[: ctx.count]
+        starts = ctx.saved_tensors[ctx.count :]
         grad_inputs = [torch.empty_like(x) if x.is_floating_point() else None for x in inputs]
         targets = [x.split(ctx.tile, dim=2) for x in grad_inputs if x is not None]
         outputs = grad_out.split(ctx.tile, dim=2)
@@ -169,7 +175,8 @@ def _causal(
     length = q.shape[2]
     missing = (1 << (length - 1).bit_length()) - length  # padding to a power of two
     q, k, v, real = (F.pad(x, (0, 0, 0, missing)) for x in (q, k, v, real))
-    query, key = _query_exponents(q, projection, scale), _key_exponents(k, real, projection, scale)
+    query = _query_exponents(q, projection, scale)
+    key = _key_exponents(k, real, projection, scale)
     with torch.no_grad():
         levels = torch.maximum(key.cummax(dim=2).values, state.level)  # (B, H, T, F), c at each token
         top = (query + levels).amax(-1, keepdim=True)  # (B, H, T, 1)
@@ -192,7 +199,8 @@ def _within(query: Tensor, key: Tensor, values: Tensor, top: Tensor, chunk: int)
         later, tops, target = (blocks[n][:, :, :, 1] for n in (0, 1, 4))
         earlier, earlier_values = (blocks[n][:, :, :, 0] for n in (2, 3))
         level = earlier.detach().amax(-2, keepdim=True).clamp_min(torch.finfo(key.dtype).min)
-        left, right = torch.exp(later + level - tops), torch.exp(earlier - level).transpose(-1, -2)
+        left = torch.exp(later + level - tops)
+        right = torch.exp(earlier - level).transpose(-1, -2)
         target += (left @ right) @ earlier_values if half < chunk else left @ (right @ earlier_values)
         half *= 2
     return out

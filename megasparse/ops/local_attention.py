@@ -8,6 +8,7 @@ if attention is not causal, E = (S + 1)·C − 1 distances.
 
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +24,14 @@ _LAST = torch.iinfo(torch.int32).max  # document number of padding during sortin
 _SCORE_ELEMENTS = 1 << 20  # scores per tile: 4 MB of fp32
 
 
+class RelativeVectors(NamedTuple):
+    """Vectors of relative positions. r: (H, E, D), one for each of `distances`. u, w: (H, D), added to queries."""
+
+    r: Tensor
+    u: Tensor
+    w: Tensor
+
+
 @dataclass(frozen=True)
 class LocalAttentionSpec:
     """Settings of local attention with relative positions.
@@ -36,7 +45,7 @@ class LocalAttentionSpec:
 
 
 def distances(chunk: int, causal: bool) -> range:
-    """Return the distances i − j of a chunk's queries and keys, in the order of `r` in `relative_local_attention`."""
+    """Return the distances i − j of a chunk's queries and keys, in the order of `RelativeVectors.r`."""
     return range(2 * chunk - 1, -chunk if causal else -2 * chunk, -1)
 
 
@@ -44,9 +53,7 @@ def _relative_local_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    r: Tensor,
-    u: Tensor,
-    w: Tensor,
+    relative: RelativeVectors,
     spec: LocalAttentionSpec,
     key_mask: Tensor | None = None,
     segments: Tensor | None = None,
@@ -60,8 +67,7 @@ def _relative_local_attention(
 
     Args:
         q, k, v: (B, H, L, D).
-        r: (H, E, D), a vector for each of `distances`.
-        u, w: (H, D).
+        relative: r, u and w.
         spec: Chunk, causality and scale.
         key_mask: (B, L) bool, true for real tokens.
         segments: (B, L) document numbers >= 0; documents never attend to each other.
@@ -97,20 +103,20 @@ def _relative_local_attention(
             F.pad(mixed, (0, whole)).unflatten(2, (chunks, chunk)).transpose(1, 2),
             F.pad(numbers, around).unfold(1, span * chunk, chunk),
         ]
-    tiles = -(-batch * heads * chunks * chunk * r.shape[1] // _SCORE_ELEMENTS)
-    out = tiled(partial(_attend, spec=spec, dropout=dropout), inputs, [r, u, w], tiles)  # (B, W, H, C, D)
+    tiles = -(-batch * heads * chunks * chunk * relative.r.shape[1] // _SCORE_ELEMENTS)
+    out = tiled(partial(_attend, spec=spec, dropout=dropout), inputs, relative, tiles)  # (B, W, H, C, D)
     out = out.transpose(1, 2).flatten(2, 3)[:, :, :length]  # (B, H, L, D)
     return out if order is None else _take(out, order.argsort(dim=-1))
 
 
 def reference(
-    q: Tensor, k: Tensor, v: Tensor, r: Tensor, u: Tensor, w: Tensor, spec: LocalAttentionSpec,
+    q: Tensor, k: Tensor, v: Tensor, relative: RelativeVectors, spec: LocalAttentionSpec,
     key_mask: Tensor | None = None, segments: Tensor | None = None, *, dropout: PairDropout | None = None,
 ) -> Tensor:  # fmt: skip
     """Compute `relative_local_attention` densely."""
     out_dtype = q.dtype
     dtype = torch.promote_types(q.dtype, torch.float32)
-    q, k, v, r, u, w = (x.to(dtype) for x in (q, k, v, r, u, w))
+    q, k, v, r, u, w = (x.to(dtype) for x in (q, k, v, *relative))
     batch, heads, length, _ = q.shape
     real = torch.ones(batch, length, dtype=torch.bool, device=q.device) if key_mask is None else key_mask
     document = torch.zeros_like(real, dtype=torch.int64) if segments is None else segments
@@ -128,8 +134,8 @@ def reference(
         visible = visible & (position <= position[:, None])
     row = (2 * spec.chunk - 1 - distance).clamp(0, r.shape[1] - 1)  # row of r
     of_distance = torch.einsum("bhid,hed->bhie", q + w[:, None], r)  # (B, H, L, E)
-    relative = of_distance.gather(3, row[:, None].expand(-1, heads, -1, -1))  # (B, H, L, L)
-    score = ((q + u[:, None]) @ k.transpose(-1, -2) + relative) * spec.scale
+    of_position = of_distance.gather(3, row[:, None].expand(-1, heads, -1, -1))  # (B, H, L, L)
+    score = ((q + u[:, None]) @ k.transpose(-1, -2) + of_position) * spec.scale
     no_visible_key = ~real[:, None, :, None]
     score = score.masked_fill(~visible[:, None], -torch.inf).masked_fill(no_visible_key, 0.0)
     probability = torch.softmax(score, dim=-1)

@@ -30,7 +30,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megasparse.ops.kernels import block, dot, launch, load_rows, precision, store_rows, strides, whole_vectors
-from megasparse.ops.local_attention import LocalAttentionSpec, by_document
+from megasparse.ops.local_attention import LocalAttentionSpec, RelativeVectors, by_document
 from megasparse.ops.operator import Function
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -358,9 +358,7 @@ def relative_local_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    r: Tensor,
-    u: Tensor,
-    w: Tensor,
+    relative: RelativeVectors,
     spec: LocalAttentionSpec,
     key_mask: Tensor | None = None,
     segments: Tensor | None = None,
@@ -368,7 +366,7 @@ def relative_local_attention(
     """Compute `local_attention.relative_local_attention` in fp32, bf16 or fp16; r is cast to q's dtype for products."""
     order, document = by_document(q, key_mask, segments)
     order = None if order is None else order.to(torch.int32)
-    return _RelativeLocalAttention.apply(q, k, v, r, u, w, order, document, spec)
+    return _RelativeLocalAttention.apply(q, k, v, *relative, order, document, spec)
 
 
 def _tile(head_dim: int, dtype: torch.dtype) -> tuple[int, int]:

@@ -42,11 +42,11 @@ class Operator(Generic[P, R]):
         blocks: Plain torch in blocks of bounded memory. Its docstring becomes the operator's.
         kernels: "module:function" of Triton kernels, imported on first use.
         reference: Dense and slow definition; None if `blocks` is the definition.
-        dtypes, largest_width, most_rows: Limits of the kernels on the deciding argument, see `implementation`.
         decides: Position of the argument whose device, dtype and shape select the implementation.
         cast: Number of arguments after the first that are cast to its dtype (torch.autocast leaves some inputs in bf16
             and some in fp32).
         differentiable: False runs it without recording gradients.
+        limits: Limits of the kernels on the deciding argument, see `implementation`.
 
     With a keyword argument `dropout` (of attention probabilities) other than None, the kernels are not used.
     """
@@ -57,21 +57,19 @@ class Operator(Generic[P, R]):
         *,
         kernels: str,
         reference: Callable[P, R] | None = None,
-        dtypes: tuple[torch.dtype, ...] = _DTYPES,
-        largest_width: int | None = LARGEST_HEAD_DIM,
-        most_rows: int | None = None,
         decides: int = 0,
         cast: int = 0,
         differentiable: bool = True,
+        **limits: Any,
     ):
         self.blocks, self.kernels, self.reference = blocks, kernels, reference or blocks
-        self.limits = (dtypes, largest_width, most_rows)
+        self.limits = limits
         self.decides, self.cast, self.differentiable = decides, cast, differentiable
         update_wrapper(self, blocks)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         x: Any = args[self.decides]
-        chosen = implementation(x, *self.limits, dropout=kwargs.get("dropout"))
+        chosen = implementation(x, **self.limits, dropout=kwargs.get("dropout"))
         function: Callable[..., R] = self.reference if chosen == "reference" else self.blocks
         if chosen == "triton":
             module, name = self.kernels.split(":")
@@ -178,7 +176,7 @@ def without_autocast(function: Callable[P, R]) -> Callable[P, R]:
     return call
 
 
-def autocast_off(*arguments: Any) -> AbstractContextManager[Any]:
+def autocast_off(*arguments: Any) -> AbstractContextManager[object]:
     """Return a context that disables autocast on the device of the first tensor among the arguments."""
     device = _autocast_device(arguments)
     if device is None or not torch.is_autocast_enabled(device):
@@ -197,7 +195,7 @@ class Function(torch.autograd.Function):
 
         @once_differentiable
         @wraps(backward)
-        def under_autocast_of_forward(ctx: Any, *grads: Any) -> Any:
+        def under_autocast_of_forward(ctx: Any, *grads: Any) -> object:
             state = getattr(ctx, "autocast", None)
             with autocast_off(*grads) if state is None else torch.autocast(**state):
                 return backward(ctx, *grads)

@@ -141,8 +141,12 @@ def chosen_keys(
         from megasparse.ops import sketch_kernels
 
         return sketch_kernels.chosen_keys(q, k, spec, noise, lse, key_mask, segments, first_query)
-    compute = reference_choice if chosen == "reference" else _chosen_keys
-    return compute(q, k, spec, noise, lse, key_mask, segments, first_query)
+    if chosen == "reference":
+        return reference_choice(q, k, spec, noise, lse, key_mask, segments, first_query)
+    sight = _Sight(spec.causal, key_mask, segments)
+    if noise is None:
+        return top_keys(q, k, spec.count, sight, first_query)
+    return drawn_keys(q, k, spec, noise, lse, sight, first_query)
 
 
 @without_autocast
@@ -189,7 +193,8 @@ class _Sight(NamedTuple):
 class _SketchedAttention(Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sight: _Sight) -> tuple[Tensor, Tensor]:
-        h, lse = torch.empty_like(q), q.new_empty(q.shape[:2])
+        h = torch.empty_like(q)
+        lse = q.new_empty(q.shape[:2])
         for rows, last in _tiles(q, sight):
             score = _scores(q, k, sight, rows, last)
             highest = score.amax(-1, keepdim=True).clamp_min_(torch.finfo(q.dtype).min)
@@ -205,10 +210,13 @@ class _SketchedAttention(Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         grad, grad_lse = grads
         q, k, v, h, lse = ctx.saved_tensors
-        blind = lse == -torch.inf
-        delta = ((grad * h).sum(-1) - grad_lse.masked_fill(blind, 0.0)).unsqueeze(-1)
-        lse = lse.masked_fill(blind, torch.inf).unsqueeze(-1)  # exp(score − ∞) = 0: no gradient from these queries
-        dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        no_visible_key = lse == -torch.inf
+        delta = ((grad * h).sum(-1) - grad_lse.masked_fill(no_visible_key, 0.0)).unsqueeze(-1)
+        # exp(score − ∞) = 0: no gradient from these queries
+        lse = lse.masked_fill(no_visible_key, torch.inf).unsqueeze(-1)  # (B, L, 1)
+        dq = torch.empty_like(q)
+        dk = torch.zeros_like(k)
+        dv = torch.zeros_like(v)
         for rows, last in _tiles(q, ctx.sight):
             weight = _scores(q, k, ctx.sight, rows, last).sub_(lse[:, rows]).exp_()
             dv[:, :last] += weight.transpose(-1, -2) @ grad[:, rows]
@@ -238,61 +246,119 @@ def _scores(q: Tensor, k: Tensor, sight: _Sight, rows: slice, last: int) -> Tens
     return score
 
 
-def _chosen_keys(
-    q: Tensor, k: Tensor, spec: KeyChoiceSpec, noise: Noise | None, lse: Tensor | None, key_mask: Tensor | None,
-    segments: Tensor | None, first_query: int,
-) -> Tensor:  # fmt: skip
-    """Compute `chosen_keys` in tiles: s in float64 except for the logarithms; drawn scores are ranked in fp32. On a CPU
-    without noise, products are in fp32 if they can be rounded as float64 ones, see `_top_products`.
+class _ProductTile(NamedTuple):
+    """Products of some queries and keys, (B, T, C), in memory that the next tile overwrites.
+
+    rows: the queries. positions (T), keys (C): of queries and of keys, from first_query and first_key on.
     """
-    sight, count = _Sight(spec.causal, key_mask, segments), spec.count
-    batch, queries, width = q.shape
-    heads = 1 if noise is None else len(noise.heads)
-    index = torch.full((batch, heads, queries, count), -1, dtype=torch.int32, device=q.device)
-    tile = KEYS if noise is not None else _WIDE
-    step = max(1, _SCORE_ELEMENTS // (batch * heads * min(tile, k.shape[1])))
-    error: Tensor | None = None
-    if noise is None and q.device.type == "cpu" and queries >= _ROWS:
-        longest = torch.linalg.vector_norm(k.double(), dim=-1).amax(1, keepdim=True)
-        error = torch.linalg.vector_norm(q.double(), dim=-1) * longest * (width + 2) * 2.0**-24  # (B, Lq)
-        error = error if float(error.max()) * _STEPS * width**-0.5 < 0.1 else None
-    # In float64, so that equal keys have equal scores in every tile.
-    of_queries, of_keys = (x.to(torch.float64 if error is None else torch.float32) for x in (q, k))
-    scores = of_keys.new_empty(batch * min(step, queries) * min(tile, k.shape[1]))  # memory of all tiles
+
+    products: Tensor
+    rows: slice
+    positions: Tensor
+    keys: Tensor
+    first_query: int
+    first_key: int
+    sight: _Sight
+
+    def hide(self, ranks: Tensor, nothing: float) -> None:
+        """Set the ranks (B, H, T, C) of invisible pairs to `nothing`, in place."""
+        sight = self.sight
+        if sight.hides_nothing(self.first_query, self.first_key + len(self.keys) - 1):
+            return
+        first = 0  # key that may be hidden
+        if sight.hides_nothing(self.first_query, self.first_query):
+            first = max(0, self.first_query - self.first_key)
+        ranks[..., first:].masked_fill_(~sight.pairs(self.positions, self.keys[first:])[:, None], nothing)
+
+
+def _product_tiles(
+    q: Tensor, k: Tensor, sight: _Sight, first_query: int, width: int, heads: int = 1
+) -> Iterator[_ProductTile]:
+    """Yield the tiles of q·kᵀ with `width` keys, all tiles of some queries after each other."""
+    batch, queries, _ = q.shape
+    step = max(1, _SCORE_ELEMENTS // (batch * heads * min(width, k.shape[1])))
+    memory = k.new_empty(batch * min(step, queries) * min(width, k.shape[1]))
     for start in range(0, queries, step):
         rows = slice(start, min(start + step, queries))
         positions = torch.arange(rows.start, rows.stop, device=q.device) + first_query
-        last = min(first_query + rows.stop, k.shape[1]) if spec.causal else k.shape[1]
-        best = chosen = index[:, :, rows, :0]
-        for first_key in range(0, last, tile):
-            keys = torch.arange(first_key, min(first_key + tile, last), device=q.device)
-            columns = slice(first_key, first_key + len(keys))
-            score = scores[: batch * len(positions) * len(keys)].view(batch, -1, len(keys))
-            torch.bmm(of_queries[:, rows], of_keys[:, columns].transpose(-1, -2), out=score)
-            ranks, nothing = score[:, None], -torch.inf
-            if noise is not None:
-                log_p = _log_p(score.mul_(width**-0.5), spec.sampling, None if lse is None else lse[:, rows, None])
-                draws = _log_uniform(noise, rows, first_key // tile, len(keys))
-                ranks, nothing = _ranks(draws.add_(log_p.float()[:, None]), keys), _NOTHING
-            elif q.device.type != "cpu":
-                rounded_ranks(ranks, width, keys)
-            start = first_query + rows.start
-            if not sight.hides_nothing(start, first_key + len(keys) - 1):
-                first = max(0, start - first_key) if sight.hides_nothing(start, start) else 0  # that may be hidden
-                ranks[..., first:].masked_fill_(~sight.pairs(positions, keys[first:])[:, None], nothing)
-            if noise is None and q.device.type == "cpu":
-                exact = None if error is None else (q[:, rows], k[:, columns], error[:, rows])
-                values, tokens = _top_products(ranks, width, first_key, count, exact)
-            else:
-                values, slot = top_k(ranks, count)
-                tokens = torch.where(values == nothing, -1, slot + first_key).to(torch.int32)
-            if first_key:
-                values, tokens = torch.cat([best, values], dim=-1), torch.cat([chosen, tokens], dim=-1)
-                values, slot = top_k(values, count)
-                tokens = tokens.gather(-1, slot)
-            best, chosen = values, tokens
-        index[:, :, rows, : chosen.shape[-1]] = chosen
-    return index
+        last = min(first_query + rows.stop, k.shape[1]) if sight.causal else k.shape[1]
+        for first_key in range(0, last, width):
+            keys = torch.arange(first_key, min(first_key + width, last), device=q.device)
+            products = memory[: batch * len(positions) * len(keys)].view(batch, -1, len(keys))  # (B, T, C)
+            of_keys = k[:, first_key : first_key + len(keys)].transpose(-1, -2)
+            torch.bmm(q[:, rows], of_keys, out=products)
+            yield _ProductTile(products, rows, positions, keys, first_query + start, first_key, sight)
+
+
+class _BestKeys:
+    """Best keys of each query in the tiles so far. index: (B, H, Lq, K) int32 positions, best first, −1 if fewer."""
+
+    def __init__(self, q: Tensor, heads: int, count: int):
+        self.count = count
+        self.index = torch.full((len(q), heads, q.shape[1], count), -1, dtype=torch.int32, device=q.device)
+        self._ranks = q[..., :0]  # of the best keys of the current queries
+
+    def add(self, tile: _ProductTile, ranks: Tensor, nothing: float) -> None:
+        """Add a tile's keys with their ranks (B, H, T, C), which are `nothing` for invisible pairs."""
+        best, slot = top_k(ranks, self.count)
+        self.add_best(tile, best, torch.where(best == nothing, -1, slot + tile.first_key).to(torch.int32))
+
+    def add_best(self, tile: _ProductTile, ranks: Tensor, tokens: Tensor) -> None:
+        """Add the ranks and positions of a tile's best keys, (B, H, T, K or fewer)."""
+        chosen = self.index[:, :, tile.rows]
+        if tile.first_key:
+            tokens = torch.cat([chosen[..., : self._ranks.shape[-1]], tokens], dim=-1)
+            ranks, slot = top_k(torch.cat([self._ranks, ranks], dim=-1), self.count)
+            tokens = tokens.gather(-1, slot)
+        chosen[..., : tokens.shape[-1]] = tokens
+        self._ranks = ranks
+
+
+def drawn_keys(
+    q: Tensor, k: Tensor, spec: KeyChoiceSpec, noise: Noise, lse: Tensor | None, sight: _Sight, first_query: int
+) -> Tensor:
+    """Compute `chosen_keys` with noise in tiles: s in float64 except for the logarithms, ranked in fp32."""
+    best = _BestKeys(q, len(noise.heads), spec.count)
+    for tile in _product_tiles(q.double(), k.double(), sight, first_query, KEYS, len(noise.heads)):
+        score = tile.products.mul_(q.shape[2] ** -0.5)
+        log_p = _log_p(score, spec.sampling, None if lse is None else lse[:, tile.rows, None])
+        draws = _log_uniform(noise, tile.rows, tile.first_key // KEYS, len(tile.keys))  # (B, H, T, C)
+        ranks = _ranks(draws.add_(log_p.float()[:, None]), tile.keys)
+        tile.hide(ranks, _NOTHING)
+        best.add(tile, ranks, _NOTHING)
+    return best.index
+
+
+def top_keys(q: Tensor, k: Tensor, count: int, sight: _Sight, first_query: int) -> Tensor:
+    """Compute `chosen_keys` without noise in tiles. Products are in float64, so that equal keys have equal ranks in
+    every tile; on a CPU in fp32 if these can be rounded as float64 ones, see `_top_products`.
+    """
+    best = _BestKeys(q, 1, count)
+    if q.device.type != "cpu":
+        for tile in _product_tiles(q.double(), k.double(), sight, first_query, _WIDE):
+            ranks = rounded_ranks(tile.products[:, None], q.shape[2], tile.keys)  # (B, 1, T, C)
+            tile.hide(ranks, -torch.inf)
+            best.add(tile, ranks, -torch.inf)
+        return best.index
+    error = _largest_errors(q, k) if q.shape[1] >= _ROWS else None
+    dtype = torch.float64 if error is None else torch.float32
+    for tile in _product_tiles(q.to(dtype), k.to(dtype), sight, first_query, _WIDE):
+        products = tile.products[:, None]  # (B, 1, T, C)
+        tile.hide(products, -torch.inf)
+        exact = None
+        if error is not None:
+            columns = slice(tile.first_key, tile.first_key + len(tile.keys))
+            exact = q[:, tile.rows], k[:, columns], error[:, tile.rows]
+        best.add_best(tile, *_top_products(products, q.shape[2], tile.first_key, count, exact))
+    return best.index
+
+
+def _largest_errors(q: Tensor, k: Tensor) -> Tensor | None:
+    """Return the largest errors of each query's fp32 products, (B, Lq); None if float64 is needed for too many."""
+    width = q.shape[2]
+    longest = torch.linalg.vector_norm(k.double(), dim=-1).amax(1, keepdim=True)
+    error = torch.linalg.vector_norm(q.double(), dim=-1) * longest * (width + 2) * 2.0**-24
+    return error if float(error.max()) * _STEPS * width**-0.5 < 0.1 else None
 
 
 def top_k(ranks: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -327,8 +393,11 @@ def _top_products(
     exact: None for float64 products; for fp32 ones the queries (B, T, d), the keys (B, C, d) and the largest errors
     (B, T) of the products. Products whose rounding the error could change are computed again in float64.
     """
-    numbers, size, scale = products.numpy(), products.shape[-1], _STEPS * width**-0.5
-    bound, error = np.finfo(numbers.dtype).min, np.zeros(1) if exact is None else exact[2][:, None, :, None].numpy()
+    numbers = products.numpy()
+    size = products.shape[-1]
+    scale = _STEPS * width**-0.5
+    bound = np.finfo(numbers.dtype).min
+    error = np.zeros(1) if exact is None else exact[2][:, None, :, None].numpy()
     if size > count:
         number = max(1, 2 * size // (3 * count))
         maxima = products[..., : size // number * number].unflatten(-1, (number, -1)).amax(-2).numpy()
@@ -343,7 +412,8 @@ def _top_products(
     steps = numbers.reshape(-1)[chosen] * np.float64(scale)
     if exact is not None:
         row, slot = np.nonzero(np.abs(steps - np.floor(steps) - 0.5) <= error.reshape(-1, 1) * scale)
-        sequence, key = row // products.shape[2], chosen[row, slot] % size
+        sequence = row // products.shape[2]
+        key = chosen[row, slot] % size
         pairs = (x.double().numpy() for x in (exact[0].flatten(0, 1)[row], exact[1][sequence, key]))
         steps[row, slot] = np.einsum("nd,nd->n", *pairs) * scale
     steps = np.rint(np.clip(steps, -_LARGEST, _LARGEST))

@@ -8,7 +8,6 @@ import gzip
 import importlib.util
 import json
 import lzma
-import os
 import shlex
 import subprocess
 import sys
@@ -24,8 +23,13 @@ from megasparse.training.checkpoints.manifest import find_newest
 SHARDS = Path("data/quickstart")
 SMALL = ("training.steps=250", "evaluation.every=125", "checkpoint.every=125", "run.directory=runs/quickstart_small")
 """Settings that show all steps in two minutes; the model learns little."""
-SMALL_WINDOWS = 64
-"""Held-out windows that are then scored and compressed."""
+SMALL_WINDOWS, WINDOW = 1, 65536
+"""Held-out windows that are then scored and compressed, and their length in the configuration."""
+ROWS = {
+    "gzip -9": "gzip_", "bzip2 -9": "bzip2_", "xz -9": "xz_", "xz -9, after the training": "primed_xz_",
+    "this model": "", "its file": "file_",
+}  # fmt: skip
+"""Names and keys of the final comparison."""
 
 # The package gensim contains a Wikipedia dump in enwik8's format (6 MB) as test data. The platform tag is fixed, so
 # that every machine gets the same file.
@@ -49,16 +53,13 @@ Next:
 
 def quickstart(small: bool = False) -> None:
     """Run every step. small: train for a minute only. Raises UserError if a step fails."""
-    import torch
-
     run = Path("runs/quickstart_small" if small else "runs/quickstart")
     say("1/5  a sample of Wikipedia, as webdataset shards")
     wheel = fetch_wheel("gensim==4.4.0", WHEEL, WHEEL_SHA256, PLATFORM)
     megasparse("prepare-data", "text", "--source", wheel, "--member", MEMBER, "--output", SHARDS)
     say("2/5  training (curves: tensorboard --logdir runs)")
-    single = torch.cuda.is_available() or len(os.sched_getaffinity(0)) < 2
     changes = [word for setting in (SMALL if small else ()) for word in ("--set", setting)]
-    megasparse("pretrain", "quickstart", *changes, ranks=1 if single else 2)  # one sequence of the batch per rank
+    megasparse("pretrain", "quickstart", *changes)
     say(f"3/5  bits/dim of held-out text, {f'{SMALL_WINDOWS} windows' if small else 'every byte'} of the test split")
     result, newest = run / "evaluation.json", find_newest(run / "checkpoints")
     if result.exists() and newest and json.loads(result.read_text())["protocol"]["checkpoint_step"] == int(newest.name):
@@ -68,7 +69,7 @@ def quickstart(small: bool = False) -> None:
         megasparse("evaluate", "--checkpoint", run, "--data", SHARDS, *limit, "--json", result)
     say("4/5  the same text as a file, compressed by the model")
     text, held_out = run / "held_out.txt", EvaluationStream(Index.load(SHARDS), "test")
-    size = min(held_out.tokens, SMALL_WINDOWS * 1024) if small else held_out.tokens
+    size = min(held_out.tokens, SMALL_WINDOWS * WINDOW) if small else held_out.tokens
     write_file(text, bytes(held_out.read(0, size).tolist()))
     if importlib.util.find_spec("constriction") is None:
         print("  skipped: install the coder with pip install -e '.[compress]', then run this again")
@@ -79,31 +80,35 @@ def quickstart(small: bool = False) -> None:
     summary = summarise(run, text)
     megasparse("report", run)
     say(f"done; the same held-out bytes, in bits/dim (also in {run / 'summary.json'})")
-    rows = {"gzip -9": "gzip_", "xz -9": "xz_", "bzip2 -9": "bzip2_", "this model": "", "its file": "file_"}
-    for name, key in rows.items():
+    for name, key in ROWS.items():
         if (value := summary.get(f"{key}bits_per_dim")) is not None:
-            print(f"  {name:<11}{value:.3f}  {'#' * round(value * 16)}")
+            print(f"  {name:<27}{value:.3f}  {'#' * round(value * 16)}")
     print(NEXT.format(run=run))
 
 
 def summarise(run: Path, text: Path) -> dict[str, float]:
-    """Write bits/dim of gzip, xz, bzip2, the model and the compressed file to RUN/summary.json, and return them."""
+    """Write bits/dim of compressors, the model and the compressed file to RUN/summary.json, and return them."""
     raw, packed = text.read_bytes(), text.with_name(f"{text.name}.msz")
-    files = {"gzip": gzip.compress(raw, 9), "xz": lzma.compress(raw, preset=9), "bzip2": bz2.compress(raw, 9)}
-    files |= {"file": packed.read_bytes()} if packed.exists() else {}
-    summary = {f"{name}_bits_per_dim": 8 * len(file) / len(raw) for name, file in files.items()}
+    training = EvaluationStream(Index.load(SHARDS), "train")
+    seen = bytes(training.read(0, training.tokens).tolist())
+    sizes = {"gzip": len(gzip.compress(raw, 9)), "xz": len(_xz(raw)), "bzip2": len(bz2.compress(raw, 9))}
+    sizes["primed_xz"] = len(_xz(seen + raw)) - len(_xz(seen))
+    sizes |= {"file": packed.stat().st_size} if packed.exists() else {}
+    summary = {f"{name}_bits_per_dim": 8 * size / len(raw) for name, size in sizes.items()}
     summary["bits_per_dim"] = json.loads((run / "evaluation.json").read_text())["bits_per_dim"]
     write_file(run / "summary.json", json.dumps(summary, indent=2) + "\n")
     return summary
 
 
-def megasparse(*words: object, ranks: int = 1) -> None:
-    """Print a command and run it, with torchrun for several ranks. Raises UserError if it fails."""
-    options = [] if ranks == 1 else ["--standalone", "--nproc-per-node", str(ranks), "-m", "megasparse"]
-    command = shlex.join([*(["torchrun", *options] if options else ["megasparse"]), *map(str, words)])
+def _xz(raw: bytes) -> bytes:
+    return lzma.compress(raw, preset=9)
+
+
+def megasparse(*words: object) -> None:
+    """Print a command and run it. Raises UserError if it fails."""
+    command = shlex.join(["megasparse", *map(str, words)])
     print(f"$ {command}", flush=True)
-    program = ["torch.distributed.run", *options] if options else ["megasparse"]
-    code = subprocess.run([sys.executable, "-m", *program, *map(str, words)], check=False).returncode
+    code = subprocess.run([sys.executable, "-m", "megasparse", *map(str, words)], check=False).returncode
     if code != 0:
         raise UserError(f"{command} failed with exit code {code}. Correct the error printed above and run again")
 

@@ -221,7 +221,13 @@ def held_out(runs: Sequence[Run], labels: Sequence[str]) -> str:
     return f'<div class="bars">{"".join(parts)}</div>{"".join(f"<p>{escape(note)}</p>" for note in notes)}'
 
 
-OTHERS = {"gzip": "gzip -9", "xz": "xz -9", "bzip2": "bzip2 -9", "file": "the model's compressed file"}
+OTHERS = {
+    "gzip": "gzip -9",
+    "xz": "xz -9",
+    "primed_xz": "xz -9, after the training text",
+    "bzip2": "bzip2 -9",
+    "file": "the model's compressed file",
+}
 """Name in summary.json -> label."""
 
 

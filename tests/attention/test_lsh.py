@@ -1,4 +1,5 @@
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,9 +10,11 @@ from megasparse.attention.contract import AttentionContext, AttentionInputs
 from megasparse.attention.heads import AttentionLayer, Padding, build_mechanism
 from megasparse.attention.lsh import LSHAttentionConfig, lsh_buckets
 from megasparse.attention.observation import calls
+from megasparse.errors import ConfigError
 from megasparse.evaluation.attention_quality import weights_of
 from megasparse.hub.reformer import _hash_as_ours
 from megasparse.ops.random import RngContext
+from megasparse.settings.load import load_config
 from tests.helpers.models import Single, attention, layer_of, small
 
 WIDTH, HEADS = 32, 2
@@ -114,13 +117,13 @@ def test_with_shifted_keys_equal_tokens_meet_at_any_distance():
     ],
 )
 def test_null_means_the_number_of_buckets_of_the_paper(length, chunk, factors):
-    assert lsh_buckets(LSHAttentionConfig(chunk=chunk), length) == factors
+    assert lsh_buckets(LSHAttentionConfig(chunk=chunk), length, training=True) == factors
 
 
 def test_factors_are_even_near_each_other_and_barely_more_than_the_papers_number():
     for length in range(70, 9000, 123):
         for chunk in (1, 7, 64):
-            factors = lsh_buckets(LSHAttentionConfig(chunk=chunk), length)
+            factors = lsh_buckets(LSHAttentionConfig(chunk=chunk), length, training=True)
             count, paper = math.prod(factors), 2 * length / chunk
             assert all(factor % 2 == 0 for factor in factors)
             assert paper <= count <= 1.1 * paper + 8
@@ -130,6 +133,17 @@ def test_factors_are_even_near_each_other_and_barely_more_than_the_papers_number
 
 def test_given_numbers_of_buckets_stay():
     for buckets, factors in ((6, [6]), (148, [2, 74]), ([4, 10], [4, 10]), ([256], [256]), (2**16, [256, 256])):
-        assert lsh_buckets(LSHAttentionConfig(buckets=buckets), 64) == factors
-    with pytest.raises(ValueError, match="130"):
-        lsh_buckets(LSHAttentionConfig(buckets=130), 64)
+        assert lsh_buckets(LSHAttentionConfig(buckets=buckets), 64, training=True) == factors
+    with pytest.raises(ConfigError, match=r"evaluation_buckets: 130 is not a product of two even numbers"):
+        load_config("quickstart", ["model.attention.lsh.evaluation_buckets=130"])
+
+
+def test_evaluation_hashes_into_its_own_number_of_buckets():
+    _, q, k, v = Single("lsh", True).inputs(50)
+    heads = AttentionInputs(q, k, v, None, None, True)
+    both = build_mechanism("lsh", settings(True, chunk=8, buckets=6, evaluation_buckets=32), 2)
+    for buckets, training in ((6, True), (32, False)):
+        context = AttentionContext(0, replace(RngContext.evaluation(0, 2), training=training))
+        alike = build_mechanism("lsh", settings(True, chunk=8, buckets=buckets), 2)
+        assert torch.equal(both.assign(heads, context)[0], alike.assign(heads, context)[0])
+        torch.testing.assert_close(both(None, heads, context).out, alike(None, heads, context).out)

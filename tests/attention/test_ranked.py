@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megasparse.attention.ranked import bucket_loss, ranked_keys
+from megasparse.attention.ranked import RankingSpec, bucket_loss, ranked_keys
 from tests.helpers.models import Single
 
 BATCH, LENGTH, WIDTH, BUCKETS, PROBES, COUNT = 2, 40, 8, 5, 3, 6
@@ -26,7 +26,7 @@ def test_the_best_keys_of_the_probed_buckets_are_chosen(monkeypatch, causal, fir
     real = torch.rand(BATCH, LENGTH, generator=generator) > (0.2 if masked else -1.0)
     documents = (torch.arange(LENGTH) // (11 if masked else LENGTH)).expand(BATCH, -1).contiguous()
     masks = (real, documents) if masked else (None, None)
-    chosen = ranked_keys(q, k, probes, codes, BUCKETS, members, COUNT, causal, *masks, first)
+    chosen = ranked_keys(q, k, probes, codes, RankingSpec(BUCKETS, members, COUNT, causal), *masks, first)
     assert chosen.dtype == torch.int32 and chosen.shape == (BATCH, LENGTH - first, COUNT)
     for b in range(BATCH):
         for row in range(LENGTH - first):

@@ -93,13 +93,12 @@ def expected_attention(
     k: Tensor,
     v: Tensor,
     spec: HashTableAttentionSpec,
-    query_mask: Tensor | None = None,
     key_mask: Tensor | None = None,
     segments: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """W_ij = (1 − acos(q_i·k_j)/π)^τ (Eq. 4) where j is visible to i; q, k of length 1 or 0."""
     angle = torch.acos((q @ k.transpose(-1, -2)).clamp(-1.0, 1.0))
-    seen = visible_pairs((q.shape[2], k.shape[2]), spec.causal, query_mask, key_mask, segments, q.device)
+    seen = visible_pairs((q.shape[2], k.shape[2]), spec.causal, key_mask, segments, q.device)
     return weighted_sum(q, k, v, (1 - angle / math.pi) ** spec.code_bits * seen, spec.code_bits)
 
 

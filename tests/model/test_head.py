@@ -72,7 +72,7 @@ def test_nats_and_gradients_equal_the_formula(changes, tiles):
     # the likeliest token in half of the places, that there is something to be right about
     targets[:, ::2] = probabilities(head, streams).argmax(-1)[:, ::2]
     leaves = [*streams, *head.parameters()]
-    (ours, correct, cost), (exact, right) = head(streams, targets, training=True), defined(head, streams, targets)
+    (ours, correct, cost), (exact, right) = head.score(streams, targets, training=True), defined(head, streams, targets)
     torch.testing.assert_close(ours.double(), exact, rtol=1e-5, atol=1e-4)
     assert right[:, ::2].all() and not right.all()
     assert torch.equal(correct, right) and torch.equal(cost, ours)
@@ -83,7 +83,7 @@ def test_nats_and_gradients_equal_the_formula(changes, tiles):
 @pytest.mark.parametrize("changes", [{}, {"tied_embeddings": True}, {"adaptive_cutoffs": CUTOFFS}])
 def test_logits_of_the_last_position_have_its_probabilities(changes):
     head, streams, _ = head_and_streams(**changes)
-    p = torch.softmax(head(streams, None).double(), -1)
+    p = torch.softmax(head.logits([x[:, -1] for x in streams]).double(), -1)
     torch.testing.assert_close(p, probabilities(head, streams)[:, -1], rtol=1e-4, atol=1e-7)
 
 
@@ -93,13 +93,13 @@ def test_label_smoothing_is_torchs_and_leaves_the_nats_as_they_are(tiles, tied):
     changes = {"label_smoothing": 0.1, "tied_embeddings": tied, "loss_tiles": tiles}
     head, streams, targets = head_and_streams(**changes)
     leaves = [*streams, *head.parameters()]
-    nats, correct, cost = head(streams, targets, training=True)
+    nats, correct, cost = head.score(streams, targets, training=True)
     log_p, sizes = probabilities(head, streams).log().flatten(0, 1), targets.shape
     exact = F.cross_entropy(log_p, targets.flatten(), label_smoothing=0.1, reduction="none").view(sizes)
     torch.testing.assert_close(cost.double(), exact, rtol=1e-5, atol=1e-4)
     for a, b in zip(torch.autograd.grad(cost.sum(), leaves), torch.autograd.grad(exact.sum(), leaves), strict=True):
         assert (a - b).norm() / b.norm() < 1e-4
-    plain, right, own = head(streams, targets)  # evaluation
+    plain, right, own = head.score(streams, targets, training=False)  # evaluation
     assert torch.equal(plain, nats) and torch.equal(right, correct) and torch.equal(own, plain)
     torch.testing.assert_close(nats.double(), defined(head, streams, targets)[0], rtol=1e-5, atol=1e-4)
 
@@ -116,5 +116,5 @@ def test_a_decoder_writes_by_the_probabilities_that_it_is_scored_by():
 def test_no_tensor_of_all_logits_exists(changes):
     head, streams, targets = head_and_streams(length=512, loss_tiles=16, **changes)
     with PeakMemory() as memory:
-        head(streams, targets, training=True)[2].sum().backward()
+        head.score(streams, targets, training=True)[2].sum().backward()
     assert memory.largest <= 2 * 512 * 256 * 4 / 4, "the gradient of a stream is the largest"

@@ -102,7 +102,7 @@ def test_full_attention_in_groups_is_its_definition():
         return (score.softmax(-1) @ v).transpose(1, 2).reshape(2, 50, 32) @ own.output.weight.T
 
     weights = list(branch.parameters())
-    out, _ = branch(x, Pass(RngContext.evaluation(0, 2), Padding()))
+    out, _ = branch.update(x, Pass(RngContext.evaluation(0, 2), Padding()))
     found = torch.autograd.grad((out * direction).sum(), [x, *weights])
     expected = torch.autograd.grad((defined(x) * direction).sum(), [x, *weights])
     torch.testing.assert_close(out, defined(x), rtol=1e-9, atol=1e-9)

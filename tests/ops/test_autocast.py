@@ -10,7 +10,7 @@ from megasparse.ops.gathered_attention import gathered_attention
 from megasparse.ops.hash_table_attention import HashTableAttentionSpec, expected_attention, hash_table_attention
 from megasparse.ops.hashing import angular_hash, sign_codes
 from megasparse.ops.linear_attention import causal_linear_attention, linear_attention
-from megasparse.ops.local_attention import LocalAttentionSpec, distances, relative_local_attention
+from megasparse.ops.local_attention import LocalAttentionSpec, RelativeVectors, distances, relative_local_attention
 from megasparse.ops.sketch import KeyChoiceSpec, chosen_keys, sketched_attention
 from tests.helpers.operators import DEVICE
 
@@ -25,17 +25,17 @@ CODES = torch.arange(LENGTH, device=DEVICE).remainder(3).expand(1, 2, 2, -1).to(
 CLUSTERS = torch.arange(LENGTH, dtype=torch.int32, device=DEVICE).view(1, 1, 3, CHUNK)
 INDEX = (torch.arange(LENGTH)[:, None] // torch.arange(1, 5)).to(DEVICE, torch.int32).expand(1, 1, -1, -1)
 PROJECTION = made(2, 20, 16)
-R, U, W = made(2, len(distances(CHUNK, True)), 16), made(2, 16), made(2, 16)
+RELATIVE = RelativeVectors(made(2, len(distances(CHUNK, True)), 16), made(2, 16), made(2, 16))
 BAND = BucketedAttentionSpec(Window("band", CHUNK), causal=True)
 TABLES = HashTableAttentionSpec(code_bits=2, causal=True, chunk=CHUNK)
 
 HEADS = {
     "bucketed": lambda q, k, v: bucketed_attention(q, k, v, CODES, BAND),
-    "bucketed, own codes": lambda q, k, v: bucketed_attention(q, k, v, CODES, BAND, key_codes=CODES),
-    "cluster": lambda q, k, v: cluster_attention(q, k, v, CLUSTERS, CLUSTERS, ClusterAttentionSpec(True, 0.25, True)),
+    "bucketed, own codes": lambda q, k, v: bucketed_attention(q, k, v, (CODES, CODES), BAND),
+    "cluster": lambda q, k, v: cluster_attention(q, k, v, (CLUSTERS, CLUSTERS), ClusterAttentionSpec(True, 0.25, True)),
     "gathered": lambda q, k, v: gathered_attention(q, k, v, INDEX, scale=0.25),
     "relative local": lambda q, k, v: (
-        relative_local_attention(q, k, v, R, U, W, LocalAttentionSpec(CHUNK, True, 0.25)),
+        relative_local_attention(q, k, v, RELATIVE, LocalAttentionSpec(CHUNK, True, 0.25)),
     ),
     "hash tables": lambda q, k, v: hash_table_attention(q, k, v, CODES, CODES, TABLES)[:1],
 }

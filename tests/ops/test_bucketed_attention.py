@@ -32,7 +32,8 @@ def random_codes(length, rounds, buckets=3, batch=2, heads=2, seed=1, device="cp
 
 def call(attention, heads, codes, window, key_mask=None, segments=None, key_codes=None, dropout=None, **rule):
     dropped = {} if dropout is None else {"dropout": dropout}  # which kernels do not take
-    return attention(*heads, codes, BucketedAttentionSpec(window, **rule), key_mask, segments, key_codes, **dropped)
+    codes = codes if key_codes is None else (codes, key_codes)
+    return attention(*heads, codes, BucketedAttentionSpec(window, **rule), key_mask, segments, **dropped)
 
 
 def gradients(attention, heads, codes, window, **rule):

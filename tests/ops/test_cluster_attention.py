@@ -15,10 +15,10 @@ def members(index, length):
     return (index[..., None, :, :] == torch.arange(length, device=index.device)[:, None, None]).any(-1)
 
 
-def defined(q, k, v, query_index, key_index, spec, key_mask=None, segments=None):
+def defined(q, k, v, clusters, spec, key_mask=None, segments=None):
     """Return dense out_i = Σ_j N_ij exp(scale·q_i·k_j − lse_i) v_j and lse, N_ij the number of clusters that hold query
     i and key j, at most 1 with spec.count_clusters."""
-    query, key = members(query_index, q.shape[2]), members(key_index, k.shape[2])
+    query, key = members(clusters[0], q.shape[2]), members(clusters[1], k.shape[2])
     count = torch.einsum("bhiw,bhjw->bhij", query.to(q.dtype), key.to(q.dtype)).expand(*q.shape[:3], -1)
     if spec.count_clusters:
         count = count.clamp_max(1.0)
@@ -52,7 +52,7 @@ def random_lists(shape, length, places, seed=1):
 
 
 def call(attention, heads, *lists, key_mask=None, segments=None, **rule):
-    return attention(*heads, *lists, ClusterAttentionSpec(**rule), key_mask, segments)
+    return attention(*heads, lists, ClusterAttentionSpec(**rule), key_mask, segments)
 
 
 def gradients(attention, heads, *lists, **rule):

@@ -39,8 +39,8 @@ def random_codes(heads, hashes, code_bits, dtype=torch.int16):
     return [torch.randint(1 << code_bits, n, generator=generator).to(heads[0].device, dtype) for n in shapes]
 
 
-def call(attention, heads, *codes, query_mask=None, key_mask=None, segments=None, **rule):
-    return attention(*heads, *codes, HashTableAttentionSpec(**rule), query_mask, key_mask, segments)
+def call(attention, heads, *codes, key_mask=None, segments=None, **rule):
+    return attention(*heads, *codes, HashTableAttentionSpec(**rule), key_mask, segments)
 
 
 def gradients(attention, heads, *codes, **rule):
@@ -72,17 +72,17 @@ def test_blocks_are_the_definition(length, monkeypatch):
     for causal, padding, segments, code_bits, hashes, cheaper in flags[::3]:  # each pair of values is among them
         monkeypatch.setattr(module, "_PAIR_COST", PAIR_COSTS[cheaper])
         codes = random_codes(heads, hashes, code_bits)
-        rule = dict(code_bits=code_bits, causal=causal, query_mask=padding, key_mask=padding, segments=segments)
+        rule = dict(code_bits=code_bits, causal=causal, key_mask=padding, segments=segments)
         assert_equal_to_the_definition(hash_table_attention, heads, codes, 4, **rule)
         if hashes == 1:
             assert_equal_to_the_definition(expected_attention, heads, [], **rule)
 
 
 @pytest.mark.usefixtures("procedure")
-def test_other_lengths_of_keys_and_their_padding():
+def test_other_lengths_of_keys():
     heads = random_heads(7, keys=19)
-    codes, mask = random_codes(heads, 3, 2), random_masks(19)[0]
-    rule = dict(code_bits=2, causal=False, key_mask=mask)
+    codes = random_codes(heads, 3, 2)
+    rule = dict(code_bits=2, causal=False)
     assert_equal_to_the_definition(hash_table_attention, heads, codes, **rule)
     assert_equal_to_the_definition(expected_attention, heads, [], **rule)
 
@@ -182,13 +182,13 @@ def test_kernels_are_the_definition(causal, masked, kernels, monkeypatch):
     monkeypatch.setattr(kernels, "_BYTES", 2 * 2 * 37 * 24 * 4)  # two hashes, then one
     heads = narrow_heads(37, dim=24)
     mask, documents = random_masks(37, device=DEVICE)
-    masks = dict(query_mask=mask, key_mask=mask, segments=documents) if masked else {}
+    masks = dict(key_mask=mask, segments=documents) if masked else {}
     check(heads, random_codes(heads, 3, 2), code_bits=2, causal=causal, **masks)
 
 
 def test_kernels_take_other_lengths_of_keys(kernels):
     heads = narrow_heads(7, keys=70)
-    check(heads, random_codes(heads, 2, 3), code_bits=3, causal=False, key_mask=random_masks(70, device=DEVICE)[0])
+    check(heads, random_codes(heads, 2, 3), code_bits=3, causal=False)
 
 
 @pytest.mark.parametrize("causal,code_bits,segment", [(False, 0, 1), (True, 1, 16)])

@@ -8,6 +8,7 @@ import torch
 import megasparse.ops.hashing as hashing
 from megasparse.ops.hashing import (
     angular_hash,
+    code_gap,
     hadamard_matrix,
     hyperplanes,
     reference_angular_hash,
@@ -42,6 +43,10 @@ def test_angular_codes_equal_the_definition(factors, block, monkeypatch):
     assert codes.shape == (2, 3, 2, 37)
     assert codes.min() >= 0 and codes.max() < math.prod(factors)
     assert torch.equal(codes, reference_angular_hash(x.double(), matrices, factors))
+    parts = torch.einsum("bhld,hrds->bhrls", x, matrices).split([n // 2 for n in factors], dim=-1)
+    ordered = [torch.cat([part, -part], dim=-1).sort(dim=-1).values for part in parts]
+    gap = min((scores[..., -1] - scores[..., -2]).min() for scores in ordered) / x.norm(dim=-1).max()
+    assert code_gap(x, matrices, factors) == pytest.approx(float(gap), abs=ROUNDING)
 
 
 def test_angular_codes_ignore_scale_and_opposite_vectors_never_meet():

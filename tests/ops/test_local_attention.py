@@ -5,7 +5,13 @@ import torch
 
 import megasparse.ops.local_attention as module
 from megasparse.ops import local_attention_kernels
-from megasparse.ops.local_attention import LocalAttentionSpec, distances, reference, relative_local_attention
+from megasparse.ops.local_attention import (
+    LocalAttentionSpec,
+    RelativeVectors,
+    distances,
+    reference,
+    relative_local_attention,
+)
 from tests.helpers.operators import BARS, DEVICE
 
 
@@ -22,7 +28,8 @@ def random_inputs(length, chunk, causal, width=6, dtype=torch.float64, batch=2, 
 def gradients(attend, inputs, chunk, causal, scale, key_mask=None, segments=None):
     """The output, and the gradients of all inputs toward one that is rounded to bf16, so that all dtypes share it."""
     leaves = [x.detach().requires_grad_() for x in inputs]
-    out = attend(*leaves, LocalAttentionSpec(chunk, causal, scale), key_mask, segments)
+    relative = RelativeVectors(*leaves[3:])
+    out = attend(*leaves[:3], relative, LocalAttentionSpec(chunk, causal, scale), key_mask, segments)
     toward = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).bfloat16().to(out)
     return [out.detach(), *torch.autograd.grad(out, leaves, toward)]
 
@@ -53,7 +60,9 @@ def test_each_pair_takes_the_vector_of_its_distance():
         zero = torch.zeros(1, 1, length, 2, dtype=torch.float64)
         u, w = torch.zeros(1, 2, dtype=torch.float64), torch.tensor([[1.0, 0.0]], dtype=torch.float64)
         v = torch.eye(length, dtype=torch.float64)[None, None]
-        out = relative_local_attention(zero, zero, v, r, u, w, LocalAttentionSpec(chunk, causal, 1.0))[0, 0]
+        out = relative_local_attention(zero, zero, v, RelativeVectors(r, u, w), LocalAttentionSpec(chunk, causal, 1.0))[
+            0, 0
+        ]
         for i, j in itertools.product(range(length), repeat=2):
             apart = i // chunk - j // chunk
             if (j <= i and apart <= 1) if causal else abs(apart) <= 1:

@@ -25,7 +25,7 @@ def reduced(config: Config) -> Config:
         if isinstance(section, dict) and "chunk" in section:
             section["chunk"] = CHUNK
     values["model"]["attention"]["pattern"] = pattern
-    values["model"]["attention"]["lsh"]["buckets"] = None
+    values["model"]["attention"]["lsh"] |= {"buckets": None, "evaluation_buckets": None}
     values["model"]["attention"]["yoso"] |= {"hashes": 4, "code_bits": 4}
     values["model"] |= {"max_length": LENGTH, "layers": len(pattern), "d_model": width, "head_dim": HEAD_DIM, "d_ff": 8}
     values["model"]["score_from"] = min(model.score_from, LENGTH // 2)
@@ -40,7 +40,7 @@ def reduced(config: Config) -> Config:
     if model.source:
         values["model"]["source"] |= {"length": before}
     values["data"]["sequence_length"] = before + LENGTH
-    values["evaluation"]["sample_tokens"] = min(config.evaluation.sample_tokens, LENGTH)
+    values["evaluation"] |= {"sample_tokens": min(config.evaluation.sample_tokens, LENGTH), "sequence_length": None}
     values["training"] |= {"global_batch": 2, "micro_batch": 2}
     values["run"]["device"] = "cpu"
     return build_config(values)

@@ -142,7 +142,7 @@ import torch
 from megasparse.ops.hash_table_attention import HashTableAttentionSpec
 from megasparse.ops.hash_table_attention_kernels import hash_table_attention
 from megasparse.ops.kernels import recorded
-from megasparse.ops.local_attention import LocalAttentionSpec, distances
+from megasparse.ops.local_attention import LocalAttentionSpec, RelativeVectors, distances
 from megasparse.ops.local_attention_kernels import relative_local_attention
 from megasparse.ops.normalize_kernels import unit_keys
 from tools.bench.kernels import distinct
@@ -155,7 +155,7 @@ def pass_at(length):
     hash_table_attention(q, k, v, codes, codes, HashTableAttentionSpec(11, True))[0].sum().backward()
     r = torch.zeros(2, len(distances(128, True)), 64)
     u, w = (torch.zeros(2, 64) for _ in range(2))
-    relative_local_attention(q, k, v, r, u, w, LocalAttentionSpec(128, True, 0.125)).sum().backward()
+    relative_local_attention(q, k, v, RelativeVectors(r, u, w), LocalAttentionSpec(128, True, 0.125)).sum().backward()
     unit_keys(q)[1].sum().backward()
 
 found = []

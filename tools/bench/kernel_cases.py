@@ -33,7 +33,7 @@ def counting_sort(dtype: torch.dtype, head_dim: int) -> None:
 @case
 def local_attention(dtype: torch.dtype, head_dim: int) -> None:
     """Relative positions in a causal decoder, and in an encoder with padding."""
-    from megasparse.ops.local_attention import LocalAttentionSpec, distances
+    from megasparse.ops.local_attention import LocalAttentionSpec, RelativeVectors, distances
     from megasparse.ops.local_attention_kernels import relative_local_attention
 
     for causal in (True, False):
@@ -41,7 +41,8 @@ def local_attention(dtype: torch.dtype, head_dim: int) -> None:
         r = torch.zeros(2, len(distances(128, causal)), head_dim, requires_grad=True)
         u, w = (torch.zeros(2, head_dim, requires_grad=True) for _ in range(2))
         mask = None if causal else torch.ones(1, 512, dtype=torch.bool)
-        relative_local_attention(q, k, v, r, u, w, LocalAttentionSpec(128, causal, 0.125), mask).sum().backward()
+        spec = LocalAttentionSpec(128, causal, 0.125)
+        relative_local_attention(q, k, v, RelativeVectors(r, u, w), spec, mask).sum().backward()
 
 
 @case
@@ -98,7 +99,7 @@ def hash_table_attention(dtype: torch.dtype, head_dim: int) -> None:
         codes = torch.zeros(1, 2, 2, 2048, dtype=torch.int16)
         mask = None if causal else torch.ones(1, 2048, dtype=torch.bool)
         spec = HashTableAttentionSpec(11, causal)
-        hash_table_attention(q, k, v, codes, codes, spec, mask, mask)[0].sum().backward()
+        hash_table_attention(q, k, v, codes, codes, spec, mask)[0].sum().backward()
 
 
 @case
@@ -154,13 +155,13 @@ def bucketed_attention(dtype: torch.dtype, head_dim: int) -> None:
 
     codes, mask = torch.zeros(1, 2, 2, 512, dtype=torch.int16), torch.ones(1, 512, dtype=torch.bool)
     band, local = Window("band", 128), Window("chunk", 128)
-    for shared, codes_of_keys, key_mask, spec in (
-        (codes, None, None, BucketedAttentionSpec(band, causal=True)),
-        (None, None, None, BucketedAttentionSpec(local, True, 0.125, exclude_self=False)),
-        (codes, codes, mask, BucketedAttentionSpec(band, False, 0.125, exclude_self=False)),
+    for buckets, key_mask, spec in (
+        (codes, None, BucketedAttentionSpec(band, causal=True)),
+        (None, None, BucketedAttentionSpec(local, True, 0.125, exclude_self=False)),
+        ((codes, codes), mask, BucketedAttentionSpec(band, False, 0.125, exclude_self=False)),
     ):
         q, k, v = (torch.zeros(1, 2, 512, head_dim, dtype=dtype, requires_grad=True) for _ in range(3))
-        attend(q, k, v, shared, spec, key_mask, key_codes=codes_of_keys)[0].sum().backward()
+        attend(q, k, v, buckets, spec, key_mask)[0].sum().backward()
 
 
 @case

@@ -94,7 +94,7 @@ def bucketed_attention_of_separate_codes(p: Problem) -> tuple[list[Tensor], Call
     codes = p.integers(max(2, p.length // 64), 2, 1, 2, 1, p.length).to(torch.int16)
     spec = BucketedAttentionSpec(Window("band", 64), False, p.head_dim**-0.5, exclude_self=False)
     masks = p.padding(), p.documents()
-    return p.heads(), lambda q, k, v: bucketed_attention(q, k, v, codes[0], spec, *masks, key_codes=codes[1])
+    return p.heads(), lambda q, k, v: bucketed_attention(q, k, v, (codes[0], codes[1]), spec, *masks)
 
 
 @smooth
@@ -118,11 +118,13 @@ def windows_of_positions(p: Problem) -> tuple[list[Tensor], Callable[..., Output
 
 @smooth
 def relative_local_attention(p: Problem) -> tuple[list[Tensor], Callable[..., Outputs]]:
-    from megasparse.ops.local_attention import LocalAttentionSpec, distances, relative_local_attention
+    from megasparse.ops.local_attention import LocalAttentionSpec, RelativeVectors, distances, relative_local_attention
 
     spec = LocalAttentionSpec(64, True, p.head_dim**-0.5)
     r, u, w = p.normal(2, len(distances(64, True)), p.head_dim), p.normal(2, p.head_dim), p.normal(2, p.head_dim)
-    return [*p.heads(), r, u, w], lambda q, k, v, r, u, w: [relative_local_attention(q, k, v, r, u, w, spec)]
+    return [*p.heads(), r, u, w], lambda q, k, v, *relative: [
+        relative_local_attention(q, k, v, RelativeVectors(*relative), spec)
+    ]
 
 
 @smooth

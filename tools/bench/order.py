@@ -173,9 +173,9 @@ def causal_rows(
     problem = Problem(length, dim, device)
 
     def outputs(name: str, heads: Sequence[Tensor], codes: Tensor | None) -> Outputs:
-        keys = codes.flip(2) if name == "lha" and codes is not None else None
+        buckets = (codes, codes.flip(2)) if name == "lha" and codes is not None else codes
         with implementation("triton"):
-            return bucketed_attention(heads[0], heads[1], heads[2], codes, CAUSAL[name][1], key_codes=keys)
+            return bucketed_attention(heads[0], heads[1], heads[2], buckets, CAUSAL[name][1])
 
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         heads = [x.to(dtype) for x in problem.heads()]

@@ -1,1 +1,1 @@
-"""Attention mechanisms of other papers, to which the papers of this project compare theirs."""
+"""Attention mechanisms of other papers: baselines."""

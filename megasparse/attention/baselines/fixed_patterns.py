@@ -98,4 +98,5 @@ def _tokens(blocks: Tensor, chunk: int, length: int) -> Tensor:
 def attention_of_clusters(inputs: AttentionInputs, query_index: Tensor, key_index: Tensor) -> tuple[Tensor, Tensor]:
     """Call `cluster_attention` on these inputs; a pair in several clusters must not occur."""
     spec = ClusterAttentionSpec(inputs.causal, inputs.q.shape[-1] ** -0.5, count_clusters=False)
-    return cluster_attention(*inputs[:3], query_index, key_index, spec, inputs.key_mask, dropout=inputs.dropout)
+    clusters = query_index, key_index
+    return cluster_attention(*inputs[:3], clusters, spec, inputs.key_mask, dropout=inputs.dropout)

@@ -5,6 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
+from megasparse.attention.cache import Cache
 from megasparse.attention.contract import Attention, AttentionContext, AttentionInputs, AttentionOutput, MechanismSpec
 from megasparse.attention.documents import attend_each
 from megasparse.attention.flops import Flops, product
@@ -15,7 +16,7 @@ from megasparse.ops.linear_attention import State, causal_linear_attention, line
 
 
 @dataclass
-class PerformerCache:
+class PerformerCache(Cache):
     """Running sums, of constant size, and the projection (H, F, D); None before the first token."""
 
     state: State | None = None
@@ -72,7 +73,8 @@ class PerformerAttention(Attention):
         """Features of q and of k, 6·D each per feature, and 12·D per feature instead of per key; causal: pairs inside a
         chunk, whose scores are products of features.
         """
-        dim, features = self.spec.head_dim, self.config.features
+        dim = self.spec.head_dim
+        features = self.config.features
         inside = (min(self.config.chunk, length) + 1) / 2 if self.spec.causal else 0.0
         return product(self.spec.heads * (8.0 * dim * features + 2.0 * (features + dim) * inside))
 

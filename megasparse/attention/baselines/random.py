@@ -3,13 +3,17 @@
 B batch, H heads, L length.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from megasparse.attention.band import BandAttention
-from megasparse.attention.contract import AttentionContext, AttentionInputs, AttentionOutput, MechanismSpec
+from megasparse.attention.contract import (
+    AttentionContext,
+    AttentionInputs,
+    AttentionOutput,
+    IndexedTokens,
+    MechanismSpec,
+)
 from megasparse.attention.flops import Flops
 from megasparse.config.attention import MechanismSection, mechanism
 from megasparse.config.section import Positive
@@ -48,8 +52,8 @@ class RandomAttention(BandAttention):
         bits = random_bits(context.rng.key(context.layer, "random bucket"), rows, 1)
         return torch.remainder(bits, self.buckets).transpose(-1, -2)
 
-    def index(self, x: Tensor, inputs: AttentionInputs, context: AttentionContext) -> tuple[Tensor | None, Any]:
-        return None, None  # buckets depend only on positions
+    def index(self, x: Tensor, inputs: AttentionInputs, context: AttentionContext) -> IndexedTokens:
+        return IndexedTokens(inputs, context)  # buckets depend only on positions
 
     def band_codes(self, inputs: AttentionInputs, position: int, context: AttentionContext) -> tuple[Tensor, None]:
         return self.assign(inputs, position, context), None

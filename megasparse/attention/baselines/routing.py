@@ -12,13 +12,14 @@ from torch import Tensor
 
 from megasparse.attention.band import BandAttention, check_band
 from megasparse.attention.contract import AttentionContext, AttentionInputs, AttentionOutput, MechanismSpec
-from megasparse.attention.documents import ClusterIndices, Document, attend_in_clusters, clusters_by_document
+from megasparse.attention.documents import Document, attend_in_clusters, clusters_by_document
 from megasparse.attention.flops import Flops
 from megasparse.attention.lha_hash import HashInputs, bucket_codes
 from megasparse.config.attention import MechanismSection, mechanism
 from megasparse.config.schema import ModelConfig
 from megasparse.config.section import Count, Positive, Rate
 from megasparse.ops.bucketed_attention import Window
+from megasparse.ops.cluster_attention import ClusterIndices
 from megasparse.ops.operator import at_least_fp32
 from megasparse.ops.random import derive, normal
 
@@ -59,7 +60,9 @@ class RoutingAttention(BandAttention):
     def __init__(self, config: RoutingAttentionConfig, spec: MechanismSpec):
         super().__init__(config, spec)
         self.window = Window("band", min(config.chunk, spec.max_length))
-        self.local, self.sinks, self.shares_pairs = config.local, config.sinks, config.window == "band"
+        self.local = config.local
+        self.sinks = config.sinks
+        self.shares_pairs = config.window == "band"
         self.buckets = -(-spec.max_length // config.chunk)
         self.shared_qk = spec.causal
         scale = 1.0 if self.shared_qk else spec.head_dim**-0.5
@@ -103,7 +106,8 @@ class RoutingAttention(BandAttention):
 
         def nearest(side: HashInputs, document: Document) -> Tensor:
             """Return the tokens with the highest μ·x of every centroid, computed in tiles: (B, H, N, min(chunk, n))."""
-            x, centroids = document.take(side.inputs[0]).transpose(-1, -2), side.weights[0][0].transpose(1, 2)
+            x = document.take(side.inputs[0]).transpose(-1, -2)
+            centroids = side.weights[0][0].transpose(1, 2)
             tiles = centroids.to(x.dtype).split(max(1, _TILE_ELEMENTS // x[..., 0, :].numel()), dim=1)
             size = min(self.config.chunk, x.shape[-1])
             return torch.cat([(tile @ x).topk(size, dim=-1, sorted=False).indices for tile in tiles], dim=2)
@@ -143,11 +147,13 @@ class RoutingAttention(BandAttention):
         """Update the centroids, μ ← normalise(decay·μ + (1 − decay)·mean of the members), over queries and keys of all
         micro-batches and ranks of the step. Do nothing if the step was not applied; keep centroids without members.
         """
-        sums, self._sums = self._sums, None
+        sums = self._sums
+        self._sums = None
         if sums is None or not applied:
             return
         sums = sum_over_ranks(sums)
-        count, old = sums[..., -1:], self.centroids.double()
+        count = sums[..., -1:]
+        old = self.centroids.double()
         mean = sums[..., :-1] / count.clamp_min(1.0)
         moved = self.config.decay * old + (1.0 - self.config.decay) * mean
         length = moved.norm(dim=-1, keepdim=True)
@@ -156,7 +162,8 @@ class RoutingAttention(BandAttention):
     def flops(self, length: int) -> Flops:
         """Pairs in windows, and, forward only, products of q (and of a separate k) with N centroids."""
         codes = self.spec.heads * (1 if self.spec.causal else 2) * 2.0 * self.spec.head_dim * self.buckets
-        work, chunk = self.spec.workload(length), self.config.chunk
+        work = self.spec.workload(length)
+        chunk = self.config.chunk
         band = self.config.window == "band"
         keys = work.band(chunk, shared_codes=False) if band else work.clusters(self.buckets, chunk)
         return work.pairs(keys) * (1 + self.local) + work.pairs(self.sinks) + Flops(codes)

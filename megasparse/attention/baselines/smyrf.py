@@ -8,11 +8,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megasparse.attention.contract import Attention, AttentionContext, AttentionInputs, AttentionOutput
-from megasparse.attention.documents import ClusterIndices, Document, clusters_by_document
+from megasparse.attention.documents import Document, clusters_by_document
 from megasparse.attention.flops import Flops
 from megasparse.config.attention import MechanismSection, mechanism
 from megasparse.config.section import Positive
-from megasparse.ops.cluster_attention import ClusterAttentionSpec, cluster_attention
+from megasparse.ops.cluster_attention import ClusterAttentionSpec, ClusterIndices, cluster_attention
 from megasparse.ops.operator import at_least_fp32
 from megasparse.ops.random import normal
 
@@ -61,7 +61,7 @@ class SMYRFAttention(Attention):
         shard = context.part.pair_shard
         if shard is not None:
             queries, keys = (x[:, :, shard[0] :: shard[1]] for x in (queries, keys))
-        out, lse = cluster_attention(inputs.q, inputs.k, inputs.v, queries, keys, spec, dropout=inputs.dropout)
+        out, lse = cluster_attention(inputs.q, inputs.k, inputs.v, (queries, keys), spec, dropout=inputs.dropout)
         return AttentionOutput(out, None, {}, None if shard is None else lse)
 
     def flops(self, length: int) -> Flops:

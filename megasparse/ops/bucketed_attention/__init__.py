@@ -9,10 +9,10 @@ Local attention is the special case of one bucket and one round.
 """
 
 from megasparse.ops.bucketed_attention import blocks
-from megasparse.ops.bucketed_attention.definition import BucketedAttentionSpec, Window, reference_attention
+from megasparse.ops.bucketed_attention.definition import BucketedAttentionSpec, Codes, Window, reference_attention
 from megasparse.ops.operator import Operator
 
-__all__ = ["BucketedAttentionSpec", "Window", "bucketed_attention"]
+__all__ = ["BucketedAttentionSpec", "Codes", "Window", "bucketed_attention"]
 
 bucketed_attention = Operator(
     blocks.bucketed_attention,

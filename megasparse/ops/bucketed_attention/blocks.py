@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megasparse.ops.bucketed_attention.definition import BucketedAttentionSpec
+from megasparse.ops.bucketed_attention.definition import BucketedAttentionSpec, Codes, split_codes
 from megasparse.ops.bucketed_attention.layouts import (
     LOWEST,
     SCORE_ELEMENTS,
@@ -37,11 +37,10 @@ def bucketed_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    codes: Tensor | None,
+    codes: Tensor | Codes | None,
     spec: BucketedAttentionSpec,
     key_mask: Tensor | None = None,
     segments: Tensor | None = None,
-    key_codes: Tensor | None = None,
     *,
     dropout: PairDropout | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -53,21 +52,21 @@ def bucketed_attention(
     Args:
         q, k, v: (B, H, L, D). Scores must be below 2^90 in absolute value.
         codes: (B, H, R, L) integer buckets, or (B, 1, R, L) for all heads; None means one bucket and one round, which
-            is local attention.
+            is local attention. A pair contains the buckets of queries and of keys: the window must then be a band, the
+            last M keys of the query's bucket at or before it and, if not causal, the next M; and a query without
+            visible keys attends to itself (unless spec.self_at_last is false).
         spec: The window and the visible pairs.
         key_mask: (B, L) bool, True for real tokens. Padding neither attends nor is attended to.
         segments: (B, L) document numbers >= 0. Tokens attend only to their own document.
-        key_codes: (B, H, R, L) buckets of the keys, or None; `codes` are then only of queries. The window must be a
-            band: the last M keys of the query's bucket at or before it and, if not causal, the next M. A query without
-            visible keys attends to itself (unless spec.self_at_last is false).
         dropout: Applied to the probabilities; lse includes dropped pairs.
 
     Returns:
         out (B, H, L, D) in q's dtype and the log-sum-exp of the scores (B, H, L), in fp32 or wider; 0 and −∞ for
         padding. Scores, softmax statistics and gradients are computed in fp32 or wider.
     """
+    query_codes, key_codes = split_codes(codes)
     assert key_codes is None or spec.window.kind == "band", "the chunk window needs codes shared by queries and keys"
-    out, lse = _BucketedAttention.apply(q, k, v, codes, spec, key_mask, segments, key_codes, dropout)
+    out, lse = _BucketedAttention.apply(q, k, v, query_codes, spec, key_mask, segments, key_codes, dropout)
     return out, lse
 
 
@@ -120,8 +119,8 @@ class _BucketedAttention(Function):
         self_only = None
         # Queries with no visible key attend to themselves.
         if spec.self_at_last and (spec.exclude_self or key_codes is not None):
-            alone = no_visible_key if key_mask is None else no_visible_key & key_mask[:, None]
-            self_only = alone.nonzero(as_tuple=True)
+            queries = no_visible_key if key_mask is None else no_visible_key & key_mask[:, None]
+            self_only = queries.nonzero(as_tuple=True)
             out[self_only] = _own_value(v[self_only].to(dtype), self_only, dropout, v.shape[2])
             lse[self_only] = (q[self_only].to(dtype) * k[self_only]).sum(-1) * spec.scale
         if key_mask is not None:

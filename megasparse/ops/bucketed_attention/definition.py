@@ -17,6 +17,10 @@ PLACES = 64
 _SMALLEST_TILE = 8  # queries in a bucket's first tile if buckets are small
 
 
+Codes = tuple[Tensor, Tensor | None]
+"""Buckets of queries and of keys, (B, H, R, L) each, any integer type; None if keys share the queries' codes."""
+
+
 @dataclass(frozen=True)
 class Window:
     """Rule that selects a query's keys after tokens are sorted by bucket (`top_k`: see cluster_attention.py).
@@ -194,25 +198,30 @@ def _in_shard(codes: Tensor, spec: BucketedAttentionSpec, key_mask: Tensor | Non
     return (rank_in_order >= places.start) & (rank_in_order < places.stop)
 
 
+def split_codes(codes: Tensor | Codes | None) -> tuple[Tensor | None, Tensor | None]:
+    """Return the buckets of queries, None for a single bucket, and the buckets of keys, None if they are the same."""
+    return codes if isinstance(codes, tuple) else (codes, None)
+
+
 def reference_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    codes: Tensor | None,
+    codes: Tensor | Codes | None,
     spec: BucketedAttentionSpec,
     key_mask: Tensor | None = None,
     segments: Tensor | None = None,
-    key_codes: Tensor | None = None,
     *,
     dropout: PairDropout | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute `bucketed_attention` densely. With exclude_self or key_codes a token without a visible key gets its own
-    value, and its own score as lse (spec.self_at_last).
+    """Compute `bucketed_attention` densely. With exclude_self or codes of keys a token without a visible key gets its
+    own value, and its own score as lse (spec.self_at_last).
     """
     length = q.shape[2]
-    if codes is None:
-        codes = torch.zeros(*q.shape[:2], 1, length, dtype=torch.int64, device=q.device)
-    shown = visible(codes, spec.window, spec.causal, key_mask, segments, key_codes)
+    of_queries, key_codes = split_codes(codes)
+    if of_queries is None:
+        of_queries = torch.zeros(*q.shape[:2], 1, length, dtype=torch.int64, device=q.device)
+    shown = visible(of_queries, spec.window, spec.causal, key_mask, segments, key_codes)
     if spec.exclude_self:
         shown = shown & ~torch.eye(length, dtype=torch.bool, device=q.device)
     counts = shown.sum(2)  # (B, H, L, L)
@@ -220,7 +229,7 @@ def reference_attention(
     if spec.pair_shard is None:
         weight = (counts > 0).to(q.dtype).log() if spec.count_rounds else counts.to(q.dtype).log()
     else:  # a shard's weight of a pair is (its rounds that select the pair)/N
-        in_shard = (shown & _in_shard(codes, spec, key_mask, segments)[..., None]).sum(2)
+        in_shard = (shown & _in_shard(of_queries, spec, key_mask, segments)[..., None]).sum(2)
         weight = (in_shard.to(q.dtype) / counts.clamp_min(1) if spec.count_rounds else in_shard.to(q.dtype)).log()
         counts = in_shard
     logits = score + weight

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from megasparse.ops.bucketed_attention import kernels
-from megasparse.ops.bucketed_attention.definition import BucketedAttentionSpec
+from megasparse.ops.bucketed_attention.definition import BucketedAttentionSpec, Codes, split_codes
 from megasparse.ops.bucketed_attention.layouts import sort_keys
 from megasparse.ops.bucketed_attention.ranges import key_range
 from megasparse.ops.counting_sort import counting_sort
@@ -199,23 +199,23 @@ def bucketed_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    codes: Tensor | None,
+    codes: Tensor | Codes | None,
     spec: BucketedAttentionSpec,
     key_mask: Tensor | None = None,
     segments: Tensor | None = None,
-    key_codes: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
+    query_codes, key_codes = split_codes(codes)
     with torch.no_grad():
         if key_codes is None:
-            intervals = shared_intervals(codes, q, spec, key_mask, segments)
+            intervals = shared_intervals(query_codes, q, spec, key_mask, segments)
         else:
-            assert codes is not None
-            intervals = separate_intervals(codes, key_codes, spec, key_mask, segments)
+            assert query_codes is not None
+            intervals = separate_intervals(query_codes, key_codes, spec, key_mask, segments)
         if spec.pair_shard is not None:
             intervals = intervals.of_queries(spec.places(q.shape[2]))
         separate = key_codes is not None
         slots: tuple[Tensor | None, Tensor | None] = (None, None)
-        if codes is not None and spec.causal and spec.window.same_bucket and spec.window.kind == "band":
+        if query_codes is not None and spec.causal and spec.window.same_bucket and spec.window.kind == "band":
             slots = intervals.slots(tiles(q.shape[3], q.dtype, separate, True).forward.keys)
     out, lse = _BucketedAttention.apply(q, k, v, spec, separate, slots, *intervals.tensors())
     return out, lse

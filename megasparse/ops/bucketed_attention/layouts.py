@@ -224,14 +224,16 @@ def _slots(codes: Tensor, window: Window, key_mask: Tensor | None, segments: Ten
 
 def _reach(spec: BucketedAttentionSpec) -> tuple[int, int, int]:
     """Return T, and the number of key tiles before and after a query tile."""
-    window, tile = spec.window, tile_size(spec.window)
+    window = spec.window
+    tile = tile_size(spec.window)
     back = 1 if window.kind == "chunk" else -(-(window.chunk - 1) // tile)
     return tile, back, back if window.two_sided(spec.causal) else 0
 
 
 def _attending(spec: BucketedAttentionSpec, length: int) -> range:
     """Return the tiles whose queries attend."""
-    places, tile = spec.places(length), tile_size(spec.window)
+    places = spec.places(length)
+    tile = tile_size(spec.window)
     return range(places.start // tile, -(-places.stop // tile))
 
 
@@ -247,8 +249,11 @@ class SortedRound:
     """
 
     def __init__(self, rows: RowGroup, number: int):
-        spec, device = rows.spec, rows.layout.order.device
-        self.spec, self.rows_dtype, self.first = spec, rows.dtype, number == 0
+        spec = rows.spec
+        device = rows.layout.order.device
+        self.spec = spec
+        self.rows_dtype = rows.dtype
+        self.first = number == 0
         self.tile, back, ahead = _reach(spec)
         self.span, self.lead = back + 1 + ahead, back * self.tile  # S; empty slots before a row's first
         group, _, self.length = rows.layout.order.shape
@@ -264,7 +269,9 @@ class SortedRound:
         after = width - 1 if spec.window.two_sided(spec.causal) else 0
         self.earlier = [self._ranges(x, x - width, x + after) for x in slots[:-1]]
         # In this round empty slots are hidden as queries and keys, and queries of other shares do not attend.
-        slot_of_round, low, high = slots[-1], slots[-1] - width, slots[-1] + after
+        slot_of_round = slots[-1]
+        low = slots[-1] - width
+        high = slots[-1] + after
         places = spec.places(self.length)
         low[:, : self.lead + places.start] = low[:, self.lead + places.stop :] = torch.inf
         slot_of_round[:, : self.lead] = slot_of_round[:, self.lead + self.length :] = -torch.inf
@@ -295,8 +302,14 @@ class SortedBlock(TileBlock):
     """Neighbouring tiles of a round, at the same indices in all rows."""
 
     def __init__(self, round_: SortedRound, start: int, stop: int):
-        self.round, self.first_round, self.length, self.dtype = round_, round_.first, round_.length, round_.rows_dtype
-        self.tile, self.span, self.tiles, self.width = round_.tile, round_.span, slice(start, stop), stop - start
+        self.round = round_
+        self.first_round = round_.first
+        self.length = round_.length
+        self.dtype = round_.rows_dtype
+        self.tile = round_.tile
+        self.span = round_.span
+        self.tiles = slice(start, stop)
+        self.width = stop - start
         lead = round_.lead
         self.query_tokens = round_.token[:, lead + start * self.tile : lead + stop * self.tile]  # (G, n/G·T)
         self.key_tokens = round_.token[:, start * self.tile : (stop + self.span - 1) * self.tile]
@@ -422,8 +435,10 @@ class KeyRuns(NamedTuple):
     hidden: Tensor | None = None
 
     def take(self, index: Tensor | slice) -> "KeyRuns":
-        queries, row, start, end = (x[index] for x in (self.queries, self.row, self.start, self.end))
-        return KeyRuns(queries, None if self.real is None else self.real[index], row, start, end, self.run, self.hidden)
+        real = None if self.real is None else self.real[index]
+        return self._replace(
+            queries=self.queries[index], real=real, row=self.row[index], start=self.start[index], end=self.end[index]
+        )
 
 
 class RangeRound:
@@ -445,7 +460,8 @@ class RangeRound:
     def __init__(self, rows: RowGroup, number: int, ranges: list[tuple[Tensor, Tensor, Tensor]]):
         layout: Any = rows.layout
         self.spec = spec = rows.spec
-        self.first_round, self.rows_dtype = number == 0, rows.dtype
+        self.first_round = number == 0
+        self.rows_dtype = rows.dtype
         order, first, high = (x[:, number] for x in (layout.order, layout.first, layout.high))
         self.group, self.length = order.shape
         self.dtype = ranges[0][0].dtype
@@ -458,7 +474,9 @@ class RangeRound:
             query = order.long()
         else:
             query = places.start + high[:, places.start : places.stop].argsort(dim=-1, stable=True)  # (G, N)
-        self.query, self.query_first, self.query_high = query, first.gather(1, query), high.gather(1, query)
+        self.query = query
+        self.query_first = first.gather(1, query)
+        self.query_high = high.gather(1, query)
         self.earlier, (_, self.low, self.high) = ranges[: number if spec.count_rounds else 0], ranges[number]
 
     def short_tiles(self) -> Iterator[KeyRuns]:
@@ -478,11 +496,13 @@ class RangeRound:
             x.index_select(1, index).view(-1, self.tile)
             for x in (self.query + self.row_start, self.query_first, self.query_high)
         )
-        first, end = first.amin(1), high.amax(1)
+        first = first.amin(1)
+        end = high.amax(1)
         row = torch.arange(self.group, device=query.device).repeat_interleave(tiles)
         lengths, by_length = (end - first).sort(descending=True, stable=True)
         every = KeyRuns(query, real, row, first, end, 0).take(by_length)
-        runs, start = lengths.tolist(), 0
+        runs = lengths.tolist()
+        start = 0
         while start < len(runs) and runs[start] > 0:
             step = max(1, SCORE_ELEMENTS // (self.tile * runs[start]))
             yield every.take(slice(start, start + step))._replace(run=runs[start])
@@ -496,7 +516,8 @@ class RangeRound:
         the same columns. This relies on properties of the CPU libraries that tests verify: the bits of a row of a
         product of at least two matrices, of a sum, of exp and of log2 do not depend on its index in the batch.
         """
-        ranked, length = RankedTiles.of(self.spec, self.length), self.length
+        ranked = RankedTiles.of(self.spec, self.length)
+        length = self.length
         count = self.query_high - self.query_first
         live = count > 0
         if self.shared_codes and self.spec.exclude_self:  # a single token in a bucket has no visible key
@@ -512,18 +533,21 @@ class RangeRound:
         tile_place, size = (first + start).unique_consecutive(return_counts=True)
         end = size.cumsum(0)
         begin = end - size
-        start, last = start[begin], high[end - 1]
+        start = start[begin]
+        last = high[end - 1]
         kind = ranked.kind(start)
         for a in kind.unique().tolist():
             wide, back = ranked.shape(a)
             of_kind = (kind == a).nonzero().squeeze(1)
-            first, stop = begin[of_kind], end[of_kind]
+            first = begin[of_kind]
+            stop = end[of_kind]
             if not self.aligned:  # any number of queries can attend to keys up to these ranks
                 several = -(-size[of_kind] // wide)
                 of_kind = of_kind.repeat_interleave(several)
                 number = torch.arange(len(of_kind), device=of_kind.device)
                 number = number - (several.cumsum(0) - several).repeat_interleave(several)
-                first, stop = begin[of_kind] + number * wide, end[of_kind]
+                first = begin[of_kind] + number * wide
+                stop = end[of_kind]
             index = first[:, None] + torch.arange(wide, device=of_kind.device)
             real = index < stop[:, None]
             row = tile_place[of_kind] // length
@@ -556,8 +580,12 @@ class RangeBlock(TileBlock):
     """Tiles of a round with `run` keys each."""
 
     def __init__(self, round_: RangeRound, tiles: KeyRuns):
-        self.round, self.first_round, self.length = round_, round_.first_round, round_.length
-        self.dtype, self.query_tokens, self.same_hidden = round_.rows_dtype, tiles.queries, tiles.hidden
+        self.round = round_
+        self.first_round = round_.first_round
+        self.length = round_.length
+        self.dtype = round_.rows_dtype
+        self.query_tokens = tiles.queries
+        self.same_hidden = tiles.hidden
         if tiles.real is not None and not bool(tiles.real.all()):
             self.real = tiles.real
         self.real_places = None if self.real is None else self.real.flatten().nonzero().squeeze(1)
@@ -566,7 +594,8 @@ class RangeBlock(TileBlock):
         self.key_tokens = _at(round_.order, torch.minimum(self.index, last).add_(tiles.row[:, None] * round_.length))
 
     def real_queries(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        tokens, values = self.query_tokens.flatten(), values.flatten(0, 1)
+        tokens = self.query_tokens.flatten()
+        values = values.flatten(0, 1)
         if self.real_places is None:
             return tokens, values
         return tokens.index_select(0, self.real_places), values.index_select(0, self.real_places)
@@ -576,19 +605,22 @@ class RangeBlock(TileBlock):
         x.flatten(0, 1).index_add_(0, self.key_tokens.flatten(), total.flatten(0, 1))
 
     def hidden(self) -> Tensor:
-        round_, shape = self.round, (*self.query_tokens.shape, self.key_tokens.shape[1])
+        round_ = self.round
+        shape = (*self.query_tokens.shape, self.key_tokens.shape[1])
         hidden, above, below = (torch.empty(shape, dtype=round_.dtype, device=self.index.device) for _ in range(3))
         if self.same_hidden is not None:
             hidden.copy_(self.same_hidden)
         else:
             index = self.index.to(round_.dtype).unsqueeze(1)
-            low, high = (_at(x, self.query_tokens).unsqueeze(-1) for x in (round_.low, round_.high))
+            low = _at(round_.low, self.query_tokens).unsqueeze(-1)  # (n, T, 1)
+            high = _at(round_.high, self.query_tokens).unsqueeze(-1)
             torch.lt(index, low, out=hidden).add_(torch.ge(index, high, out=above))
             if round_.spec.exclude_self:
                 hidden += torch.eq(self.key_tokens.unsqueeze(1), self.query_tokens.unsqueeze(2), out=above)
-        for places, low, high in round_.earlier:
-            index = _at(places, self.key_tokens).unsqueeze(1)
-            low, high = (_at(x, self.query_tokens).unsqueeze(-1) for x in (low, high))
+        for places, low_of_token, high_of_token in round_.earlier:
+            index = _at(places, self.key_tokens).unsqueeze(1)  # (n, 1, K)
+            low = _at(low_of_token, self.query_tokens).unsqueeze(-1)
+            high = _at(high_of_token, self.query_tokens).unsqueeze(-1)
             hidden.addcmul_(torch.ge(index, low, out=above), torch.lt(index, high, out=below))
         return hidden
 

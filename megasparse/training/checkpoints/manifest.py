@@ -80,7 +80,8 @@ class _Manifest(TypedDict):
 
 
 _FIELDS = TypeAdapter(_Manifest)
-"""Fields that the code uses, without those of earlier versions. The configuration is validated when it is used.
+"""Fields that the code uses; others are ignored. The configuration is validated when it is used.
+
 Dictionaries take less memory than objects: there may be a million pieces.
 """
 
@@ -127,12 +128,12 @@ def parse_manifest(content: bytes, file: Path | str) -> dict[str, Any]:
         raise CheckpointError(file, problem, "Use the version of megasparse that wrote it")
     try:
         _FIELDS.validate_python(manifest, strict=True)
-        problem = _wrong_pieces(manifest)
+        invalid = _wrong_pieces(manifest)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
-        problem = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
-    if problem:
-        raise CheckpointError(file, f"invalid manifest: {problem}", "Do not trust it")
+        invalid = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+    if invalid:
+        raise CheckpointError(file, f"invalid manifest: {invalid}", "Do not trust it")
     return manifest
 
 

@@ -258,7 +258,7 @@ class Watchdog:
 
 def connect(launch: str) -> Store:
     """Connect to the store of the process group once more, because the main thread can block its own connection."""
-    return PrefixStore(f"heartbeats {launch}", _get_default_store()).clone()
+    return PrefixStore(f"heartbeats {launch}", _get_default_store()).clone()  # type: ignore[attr-defined]  # not in the stub
 
 
 def _state(process: int) -> str:
