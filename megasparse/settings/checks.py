@@ -21,6 +21,16 @@ from megasparse.config.schema import (
 )
 from megasparse.errors import ConfigError
 
+Rule = tuple[bool, str, str, str]
+"""True if it is broken, the key, the problem, and what to do."""
+
+
+def require(*rules: Rule) -> None:
+    """Raise ConfigError for the first broken rule."""
+    for broken, key, problem, hint in rules:
+        if broken:
+            raise ConfigError(key, problem, hint)
+
 
 def check(config: RunSettings) -> None:
     """Raise ConfigError for the first rule that `config` breaks. Rules that need a slow import are checked last."""
@@ -51,21 +61,21 @@ def check(config: RunSettings) -> None:
 def check_run(config: RunSettings) -> None:
     """Raise ConfigError for the first rule that `config` breaks, of the rules that need no attention mechanisms."""
     check_sizes("", config)
-    if "://" in config.run.directory:
-        problem = f"{show(config.run.directory)} is a URL: object storage can neither rename a folder nor lock a file"
-        hint = "Choose a folder of a file system, such as NFS or Lustre, and set checkpoint.bucket to the URL"
-        raise ConfigError("run.directory", problem, hint)
-    bucket = config.checkpoint.bucket
-    if bucket is not None and not bucket.startswith(BUCKETS):
-        problem = f"{show(bucket)} is not a URL of an object store"
-        raise ConfigError("checkpoint.bucket", problem, f"It must start with {' or '.join(BUCKETS)}")
+    directory, bucket, training = config.run.directory, config.checkpoint.bucket, config.training
+    require(
+        ("://" in directory, "run.directory",
+         f"{show(directory)} is a URL: object storage can neither rename a folder nor lock a file",
+         "Choose a folder of a file system, such as NFS or Lustre, and set checkpoint.bucket to the URL"),
+        (bucket is not None and not bucket.startswith(BUCKETS), "checkpoint.bucket",
+         f"{show(bucket)} is not a URL of an object store", f"It must start with {' or '.join(BUCKETS)}"),
+    )  # fmt: skip
     if isinstance(config, FinetuneConfig):
         _initial_models(config)
-    training = config.training
-    if training.global_batch % training.micro_batch:
-        problem = f"{training.global_batch} is not a multiple of training.micro_batch = {training.micro_batch}"
-        hint = "Make it a multiple of training.micro_batch times the number of ranks"
-        raise ConfigError("training.global_batch", problem, hint)
+    require((
+        training.global_batch % training.micro_batch > 0, "training.global_batch",
+        f"{training.global_batch} is not a multiple of training.micro_batch = {training.micro_batch}",
+        "Make it a multiple of training.micro_batch times the number of ranks",
+    ))  # fmt: skip
     deepspeed_section.check_keys(config.deepspeed)
 
 
@@ -110,17 +120,16 @@ def _check_start(config: FinetuneConfig) -> None:
 
 
 def _check_tokenizer(config: Config) -> None:
-    name = config.data.tokenizer
-    if name not in BYTE_TOKENS and not name.endswith(TOKENIZER_FILES):
-        problem = f"unknown tokenizer {show(name)}"
-        hint = 'Write "bytes", "pixels", or the path of a tokenizer: FILE.model, FILE.json or FILE.txt'
-        raise ConfigError("data.tokenizer", problem, hint)
-    if name in BYTE_TOKENS and config.model.vocabulary < 256:
-        problem = f"{config.model.vocabulary} is too small for {name}"
-        raise ConfigError("model.vocabulary", problem, "Set it to 256 or more")
-    padding = config.model.padding_token
-    if name in BYTE_TOKENS and padding is not None and padding < 256:
-        raise ConfigError("model.padding_token", f"{padding} is also a token of {name}", "Set it to 256 or more")
+    name, vocabulary, padding = config.data.tokenizer, config.model.vocabulary, config.model.padding_token
+    of_bytes = name in BYTE_TOKENS
+    require(
+        (not of_bytes and not name.endswith(TOKENIZER_FILES), "data.tokenizer", f"unknown tokenizer {show(name)}",
+         'Write "bytes", "pixels", or the path of a tokenizer: FILE.model, FILE.json or FILE.txt'),
+        (of_bytes and vocabulary < 256, "model.vocabulary",
+         f"{vocabulary} is too small for {name}", "Set it to 256 or more"),
+        (of_bytes and padding is not None and padding < 256, "model.padding_token",
+         f"{padding} is also a token of {name}", "Set it to 256 or more"),
+    )  # fmt: skip
 
 
 BYTE_TOKENS = ("bytes", "pixels")
@@ -128,74 +137,62 @@ TOKENIZER_FILES = (".model", ".json", ".txt")
 
 
 def _check_lengths(config: Config) -> None:
-    model, data = config.model, config.data
+    model, length, longest, kind = (
+        config.model, config.data.sequence_length, config.model.max_length, config.model.positions.kind,
+    )  # fmt: skip
     before = model.source.length if model.source else 0
-    if data.sequence_length <= before:
-        problem = f"{data.sequence_length} leaves no target tokens after model.source.length = {before}"
-        raise ConfigError("data.sequence_length", problem, f"Set it to {before} plus the length of the target")
-    for key, length in (
-        ("data.sequence_length", data.sequence_length - before),
-        ("evaluation.sequence_length", config.evaluation_length - before),
-        ("evaluation.sample_tokens", config.evaluation.sample_tokens),
-    ):
-        if length > model.max_length:
-            problem = f"{length} is longer than model.max_length = {model.max_length}"
-            raise ConfigError(key, problem, f"Set {key} to {model.max_length} or less, or raise model.max_length")
-    for key, length in (
-        ("data.sequence_length", data.sequence_length),
-        ("evaluation.sequence_length", config.evaluation_length),
-    ):
-        if model.score_from >= length:
-            problem = f"{model.score_from} leaves nothing of {key} = {length} to score"
-            raise ConfigError("model.score_from", problem, f"Set it below {length}; 0 scores every token")
-    if config.evaluation_length > data.sequence_length and model.positions.kind in ("learned", "axial"):
-        problem = f'{config.evaluation_length} is longer than data.sequence_length = {data.sequence_length}, but "'
-        problem += f'{model.positions.kind}" positions beyond it are not trained'
-        hint = f'Set it to {data.sequence_length} or less, or model.positions.kind to "rotary"'
-        raise ConfigError("evaluation.sequence_length", problem, hint)
+    sequences = {"data.sequence_length": length, "evaluation.sequence_length": config.evaluation_length}
+    targets = {key: tokens - before for key, tokens in sequences.items()}
+    targets["evaluation.sample_tokens"] = config.evaluation.sample_tokens
+    require(
+        (length <= before, "data.sequence_length",
+         f"{length} leaves no target tokens after model.source.length = {before}",
+         f"Set it to {before} plus the length of the target"),
+        *((tokens > longest, key, f"{tokens} is longer than model.max_length = {longest}",
+           f"Set {key} to {longest} or less, or raise model.max_length") for key, tokens in targets.items()),
+        *((model.score_from >= tokens, "model.score_from",
+           f"{model.score_from} leaves nothing of {key} = {tokens} to score",
+           f"Set it below {tokens}; 0 scores every token") for key, tokens in sequences.items()),
+        (config.evaluation_length > length and kind in ("learned", "axial"), "evaluation.sequence_length",
+         f'{config.evaluation_length} is longer than data.sequence_length = {length}, but "{kind}" positions beyond it '
+         "are not trained", f'Set it to {length} or less, or model.positions.kind to "rotary"'),
+    )  # fmt: skip
 
 
 def _check_masking(config: Config) -> None:
-    model, masking = config.model, config.model.masking
-    if model.kind == "encoder_decoder" and config.evaluation.sample_tokens:
-        raise ConfigError("evaluation.sample_tokens", "an encoder–decoder needs a source to sample", "Set it to 0")
-    if model.kind != "encoder":
-        if masking != MaskingConfig():
-            problem = f'{masking.model_dump()} is given, but kind "{model.kind}" masks no tokens'
-            raise ConfigError("model.masking", problem, 'Remove it, or set model.kind to "encoder"')
-        return
-    if config.data.tokenizer in BYTE_TOKENS and masking.token < 256:
-        problem = f"{masking.token} is a byte value that may occur in text"
-        raise ConfigError("model.masking.token", problem, "Set it to 256")
-    if masking.token >= model.vocabulary:
-        problem = f"{model.vocabulary} leaves no id for an encoder's mask token, model.masking.token = {masking.token}"
-        hint = f"Set model.vocabulary to {masking.token + 1}, or to the next multiple of 8"
-        raise ConfigError("model.vocabulary", problem, hint)
-    for key, value in (
-        ("model.score_from", model.score_from),
-        ("evaluation.sample_tokens", config.evaluation.sample_tokens),
-    ):
-        if value:
-            raise ConfigError(key, f'{value} is for decoders, but model.kind = "encoder"', "Set it to 0")
+    model, masking, sample = config.model, config.model.masking, config.evaluation.sample_tokens
+    encoder, token = model.kind == "encoder", masking.token
+    require(
+        (model.kind == "encoder_decoder" and sample > 0, "evaluation.sample_tokens",
+         "an encoder–decoder needs a source to sample", "Set it to 0"),
+        (not encoder and masking != MaskingConfig(), "model.masking",
+         f'{masking.model_dump()} is given, but kind "{model.kind}" masks no tokens',
+         'Remove it, or set model.kind to "encoder"'),
+        (encoder and config.data.tokenizer in BYTE_TOKENS and token < 256, "model.masking.token",
+         f"{token} is a byte value that may occur in text", "Set it to 256"),
+        (encoder and token >= model.vocabulary, "model.vocabulary",
+         f"{model.vocabulary} leaves no id for an encoder's mask token, model.masking.token = {token}",
+         f"Set model.vocabulary to {token + 1}, or to the next multiple of 8"),
+        *((encoder and value > 0, key, f'{value} is for decoders, but model.kind = "encoder"', "Set it to 0")
+          for key, value in (("model.score_from", model.score_from), ("evaluation.sample_tokens", sample))),
+    )  # fmt: skip
 
 
 def check_parallel(config: Config) -> None:
     """Raise ConfigError if `parallel.sequence` ranks cannot split the sequences of the run."""
     size, model, length = config.parallel.sequence, config.model, config.data.sequence_length
-    if size == 1:
-        return
-    if config.run.engine == "torch":
-        problem = f'{size} ranks per sequence, but run.engine = "torch" runs in one process'
-        raise ConfigError("parallel.sequence", problem, 'Set run.engine to "deepspeed", or parallel.sequence to 1')
-    if model.sentence_order is not None:
-        problem = f"given, but parallel.sequence = {size}: sequences of pairs cannot be split over ranks"
-        raise ConfigError("model.sentence_order", problem, "Set parallel.sequence to 1")
     of_source = model.source.length if model.source else 0
-    for key, tokens in (("data.sequence_length", length), ("model.source.length", of_source)):
-        if tokens % size:
-            nearest = max(1, round(tokens / size)) * size
-            problem = f"{tokens} tokens cannot be divided evenly among parallel.sequence = {size} ranks"
-            raise ConfigError(key, problem, f"Set it to {nearest}, or parallel.sequence to a divisor")
+    require(
+        (size > 1 and config.run.engine == "torch", "parallel.sequence",
+         f'{size} ranks per sequence, but run.engine = "torch" runs in one process',
+         'Set run.engine to "deepspeed", or parallel.sequence to 1'),
+        (size > 1 and model.sentence_order is not None, "model.sentence_order",
+         f"given, but parallel.sequence = {size}: sequences of pairs cannot be split over ranks",
+         "Set parallel.sequence to 1"),
+        *((tokens % size > 0, key, f"{tokens} tokens cannot be divided evenly among parallel.sequence = {size} ranks",
+           f"Set it to {max(1, round(tokens / size)) * size}, or parallel.sequence to a divisor")
+          for key, tokens in (("data.sequence_length", length), ("model.source.length", of_source))),
+    )  # fmt: skip
 
 
 LARGEST = 2**31 - 1
@@ -239,34 +236,32 @@ SOURCE_KEYS = ("layers", "positions", "attention")
 
 
 def _check_stack(model: ModelConfig) -> None:
-    if model.head_dim is None and model.d_model % model.heads:
-        around = range(max(1, model.heads - 1000), model.heads + 1000)
-        near = min((n for n in around if model.d_model % n == 0), key=lambda n: abs(n - model.heads), default=1)
-        problem = f"{model.heads} heads do not divide model.d_model = {model.d_model}"
-        raise ConfigError("model.heads", problem, f"Set model.heads to a divisor (such as {near}), or model.head_dim")
-    if model.style == "bert":
-        for key, value, needed in (("kind", model.kind, "encoder"), ("blocks", model.blocks, "ordinary")):
-            if value != needed:
-                problem = f'"bert" needs model.{key} = "{needed}", but it is "{value}"'
-                hint = f'Set model.{key} to "{needed}", or model.style to "reformer"'
-                raise ConfigError("model.style", problem, hint)
-    elif model.token_types and model.sentence_order is None:
-        problem = f'{model.token_types} is given, but style "{model.style}" needs model.sentence_order for token types'
-        raise ConfigError("model.token_types", problem, 'Set it to 0, or model.style to "bert"')
-    fitting_blocks = {"reversible": "reversible", "checkpoint": "ordinary", "checkpoint_cpu": "ordinary"}
-    blocks = fitting_blocks.get(model.activations, model.blocks)
-    if blocks != model.blocks:
-        fitting = '"reversible"' if blocks == "ordinary" else '"stored", "checkpoint" or "checkpoint_cpu"'
-        problem = f'"{model.activations}" needs {blocks} blocks, but model.blocks = "{model.blocks}"'
-        hint = f'Set model.activations to {fitting}, or model.blocks to "{blocks}"'
-        raise ConfigError("model.activations", problem, hint)
-    if model.residual_dtype == "bf16" and model.style == "bert":
-        problem = 'bf16, but model.style = "bert" normalises its stream after each addition, in fp32'
-        raise ConfigError("model.residual_dtype", problem, 'Set it to "fp32"')
-    if len(model.attention.pattern) > model.layers:
-        problem = f"{len(model.attention.pattern)} layers are listed, but model.layers = {model.layers}"
-        hint = f"Shorten the pattern to {model.layers} or fewer, or raise model.layers"
-        raise ConfigError("model.attention.pattern", problem, hint)
+    heads, width, bert = model.heads, model.d_model, model.style == "bert"
+    around = range(max(1, heads - 1000), heads + 1000)
+    near = min((n for n in around if width % n == 0), key=lambda n: abs(n - heads), default=1)
+    needs = {"reversible": "reversible", "checkpoint": "ordinary", "checkpoint_cpu": "ordinary"}
+    blocks = needs.get(model.activations, model.blocks)
+    fitting = '"reversible"' if blocks == "ordinary" else '"stored", "checkpoint" or "checkpoint_cpu"'
+    layers = len(model.attention.pattern)
+    require(
+        (model.head_dim is None and width % heads > 0, "model.heads",
+         f"{heads} heads do not divide model.d_model = {width}",
+         f"Set model.heads to a divisor (such as {near}), or model.head_dim"),
+        *((bert and value != needed, "model.style", f'"bert" needs model.{key} = "{needed}", but it is "{value}"',
+           f'Set model.{key} to "{needed}", or model.style to "reformer"')
+          for key, value, needed in (("kind", model.kind, "encoder"), ("blocks", model.blocks, "ordinary"))),
+        (not bert and model.token_types > 0 and model.sentence_order is None, "model.token_types",
+         f'{model.token_types} is given, but style "{model.style}" needs model.sentence_order for token types',
+         'Set it to 0, or model.style to "bert"'),
+        (blocks != model.blocks, "model.activations",
+         f'"{model.activations}" needs {blocks} blocks, but model.blocks = "{model.blocks}"',
+         f'Set model.activations to {fitting}, or model.blocks to "{blocks}"'),
+        (bert and model.residual_dtype == "bf16", "model.residual_dtype",
+         'bf16, but model.style = "bert" normalises its stream after each addition, in fp32', 'Set it to "fp32"'),
+        (layers > model.layers, "model.attention.pattern",
+         f"{layers} layers are listed, but model.layers = {model.layers}",
+         f"Shorten the pattern to {model.layers} or fewer, or raise model.layers"),
+    )  # fmt: skip
     check_heads(model)
     _check_positions(model.positions, model)
     _check_rotary(model.positions, model)
@@ -274,52 +269,54 @@ def _check_stack(model: ModelConfig) -> None:
 
 
 def _check_tokens(model: ModelConfig) -> None:
+    vocabulary, start, cutoffs = model.vocabulary, model.start_token, model.adaptive_cutoffs
     special = {
         "model.padding_token": model.padding_token,
-        "model.start_token": model.start_token,
+        "model.start_token": start,
         "model.document_separator": model.document_separator,
         "model.sentence_order.separator": model.sentence_order.separator if model.sentence_order else None,
     }
     for key, token in special.items():
-        if token is not None and token >= model.vocabulary:
-            hint = f"Set it below {model.vocabulary}, or raise model.vocabulary"
-            raise ConfigError(key, f"{token} is outside model.vocabulary = {model.vocabulary}", hint)
-        if token is not None and key.endswith("separator") and token == model.padding_token:
-            raise ConfigError(key, f"{token} is also model.padding_token", "Choose different ids")
-        if token is not None and model.kind == "encoder" and token == model.masking.token:
-            raise ConfigError(key, f"{token} is also model.masking.token", "Choose different ids")
-    if model.start_token is not None and model.kind != "decoder":
-        problem = f'{model.start_token} is given, but model.kind = "{model.kind}"'
-        raise ConfigError("model.start_token", problem, "Set it to null")
-    if model.ngrams is not None and len(set(lengths := model.ngrams.lengths)) < len(lengths):
-        problem = f"{lengths} lists a length twice: both tables would get the same rows"
-        raise ConfigError("model.ngrams.lengths", problem, "List each length once")
-    cutoffs = model.adaptive_cutoffs
-    if cutoffs != sorted(set(cutoffs)) or (cutoffs and cutoffs[-1] >= model.vocabulary):
-        problem = f"{cutoffs} does not ascend below model.vocabulary = {model.vocabulary}"
-        hint = "Give the first id of each cluster, such as [20000, 40000, 200000]"
-        raise ConfigError("model.adaptive_cutoffs", problem, hint)
-    for key, present in (
-        ("model.label_smoothing", model.label_smoothing > 0),
-        ("model.output_bias", model.output_bias),
-        ("model.style", model.style == "bert"),
-    ):
-        if cutoffs and present:
-            raise ConfigError(key, "cannot be combined with model.adaptive_cutoffs", "Remove one of them")
+        if token is not None:
+            require(
+                (token >= vocabulary, key, f"{token} is outside model.vocabulary = {vocabulary}",
+                 f"Set it below {vocabulary}, or raise model.vocabulary"),
+                (key.endswith("separator") and token == model.padding_token, key,
+                 f"{token} is also model.padding_token", "Choose different ids"),
+                (model.kind == "encoder" and token == model.masking.token, key,
+                 f"{token} is also model.masking.token", "Choose different ids"),
+            )  # fmt: skip
+    lengths = model.ngrams.lengths if model.ngrams else []
+    excluded = {
+        "model.label_smoothing": model.label_smoothing > 0,
+        "model.output_bias": model.output_bias,
+        "model.style": model.style == "bert",
+    }
+    require(
+        (start is not None and model.kind != "decoder", "model.start_token",
+         f'{start} is given, but model.kind = "{model.kind}"', "Set it to null"),
+        (len(set(lengths)) < len(lengths), "model.ngrams.lengths",
+         f"{lengths} lists a length twice: both tables would get the same rows", "List each length once"),
+        (cutoffs != sorted(set(cutoffs)) or cutoffs[-1:] >= [vocabulary], "model.adaptive_cutoffs",
+         f"{cutoffs} does not ascend below model.vocabulary = {vocabulary}",
+         "Give the first id of each cluster, such as [20000, 40000, 200000]"),
+        *((bool(cutoffs) and present, key, "cannot be combined with model.adaptive_cutoffs", "Remove one of them")
+          for key, present in excluded.items()),
+    )  # fmt: skip
 
 
 def _check_sentence_order(model: ModelConfig) -> None:
     if model.sentence_order is None:
         return
     kind, padding, separator, length = model.kind, model.padding_token, model.document_separator, model.max_length
-    for key, broken, problem, hint in (
-        ("sentence_order", kind != "encoder", f'is for encoders, but model.kind = "{kind}"', "Set it to null"),
-        ("padding_token", padding is None, "null, but pairs of model.sentence_order are padded", "Give its id"),
-        ("document_separator", separator is not None, f"{separator} would mask segments of a pair", "Set it to null"),
-        ("max_length", length < 5, f"{length} is too short for two segments", "Set it to 5 or more"),
-    ):
-        if broken:
-            raise ConfigError(f"model.{key}", problem, hint)
+    require(
+        (kind != "encoder", "model.sentence_order", f'is for encoders, but model.kind = "{kind}"', "Set it to null"),
+        (padding is None, "model.padding_token",
+         "null, but pairs of model.sentence_order are padded", "Give its id"),
+        (separator is not None, "model.document_separator",
+         f"{separator} would mask segments of a pair", "Set it to null"),
+        (length < 5, "model.max_length", f"{length} is too short for two segments", "Set it to 5 or more"),
+    )  # fmt: skip
 
 
 def _check_source(model: ModelConfig) -> None:
@@ -334,60 +331,61 @@ def _check_source(model: ModelConfig) -> None:
 
 
 def _check_positions(positions: PositionsConfig, model: ModelConfig) -> None:
-    head_dim = model.head_dim or model.d_model // model.heads
-    if positions.kind == "rotary" and head_dim % 2:
-        problem = f'"rotary" rotates pairs of coordinates, but the head dimension is {head_dim}'
-        raise ConfigError("model.positions.kind", problem, "Set model.head_dim to an even number")
-    if positions.offset and positions.kind != "learned":
-        problem = f'{positions.offset} is given, but model.positions.kind = "{positions.kind}" does not use a table'
-        raise ConfigError("model.positions.offset", problem, 'Set it to 0, or model.positions.kind to "learned"')
-    shape, dims = positions.axial_shape, positions.axial_dims
-    axial = positions.kind == "axial"
-    for key, value in (("axial_shape", shape), ("axial_dims", dims)):
-        if not axial and value is not None:
-            problem = f'{value} is given, but model.positions.kind = "{positions.kind}"'
-            hint = f'Set model.positions.kind to "axial", or {key} to null'
-            raise ConfigError(f"model.positions.{key}", problem, hint)
-        if axial and not value:
-            problem = f"{'null' if value is None else value} does not fit axial positions"
-            hint = "Give one number per axis, such as axial_shape [128, 512] with axial_dims [256, 768]"
-            raise ConfigError(f"model.positions.{key}", problem, hint)
-    if not axial:
-        return
-    assert shape and dims
-    if len(shape) != len(dims):
-        problem = f"{len(dims)} widths {dims} for the {len(shape)} axes of axial_shape = {shape}"
-        raise ConfigError("model.positions.axial_dims", problem, "Give one width per axis")
-    if math.prod(shape) < model.max_length:
-        problem = f"{shape} covers {math.prod(shape)} positions, but model.max_length = {model.max_length}"
-        hint = "Make the product of axial_shape at least model.max_length, or lower model.max_length"
-        raise ConfigError("model.positions.axial_shape", problem, hint)
-    if sum(dims) != model.d_model:
-        problem = f"{dims} sums to {sum(dims)}, but model.d_model = {model.d_model}"
-        raise ConfigError("model.positions.axial_dims", problem, f"Make the widths sum to {model.d_model}")
+    head_dim, kind, offset = model.head_dim or model.d_model // model.heads, positions.kind, positions.offset
+    axial, shape, dims = kind == "axial", positions.axial_shape or [], positions.axial_dims or []
+    require(
+        (kind == "rotary" and head_dim % 2 > 0, "model.positions.kind",
+         f'"rotary" rotates pairs of coordinates, but the head dimension is {head_dim}',
+         "Set model.head_dim to an even number"),
+        (offset > 0 and kind != "learned", "model.positions.offset",
+         f'{offset} is given, but model.positions.kind = "{kind}" does not use a table',
+         'Set it to 0, or model.positions.kind to "learned"'),
+    )  # fmt: skip
+    for key, value in (("axial_shape", positions.axial_shape), ("axial_dims", positions.axial_dims)):
+        require(
+            (not axial and value is not None, f"model.positions.{key}",
+             f'{value} is given, but model.positions.kind = "{kind}"',
+             f'Set model.positions.kind to "axial", or {key} to null'),
+            (axial and not value, f"model.positions.{key}",
+             f"{'null' if value is None else value} does not fit axial positions",
+             "Give one number per axis, such as axial_shape [128, 512] with axial_dims [256, 768]"),
+        )  # fmt: skip
+    require(
+        (len(shape) != len(dims), "model.positions.axial_dims",
+         f"{len(dims)} widths {dims} for the {len(shape)} axes of axial_shape = {shape}", "Give one width per axis"),
+        (axial and math.prod(shape) < model.max_length, "model.positions.axial_shape",
+         f"{shape} covers {math.prod(shape)} positions, but model.max_length = {model.max_length}",
+         "Make the product of axial_shape at least model.max_length, or lower model.max_length"),
+        (axial and sum(dims) != model.d_model, "model.positions.axial_dims",
+         f"{dims} sums to {sum(dims)}, but model.d_model = {model.d_model}",
+         f"Make the widths sum to {model.d_model}"),
+    )  # fmt: skip
 
 
 def _check_rotary(positions: PositionsConfig, model: ModelConfig) -> None:
-    for key, value in (("base", positions.base), ("scaling", positions.scaling)):
-        if positions.kind != "rotary" and value != PositionsConfig.model_fields[key].default:
-            problem = f'given, but model.positions.kind = "{positions.kind}" does not use frequencies'
-            raise ConfigError(f"model.positions.{key}", problem, 'Remove it, or set model.positions.kind to "rotary"')
+    kind, section = positions.kind, "model.positions.scaling"
+    require(
+        *((kind != "rotary" and value != PositionsConfig.model_fields[key].default, f"model.positions.{key}",
+           f'given, but model.positions.kind = "{kind}" does not use frequencies',
+           'Remove it, or set model.positions.kind to "rotary"')
+          for key, value in (("base", positions.base), ("scaling", positions.scaling))),
+    )  # fmt: skip
     if (scaling := positions.scaling) is None:
         return
-    section = "model.positions.scaling"
-    by_length = scaling.kind in ("yarn", "llama3")
-    for key, value, belongs in (
-        ("original_length", scaling.original_length, by_length),
-        ("attention_factor", scaling.attention_factor, scaling.kind == "yarn"),
-    ):
-        if value is not None and not belongs:
-            problem = f'{value} is given, but "{scaling.kind}" does not use it'
-            raise ConfigError(f"{section}.{key}", problem, "Remove it")
-    if by_length and scaling.original_length is None:
-        problem = f'null, but "{scaling.kind}" needs the sequence length of the original training'
-        raise ConfigError(f"{section}.original_length", problem, "Give this length in tokens")
-    if scaling.kind == "ntk" and (model.head_dim or model.d_model // model.heads) < 4:
-        raise ConfigError(f"{section}.kind", '"ntk" needs a head dimension of 4 or more', "Raise model.head_dim")
+    by_length, original = scaling.kind in ("yarn", "llama3"), scaling.original_length
+    require(
+        *((value is not None and not belongs, f"{section}.{key}",
+           f'{value} is given, but "{scaling.kind}" does not use it', "Remove it")
+          for key, value, belongs in (
+              ("original_length", original, by_length),
+              ("attention_factor", scaling.attention_factor, scaling.kind == "yarn"),
+          )),
+        (by_length and original is None, f"{section}.original_length",
+         f'null, but "{scaling.kind}" needs the sequence length of the original training',
+         "Give this length in tokens"),
+        (scaling.kind == "ntk" and (model.head_dim or model.d_model // model.heads) < 4, f"{section}.kind",
+         '"ntk" needs a head dimension of 4 or more', "Raise model.head_dim"),
+    )  # fmt: skip
 
 
 def check_attention(model: ModelConfig) -> None:
@@ -432,15 +430,18 @@ def check_heads(model: ModelConfig) -> None:
 def _check_groups(model: ModelConfig, layer: int, kind: str, heads: int, shared: int) -> None:
     """Raise ConfigError if `attention.head_groups` does not divide the heads of a mechanism or its shared key heads."""
     key, groups, settings = "model.attention.head_groups", model.attention.head_groups, getattr(model.attention, kind)
-    if settings.joined is not None:
-        problem = f"{groups} groups, but the heads of {show(kind)} are not independent: {settings.joined}"
-        raise ConfigError(key, problem, "Set it to 1, or choose another mechanism")
-    if heads // settings.heads_together % groups:
-        problem = f"{groups} groups cannot divide the {heads} heads of {show(kind)} in layer {layer} evenly"
-        raise ConfigError(key, problem, "Set it to a divisor of the heads (or sketches) of every mechanism")
-    if (size := heads // groups) % shared and shared % size:
-        problem = f"groups of {size} heads split {shared} heads that share a key head (model.key_heads)"
-        raise ConfigError(key, problem, f"Choose groups whose size is a divisor or a multiple of {shared}")
+    size = max(1, heads // groups)
+    require(
+        (settings.joined is not None, key,
+         f"{groups} groups, but the heads of {show(kind)} are not independent: {settings.joined}",
+         "Set it to 1, or choose another mechanism"),
+        (heads // settings.heads_together % groups > 0, key,
+         f"{groups} groups cannot divide the {heads} heads of {show(kind)} in layer {layer} evenly",
+         "Set it to a divisor of the heads (or sketches) of every mechanism"),
+        (size % shared > 0 and shared % size > 0, key,
+         f"groups of {size} heads split {shared} heads that share a key head (model.key_heads)",
+         f"Choose groups whose size is a divisor or a multiple of {shared}"),
+    )  # fmt: skip
 
 
 def check_targets(model: ModelConfig, prefix: str, *targets: str) -> None:

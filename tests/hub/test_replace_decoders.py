@@ -347,7 +347,7 @@ def test_the_cached_step_is_checked_for_any_length_and_form_of_outputs(length, a
 
 def test_a_step_unlike_the_whole_pass_is_an_error_before_the_model_is_used(monkeypatch):
     monkeypatch.setattr(
-        Mechanisms, "attend_cached", lambda self, parts, k, v, *rest: torch.zeros_like(parts[0].heads.q)
+        Mechanisms, "attend_cached", lambda self, parts, k, v, *rest: torch.zeros_like(parts[0].newest.inputs.q)
     )
     with pytest.raises(HubError, match="decodes from a cache unlike its whole pass"):
         replace_attention(build(dtype=torch.float32), LOCAL)
