@@ -3,7 +3,7 @@ import torch
 
 from megasparse.ops.bucketed_attention import Window
 from megasparse.ops.bucketed_attention.definition import visible
-from megasparse.ops.local_attention import LocalAttentionSpec
+from megasparse.ops.local_attention import LocalAttentionSpec, RelativeVectors
 from megasparse.ops.local_attention import reference as defined_relative
 from megasparse.ops.positions import sinusoids
 from tests.helpers.comparing import assert_same_with_gradients, softmax_over
@@ -48,6 +48,6 @@ def test_relative_positions_equal_transformer_xl(causal):
     def dense(q, k, v):
         r = torch.einsum("es,hsd->hed", embedded, positions.projection)
         u, w = positions.content_bias, positions.distance_bias
-        return defined_relative(q, k, v, r, u, w, LocalAttentionSpec(CHUNK, causal, 0.25))
+        return defined_relative(q, k, v, RelativeVectors(r, u, w), LocalAttentionSpec(CHUNK, causal, 0.25))
 
     assert_same_with_gradients(lambda *heads: single(x, *heads).out, dense, heads, list(positions.parameters()))

@@ -164,6 +164,7 @@ def test_code_next_to_a_known_architecture_is_not_run(tmp_path):
 
 def test_an_existing_output_is_rejected_first(tmp_path, capsys):
     (tmp_path / "run").mkdir()
+    (tmp_path / "config.json").write_text("{}")
     refuses(tmp_path, tmp_path / "run", "exists already", capsys)
 
 

@@ -157,7 +157,7 @@ def test_every_door_leads_to_a_subcommand_and_is_short():
 def test_without_deepspeed_training_names_the_engine_that_does_not_need_it(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "deepspeed", None)
     code, _, error = ended(
-        capsys, "pretrain", "quickstart", "--dry-run", "--set", "deepspeed.zero_optimization.overlap_comm=false"
+        capsys, "pretrain", "quickstart_relu", "--dry-run", "--set", "deepspeed.zero_optimization.overlap_comm=false"
     )
     assert code == 2 and "deepspeed: " in error and "--set 'run.engine=\"torch\"'" in error
 
@@ -177,7 +177,10 @@ def test_a_door_works_from_any_folder_and_under_deepspeed(tmp_path):
     [
         (["pretrain", "quickstart", "--set", "training.steps=x"], "training.steps: "),
         (["pretrain", "quickstart", "--set", "training.stepz=1"], "training.stepz: "),
-        (["plan", QUICKSTART, "--gpus", "1", "--set", "deepspeed.zero_optimization.stge=1"], "deepspeed.zero_optim"),
+        (
+            ["plan", "quickstart_relu", "--gpus", "1", "--set", "deepspeed.zero_optimization.stge=1"],
+            "deepspeed.zero_optim",
+        ),
         (["pretrain", "no/such.json"], "no/such.json: cannot be read"),
         (["pretrain", "quickstrat"], "quickstrat: cannot be read (no such file, and no such shipped configuration). D"),
         (["pretrain"], "--config: no configuration is given. Give one"),

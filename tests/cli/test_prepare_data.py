@@ -32,14 +32,14 @@ def shards(folder: Path) -> dict[str, bytes]:
 KILLED = """
 import os, signal
 from megasparse.cli.main import door
-from megasparse.data import prepare
-write, seen = prepare.TarWriter.write, []
+from webdataset.writer import TarWriter
+write, seen = TarWriter.write, []
 def fatal(tar, sample):
     seen.append(sample)
     if len(seen) == 18:
         os.kill(os.getpid(), signal.SIGKILL)
     return write(tar, sample)
-prepare.TarWriter.write = fatal
+TarWriter.write = fatal
 door("prepare-data")()
 """
 

@@ -112,6 +112,8 @@ def test_codes_are_kept_not_hashed_again():
 
 def test_an_auxiliary_loss_trains_its_private_weights():
     class WithAuxiliary(Attention):
+        has_auxiliary_loss = True
+
         def __init__(self, config):
             super().__init__(config, MechanismSpec(heads=2, head_dim=16, d_model=32, max_length=128, causal=True))
             self.own = torch.nn.Parameter(torch.ones(()))

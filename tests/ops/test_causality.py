@@ -44,7 +44,8 @@ def test_later_tokens_change_no_bit_of_earlier_outputs(length, part, threads):
         )
 
         def attend(heads, codes, spec=spec, mask=mask, segments=segments, dropout=dropout):
-            return blockwise(*heads, codes[0], spec, mask, segments, *codes[1:], dropout=dropout)
+            pair = codes[0] if len(codes) == 1 else tuple(codes)
+            return blockwise(*heads, pair, spec, mask, segments, dropout=dropout)
 
         outputs = attend(heads, codes)
         for first in (length * 2 // 7 + 3, length // 2 + 1, length - 1):

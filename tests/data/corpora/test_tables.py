@@ -127,7 +127,7 @@ def prepared(folder: Path, output: Path, workers: int = 1) -> Index:
     chosen = settings(deduplicate=True, min_bytes=30, split="80,10,10")
     source = json_source(folder, workers, **chosen)
     index = folders.prepared("jsonl", source, output, 500, 2000, **chosen)
-    write_report(source, index, output / "report.json")
+    write_report(source, index.file.splits, output / "report.json")
     return index
 
 
