@@ -67,7 +67,7 @@ class SequencePart:
     @property
     def owned_ranks(self) -> list[bool]:
         """True for each rank whose tokens this rank owns, among the C ranks with the same heads: W ranks, itself
-        included, in zigzag order, because queries of late tokens attend to more keys than those of early tokens.
+        included, in zigzag order, because queries of late tokens attend to more keys than queries of early tokens.
         """
         positions = [rank % (2 * self.replicas) for rank in range(self.size)]
         # The replica that owns the tokens of each rank.

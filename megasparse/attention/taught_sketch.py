@@ -89,7 +89,7 @@ class TaughtSketch(Attention):
     def _auxiliary(
         self, x: Tensor, inputs: AttentionInputs, context: AttentionContext
     ) -> tuple[Tensor | None, dict[str, Tensor]]:
-        """Return the auxiliary loss of a pass, None without one, and its statistics."""
+        """Return the auxiliary loss of this pass, None without one, and its statistics."""
         return self.learn(x, inputs, context) if context.rng.training else (None, {})
 
     def _attend(self, inputs: AttentionInputs, index: Tensor, repeats: int) -> Tensor:

@@ -27,7 +27,7 @@ class MechanismSection(Section):
     """True if it computes no softmax over keys, so that dropout of probabilities does not apply."""
 
     def hash_rounds(self, training: bool) -> int | None:
-        """Return the hash rounds (YOSO: hashes) of a pass, in training or else in evaluation and generation; None if
+        """Return the hash rounds (YOSO: hashes) per pass, in training or else in evaluation and generation; None if
         the mechanism does not hash in rounds."""
         return None
 

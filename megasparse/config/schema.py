@@ -248,7 +248,7 @@ class EvaluationConfig(Section):
     sequences: Positive = 8
     """Held-out windows per evaluation during training, from the start of the split."""
     sequence_length: Positive | None = None
-    """Tokens per window in evaluation during training, `evaluate` and `compress`; null means `data.sequence_length`.
+    """Window length in evaluation during training, `evaluate` and `compress`; null means `data.sequence_length`.
     Longer windows give more context. Needs positions without a trained table. `plan` does not count their memory."""
     sample_tokens: Count = 0
     """Tokens of the sample written to TensorBoard at each evaluation, a text or for pixels a picture; 0 disables it."""
@@ -323,7 +323,7 @@ class Config(RunSettings):
 
     @property
     def evaluation_length(self) -> int:
-        """Tokens per window in evaluation and compression."""
+        """Window length in evaluation and compression, tokens."""
         return self.evaluation.sequence_length or self.data.sequence_length
 
 

@@ -104,7 +104,7 @@ class Index:
     def require_length(
         self, sequence_length: int, source_length: int | None = None, evaluation_length: int | None = None
     ) -> None:
-        """Raise ConfigError unless the shards' records have the lengths of training and evaluation, and start with
+        """Raise ConfigError unless the shards' records fit the lengths of training and evaluation, and start with
         `source_length` source tokens if a model's encoder takes so many.
         """
         for key, length in (

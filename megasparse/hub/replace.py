@@ -374,7 +374,7 @@ def _hand_over_input(module: Any, args: Arguments, kwargs: dict[str, Any]) -> tu
 
 
 def _begin(model: PreTrainedModel, args: Arguments, kwargs: dict[str, Any]) -> tuple[Arguments, dict[str, Any]] | None:
-    """Start a pass. A forward pre-hook of the model and, within its call, of its base model."""
+    """Start one pass. A forward pre-hook of the model and, within its call, of its base model."""
     if "megasparse_pass" in kwargs:
         return None
     state = _state(model)

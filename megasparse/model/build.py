@@ -28,7 +28,7 @@ def build_model(config: ModelConfig, seed: int, dtype: torch.dtype = torch.float
 
     Embeddings are standard normal. Projections are normal with deviation 1/√fan-in, and those into a residual stream
     are divided by √(branches of the stack). Norms are 1, biases and n-gram tables 0. With `style` "bert" all other
-    weights except the mechanisms' own use BERT's deviation. A mechanism may set the deviations of its own weights, see
+    weights except the mechanisms' own use BERT's deviation. A mechanism may set the deviations of its weights, see
     `Attention.initial_deviations`.
 
     Args:

@@ -110,7 +110,7 @@ class AdafactorSpec(OptimizerSpec):
 
 
 class MuonSpec(AdamWSpec):
-    """Muon for hidden matrices, with one fp32 momentum per weight, and AdamW for the others."""
+    """Muon for hidden matrices, with an fp32 momentum, and AdamW for the others."""
 
     separates_hidden = True
 

@@ -20,7 +20,7 @@ NAMED = ("bytes", "pixels")
 
 
 class SpecialTokens(NamedTuple):
-    """Ids that no text has."""
+    """Ids that occur in no text."""
 
     begin: int
     """First of a sequence of segments (BERT's [CLS])."""
