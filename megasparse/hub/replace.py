@@ -474,8 +474,7 @@ def load_replaced(
     replacement_of(directory)
     loader, new_head = model_class or _saved_class(Path(directory)), model_class is not None
     settings = {"attn_implementation": NAME, **settings}
-    model: PreTrainedModel = load_whole(loader, directory, new_head, **settings)
-    return model
+    return load_whole(loader, directory, new_head, **settings)
 
 
 def _base_state(model: PreTrainedModel) -> dict[str, Tensor]:
@@ -483,11 +482,11 @@ def _base_state(model: PreTrainedModel) -> dict[str, Tensor]:
     return {name: x for name, x in model.base_model.state_dict().items() if f".{NAME}." in name}
 
 
-def load_whole(loader: Any, folder: str | Path, new_head: bool = False, **settings: Any) -> Any:
+def load_whole(loader: Any, folder: str | Path, new_head: bool = False, **settings: Any) -> PreTrainedModel:
     """Load the model of a folder, and replace its attention if its config.json specifies that. Arguments and errors are
     those of `load_stored`.
     """
-    model = load_stored(loader, folder, new_head, **settings)
+    model: PreTrainedModel = load_stored(loader, folder, new_head, **settings)
     restore_attention(model, folder)
     return model
 
@@ -532,8 +531,7 @@ def load_plain(directory: str | Path) -> PreTrainedModel:
     Raises HubError if a weight is missing or a tensor is unknown.
     """
     TensorFile.open(directory)
-    model: PreTrainedModel = load_whole(_saved_class(Path(directory)), directory)
-    return model
+    return load_whole(_saved_class(Path(directory)), directory)
 
 
 def _config(directory: Path) -> PretrainedConfig:
