@@ -531,8 +531,7 @@ def load_plain(directory: str | Path) -> PreTrainedModel:
     Raises HubError if a weight is missing or a tensor is unknown.
     """
     TensorFile.open(directory)
-    model = load_whole(_saved_class(Path(directory)), directory)
-    return model
+    return load_whole(_saved_class(Path(directory)), directory)
 
 
 def _config(directory: Path) -> PretrainedConfig:
