@@ -7,7 +7,6 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import megasparse.ops.bucketed_attention.layouts as layouts
-import megasparse.ops.bucketed_attention.ranges as ranges
 from megasparse.attention.sinks import merge
 from megasparse.ops.bucketed_attention import BucketedAttentionSpec, Window, bucketed_attention
 from megasparse.ops.bucketed_attention.blocks import bucketed_attention as blockwise
@@ -192,7 +191,7 @@ def test_the_pairs_of_all_tiles_are_linear_in_length(buckets, spread):
     heads = random_heads(length, batch=1, heads=1, dim=2)
     for causal in (True, False):
         spec = BucketedAttentionSpec(Window("band", band), causal, exclude_self=False, buckets=buckets)
-        layout = ranges.RangeLayout.of(queries, keys, spec, None, None)
+        layout = layouts.RangeLayout.of(queries, keys, spec, None, None)
         (rows,) = row_groups(layout, *heads, spec, False, None)
         pairs = sum(block.query_tokens.numel() * block.key_tokens.shape[1] for block in layout.blocks(rows))
         assert pairs <= (2 if causal else 1.25) * tile * (length + 2 * band * length // tile)

@@ -21,11 +21,11 @@ from megasparse.ops.bucketed_attention.definition import BucketedAttentionSpec, 
 from megasparse.ops.bucketed_attention.layouts import (
     LOWEST,
     SCORE_ELEMENTS,
+    RangeLayout,
     RowGroup,
-    SortedLayout,
     TileBlock,
 )
-from megasparse.ops.bucketed_attention.ranges import RangeLayout
+from megasparse.ops.bucketed_attention.sorted_layout import SortedLayout
 from megasparse.ops.operator import Function, at_least_fp32
 from megasparse.ops.random import PairDropout
 

@@ -3,7 +3,7 @@
 A row is one batch element's head. Each round sorts its tokens so that a tile of T queries needs a short run of keys:
 
     SortedLayout   queries and keys share codes: one order by (segment, bucket, position); a tile's keys are the S tiles
-                   around it
+                   around it (`sorted_layout`)
     RangeLayout    causal bands, and keys with separate codes: keys are sorted in the same order, queries by the end
                    of their range of sorted keys; a tile's keys are one run. Causal tiles depend only on ranks in a
                    bucket, so that later tokens change no bit
@@ -20,12 +20,15 @@ empty slots around them.
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from megasparse.ops.bucketed_attention.definition import BucketedAttentionSpec, Window
+from megasparse.ops.bucketed_attention.definition import BucketedAttentionSpec, RankedTiles, Window
+from megasparse.ops.bucketed_attention.ranges import key_range
 from megasparse.ops.random import PairDropout
 
 SCORE_ELEMENTS = 1 << 18  # scores per block: 1 MB of fp32
@@ -136,50 +139,276 @@ class TileBlock(ABC):
         """Count the reasons to hide a key from a query, (n, T, K), including earlier rounds that select the pair."""
 
 
-class SortedLayout(NamedTuple):
-    """Each round's order of the tokens, and their slots: (B, H, R, L) int32; (B, 1, 1, L) without codes.
+class RangeLayout(NamedTuple):
+    """Range of sorted keys of each query, (B, H, R, L) int32, or (B, 1, R, L) if all heads share codes.
 
-    Visibility in a round is one integer comparison: j is visible to i if 0 <= slot_i − slot_j < width, or in a
-    two-sided window |slot_i − slot_j| < width:
+    A query attends to the last W indices of [first, high). If causal, W is M and `first` the first key of the bucket;
+    otherwise W is 2M, which covers the range.
 
-        band   slot = sorted index + M·(rank of the bucket), width M: the last M tokens in i's bucket, including i;
-               two-sided: also the next M − 1
-        chunk  slot = ⌊sorted index / M⌋ + 2·(rank of the bucket), width 2: i's chunk of M sorted tokens and the
-               previous chunk; two-sided: also the next chunk
-
-    The gap between buckets separates them; without the same-bucket mask it separates only segments and padding. Padding
-    is sorted last, so it does not affect other slots.
+    order: key at each sorted index. rank: its inverse.
     """
 
     order: Tensor
-    slot: Tensor
+    rank: Tensor
+    first: Tensor
+    high: Tensor
 
     @classmethod
     def of(
-        cls, q: Tensor, codes: Tensor | None, window: Window, key_mask: Tensor | None, segments: Tensor | None
-    ) -> "SortedLayout":
-        """Sort the tokens of q (B, H, L, D) by codes (B, H, R, L), or (B, 1, R, L); None: one bucket and round."""
-        if codes is None:
-            codes = q.new_zeros((q.shape[0], 1, 1, q.shape[2]), dtype=torch.int16)
-        order, slot = (torch.empty(codes.shape, dtype=torch.int32, device=q.device) for _ in range(2))
-        for piece, masks in row_pieces(codes, key_mask, segments):
-            order[piece], slot[piece] = _slots(codes[piece], window, *masks)
-        return cls(order, slot)
+        cls, codes: Tensor, key_codes: Tensor | None, spec: BucketedAttentionSpec, key_mask: Tensor | None,
+        segments: Tensor | None,
+    ) -> "RangeLayout":  # fmt: skip
+        """Return the layout of codes (B, H, R, L) or (B, 1, R, L), any integer type. key_codes: None if shared with the
+        queries, which requires causal attention.
+        """
+        layout = cls(*(torch.empty(codes.shape, dtype=torch.int32, device=codes.device) for _ in range(4)))
+        if key_codes is None:
+            for piece, masks in row_pieces(codes, key_mask, segments):
+                for tensor, part in zip(layout, _own_ranges(codes[piece], *masks), strict=True):
+                    tensor[piece] = part
+            return layout
+        chunk = codes.shape[-1] if spec.causal else spec.window.chunk
+        for r in range(codes.shape[2]):
+            of_round = key_range(codes[:, :, r], key_codes[:, :, r], chunk, spec.causal, key_mask, segments)
+            for tensor, part in zip(layout, of_round[:4], strict=True):
+                tensor[:, :, r] = part
+        return layout
 
     def pairs(self, spec: BucketedAttentionSpec, length: int) -> int:
-        """Return the number of query-key pairs in a row's tiles."""
-        tile, back, ahead = _reach(spec)
-        return max(1, len(_attending(spec, length))) * (back + 1 + ahead) * tile**2
+        """Return the approximate number of query-key pairs in a row's tiles."""
+        return length * (tile_size(spec.window) + spec.window.chunk)
 
     def blocks(self, rows: RowGroup) -> "Iterator[TileBlock]":
-        """Yield all tiles that attend, round by round. rows: the group with this layout."""
-        group, rounds, length = self.order.shape
-        tiles = _attending(rows.spec, length)
-        for number in range(rounds):
-            round_ = SortedRound(rows, number)
-            step = max(1, SCORE_ELEMENTS // (group * round_.span * round_.tile**2))
-            for start in tiles[::step]:
-                yield SortedBlock(round_, start, min(start + step, tiles.stop))
+        """Yield all tiles with visible keys, round by round. rows: the group with this layout."""
+        ranges = RangeRound.ranges(rows)
+        for number in range(self.order.shape[1]):
+            round_ = RangeRound(rows, number, ranges)
+            for tiles in round_.ranked_tiles() if rows.spec.causal else round_.short_tiles():
+                yield RangeBlock(round_, tiles)
+
+
+def _own_ranges(codes: Tensor, key_mask: Tensor | None, segments: Tensor | None) -> tuple[Tensor, ...]:
+    """Return order, rank, first and high of causal attention with shared codes."""
+    group, order = sorted_groups(codes, key_mask, segments)
+    index = torch.arange(codes.shape[-1], device=codes.device).expand_as(order)
+    first = torch.zeros_like(order)
+    first[..., 1:] = index[..., 1:].where(group[..., 1:] != group[..., :-1], 0)
+    first = first.cummax(-1).values
+    rank, first = (torch.empty_like(order).scatter_(-1, order, x) for x in (index, first))
+    high = rank + 1
+    if key_mask is not None:
+        first, high = (x.masked_fill(~key_mask[:, None, None], 0) for x in (first, high))
+    return order, rank, first, high
+
+
+class KeyRuns(NamedTuple):
+    """Tiles of a round with equally long runs of sorted keys.
+
+    queries: (n, T), numbered over the rows of their group. real: (n, T) bool, False for slots that repeat a query; None
+    if no slot does. row: (n). start, end: (n), sorted indices in the row: a tile's keys are the `run` keys from `start`
+    on, of which keys from `end` on are not gathered. hidden: (T, K), the counts of `TileBlock.hidden` in the first
+    round if they are equal in all tiles; else None.
+    """
+
+    queries: Tensor
+    real: Tensor | None
+    row: Tensor
+    start: Tensor
+    end: Tensor
+    run: int
+    hidden: Tensor | None = None
+
+    def take(self, index: Tensor | slice) -> "KeyRuns":
+        real = None if self.real is None else self.real[index]
+        return self._replace(
+            queries=self.queries[index], real=real, row=self.row[index], start=self.start[index], end=self.end[index]
+        )
+
+
+class RangeRound:
+    """One round of a group of rows, with queries sorted by the ends of their ranges.
+
+    Attributes:
+        order: (G·L), key at each sorted index of all rows, numbered over the rows.
+        low, high: Key range by token; earlier: (rank, low, high) of the rounds that hide pairs of this one.
+    """
+
+    @staticmethod
+    def ranges(rows: RowGroup) -> list[tuple[Tensor, Tensor, Tensor]]:
+        """Return the rank of each key, and low and high of each query, in every round: (G·L,) each."""
+        dtype = rows.dtype if rows.layout.order.shape[2] < EXACT else torch.float64
+        rank, first, high = (x.transpose(0, 1).flatten(1).to(dtype) for x in rows.layout[1:])  # (R, G·L)
+        width = rows.spec.window.chunk * (1 if rows.spec.causal else 2)
+        return list(zip(rank, torch.maximum(first, high - width), high, strict=True))
+
+    def __init__(self, rows: RowGroup, number: int, ranges: list[tuple[Tensor, Tensor, Tensor]]):
+        layout: Any = rows.layout
+        self.spec = spec = rows.spec
+        self.first_round = number == 0
+        self.rows_dtype = rows.dtype
+        order, first, high = (x[:, number] for x in (layout.order, layout.first, layout.high))
+        self.group, self.length = order.shape
+        self.dtype = ranges[0][0].dtype
+        self.tile, places = tile_size(spec.window), spec.places(self.length)
+        self.row_start = torch.arange(self.group, device=order.device)[:, None] * self.length
+        self.order = (order + self.row_start).flatten()
+        self.shared_codes = rows.shared_codes
+        self.aligned = rows.shared_codes and len(places) == self.length  # a query's row in its tile is its rank
+        if self.aligned:
+            query = order.long()
+        else:
+            query = places.start + high[:, places.start : places.stop].argsort(dim=-1, stable=True)  # (G, N)
+        self.query = query
+        self.query_first = first.gather(1, query)
+        self.query_high = high.gather(1, query)
+        self.earlier, (_, self.low, self.high) = ranges[: number if spec.count_rounds else 0], ranges[number]
+
+    def short_tiles(self) -> Iterator[KeyRuns]:
+        """Yield tiles of T neighbouring queries, with the run of their visible keys. The total length of all runs is at
+        most L + W·⌈L / T⌉ keys, for any buckets.
+
+        Tiles are sorted by run length, the longest first, so that tiles in a block have similar lengths; keys after a
+        shorter run are hidden.
+        """
+        tiles = -(-self.query.shape[1] // self.tile)
+        index = torch.arange(tiles * self.tile, device=self.query.device)
+        real = None
+        if len(index) > self.query.shape[1]:
+            real = (index < self.query.shape[1]).expand(self.group, -1).reshape(-1, self.tile)
+            index.clamp_max_(self.query.shape[1] - 1)
+        query, first, high = (
+            x.index_select(1, index).view(-1, self.tile)
+            for x in (self.query + self.row_start, self.query_first, self.query_high)
+        )
+        first = first.amin(1)
+        end = high.amax(1)
+        row = torch.arange(self.group, device=query.device).repeat_interleave(tiles)
+        lengths, by_length = (end - first).sort(descending=True, stable=True)
+        every = KeyRuns(query, real, row, first, end, 0).take(by_length)
+        runs = lengths.tolist()
+        start = 0
+        while start < len(runs) and runs[start] > 0:
+            step = max(1, SCORE_ELEMENTS // (self.tile * runs[start]))
+            yield every.take(slice(start, start + step))._replace(run=runs[start])
+            start += step
+
+    def ranked_tiles(self) -> Iterator[KeyRuns]:
+        """Yield the tiles of `RankedTiles`.
+
+        Results are bit-identical for any later tokens: a query's row, its keys' columns and its tile's shape depend
+        only on earlier tokens in its bucket, and later keys get weights of exactly 0, so a row sums the same terms in
+        the same columns. This relies on properties of the CPU libraries that tests verify: the bits of a row of a
+        product of at least two matrices, of a sum, of exp and of log2 do not depend on its index in the batch.
+        """
+        ranked = RankedTiles.of(self.spec, self.length)
+        length = self.length
+        count = self.query_high - self.query_first
+        live = count > 0
+        if self.shared_codes and self.spec.exclude_self:  # a single token in a bucket has no visible key
+            only = torch.ones_like(live)
+            only[:, :-1] = self.query_first[:, 1:] != self.query_first[:, :-1]
+            live &= (count > 1) | ~only
+        live = live.flatten().nonzero().squeeze(1)
+        rank, first, high = (
+            x.flatten().index_select(0, live) for x in (count - 1, self.query_first + self.row_start, self.query_high)
+        )
+        query = (self.query + self.row_start).flatten().index_select(0, live)
+        start = ranked.start(rank)
+        tile_place, size = (first + start).unique_consecutive(return_counts=True)
+        end = size.cumsum(0)
+        begin = end - size
+        start = start[begin]
+        last = high[end - 1]
+        kind = ranked.kind(start)
+        for a in kind.unique().tolist():
+            wide, back = ranked.shape(a)
+            of_kind = (kind == a).nonzero().squeeze(1)
+            first = begin[of_kind]
+            stop = end[of_kind]
+            if not self.aligned:  # any number of queries can attend to keys up to these ranks
+                several = -(-size[of_kind] // wide)
+                of_kind = of_kind.repeat_interleave(several)
+                number = torch.arange(len(of_kind), device=of_kind.device)
+                number = number - (several.cumsum(0) - several).repeat_interleave(several)
+                first = begin[of_kind] + number * wide
+                stop = end[of_kind]
+            index = first[:, None] + torch.arange(wide, device=of_kind.device)
+            real = index < stop[:, None]
+            row = tile_place[of_kind] // length
+            key_start = tile_place[of_kind] - row * length - back
+            tiles = KeyRuns(
+                query.take(torch.minimum(index, stop[:, None] - 1)), real, row, key_start, last[of_kind], back + wide,
+                _hidden_ranks(wide, back, self.spec.window.chunk, self.spec.exclude_self, self.dtype, self.order.device)
+                if self.aligned else None,
+            )  # fmt: skip
+            step = max(2, SCORE_ELEMENTS // (wide * (back + wide)))
+            for at in range(0, len(real), step):
+                piece = tiles.take(slice(at, at + step))
+                if len(piece.row) == 1:  # bmm may sum a single matrix in a different order
+                    piece = piece.take(piece.row.new_zeros(2))._replace(real=F.pad(real[at : at + 1], (0, 0, 0, 1)))
+                yield piece
+
+
+@cache
+def _hidden_ranks(
+    tile: int, back: int, chunk: int, exclude_self: bool, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """Return (T, K), 1 for keys whose rank hides them from a query of the tile, with shared codes."""
+    query = torch.arange(tile, device=device)[:, None]
+    key = torch.arange(-back, tile, device=device)
+    later = key >= query if exclude_self else key > query
+    return (later | (key <= query - chunk)).to(dtype)
+
+
+class RangeBlock(TileBlock):
+    """Tiles of a round with `run` keys each."""
+
+    def __init__(self, round_: RangeRound, tiles: KeyRuns):
+        self.round = round_
+        self.first_round = round_.first_round
+        self.length = round_.length
+        self.dtype = round_.rows_dtype
+        self.query_tokens = tiles.queries
+        self.same_hidden = tiles.hidden
+        if tiles.real is not None and not bool(tiles.real.all()):
+            self.real = tiles.real
+        self.real_places = None if self.real is None else self.real.flatten().nonzero().squeeze(1)
+        self.index = tiles.start[:, None] + torch.arange(tiles.run, device=tiles.start.device)  # (n, K)
+        last = (tiles.end - 1).clamp_min_(0)[:, None]  # places after a tile's run repeat its last key, of its own row
+        self.key_tokens = gather_at(
+            round_.order, torch.minimum(self.index, last).add_(tiles.row[:, None] * round_.length)
+        )
+
+    def real_queries(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        tokens = self.query_tokens.flatten()
+        values = values.flatten(0, 1)
+        if self.real_places is None:
+            return tokens, values
+        return tokens.index_select(0, self.real_places), values.index_select(0, self.real_places)
+
+    def add_to_keys(self, x: Tensor, weight: Tensor, values: Tensor) -> None:
+        total = torch.bmm(weight.transpose(1, 2), values)
+        x.flatten(0, 1).index_add_(0, self.key_tokens.flatten(), total.flatten(0, 1))
+
+    def hidden(self) -> Tensor:
+        round_ = self.round
+        shape = (*self.query_tokens.shape, self.key_tokens.shape[1])
+        hidden, above, below = (torch.empty(shape, dtype=round_.dtype, device=self.index.device) for _ in range(3))
+        if self.same_hidden is not None:
+            hidden.copy_(self.same_hidden)
+        else:
+            index = self.index.to(round_.dtype).unsqueeze(1)
+            low = gather_at(round_.low, self.query_tokens).unsqueeze(-1)  # (n, T, 1)
+            high = gather_at(round_.high, self.query_tokens).unsqueeze(-1)
+            torch.lt(index, low, out=hidden).add_(torch.ge(index, high, out=above))
+            if round_.spec.exclude_self:
+                hidden += torch.eq(self.key_tokens.unsqueeze(1), self.query_tokens.unsqueeze(2), out=above)
+        for places, low_of_token, high_of_token in round_.earlier:
+            index = gather_at(places, self.key_tokens).unsqueeze(1)  # (n, 1, K)
+            low = gather_at(low_of_token, self.query_tokens).unsqueeze(-1)
+            high = gather_at(high_of_token, self.query_tokens).unsqueeze(-1)
+            hidden.addcmul_(torch.ge(index, low, out=above), torch.lt(index, high, out=below))
+        return hidden
 
 
 def row_pieces(codes: Tensor, *masks: Tensor | None) -> Iterator[tuple[tuple[slice, slice], list[Tensor | None]]]:
@@ -206,150 +435,6 @@ def sort_keys(codes: Tensor, key_mask: Tensor | None, segments: Tensor | None) -
 def sorted_groups(codes: Tensor, key_mask: Tensor | None, segments: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return the sorted keys, see `sort_keys`, and the order, the token at each sorted index, int64."""
     return torch.sort(sort_keys(codes, key_mask, segments), dim=-1, stable=True)
-
-
-def _slots(codes: Tensor, window: Window, key_mask: Tensor | None, segments: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return the order, int64, and the slots by token, int32: (B, H, R, L) each."""
-    group, order = sorted_groups(codes, key_mask, segments)
-    group = group if window.same_bucket else group >> 32
-    rank = torch.zeros_like(order)
-    rank[..., 1:] = (group[..., 1:] != group[..., :-1]).cumsum(dim=-1)
-    index = torch.arange(codes.shape[-1], device=codes.device)
-    sorted_slot = index + window.chunk * rank if window.kind == "band" else index // window.chunk + 2 * rank
-    return order, torch.empty_like(order).scatter_(-1, order, sorted_slot).to(torch.int32)
-
-
-def _reach(spec: BucketedAttentionSpec) -> tuple[int, int, int]:
-    """Return T, and the number of key tiles before and after a query tile."""
-    window = spec.window
-    tile = tile_size(spec.window)
-    back = 1 if window.kind == "chunk" else -(-(window.chunk - 1) // tile)
-    return tile, back, back if window.two_sided(spec.causal) else 0
-
-
-def _attending(spec: BucketedAttentionSpec, length: int) -> range:
-    """Return the tiles whose queries attend."""
-    places = spec.places(length)
-    tile = tile_size(spec.window)
-    return range(places.start // tile, -(-places.stop // tile))
-
-
-class SortedRound:
-    """One round of a group of rows in sorted order, with empty slots around it.
-
-    Attributes:
-        token: (G, P), tokens in order.
-        window, earlier: For this round, and for earlier rounds that hide its pairs, slots of each tile's keys
-            (G, tiles, 1, K), and low and high of its queries (G, tiles, T, 1): slots low < slot <= high are visible.
-        order_hides: (T, K), 1 for keys that the sorted order hides from a query of the tile; or None.
-        position: Positions of each tile's keys and queries if a causal window mixes buckets; else None.
-    """
-
-    def __init__(self, rows: RowGroup, number: int):
-        spec = rows.spec
-        device = rows.layout.order.device
-        self.spec = spec
-        self.rows_dtype = rows.dtype
-        self.first = number == 0
-        self.tile, back, ahead = _reach(spec)
-        self.span, self.lead = back + 1 + ahead, back * self.tile  # S; empty slots before a row's first
-        group, _, self.length = rows.layout.order.shape
-        self.tiles = -(-self.length // self.tile)
-        # An empty slot repeats a token of the same row, so that non-finite numbers stay in their row.
-        sorted_index = torch.arange(-self.lead, self.tile * (self.tiles + ahead), device=device)
-        index = rows.layout.order[:, number].index_select(1, sorted_index.clamp_(0, self.length - 1)).long()  # (G, P)
-        self.token = index + torch.arange(group, device=device)[:, None] * self.length
-        slot: Tensor = rows.layout.slot
-        dtype = rows.dtype if max(int(slot.amax()), self.length) < EXACT else torch.float64
-        slots = [slot[:, r].gather(1, index).to(dtype) for r in range(0 if spec.count_rounds else number, number + 1)]
-        width = spec.window.width
-        after = width - 1 if spec.window.two_sided(spec.causal) else 0
-        self.earlier = [self._ranges(x, x - width, x + after) for x in slots[:-1]]
-        # In this round empty slots are hidden as queries and keys, and queries of other shares do not attend.
-        slot_of_round = slots[-1]
-        low = slots[-1] - width
-        high = slots[-1] + after
-        places = spec.places(self.length)
-        low[:, : self.lead + places.start] = low[:, self.lead + places.stop :] = torch.inf
-        slot_of_round[:, : self.lead] = slot_of_round[:, self.lead + self.length :] = -torch.inf
-        self.window = self._ranges(slot_of_round, low, high)
-        # A bucket's tokens are sorted by position, so the visible keys of a causal query precede it.
-        self.in_order = spec.causal and spec.window.same_bucket
-        query = torch.arange(self.tile, device=device)[:, None]
-        key = torch.arange(-self.lead, (1 + ahead) * self.tile, device=device)
-        self.order_hides: Tensor | None = None
-        if self.in_order:
-            self.order_hides = (key >= query if spec.exclude_self else key > query).to(dtype)
-        elif spec.exclude_self:
-            self.order_hides = (key == query).to(dtype)
-        mixes = spec.causal and not spec.window.same_bucket
-        position = index.to(dtype)
-        self.position = self._ranges(position, position, position)[:2] if mixes else None
-
-    def _ranges(self, keys: Tensor, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return each tile's keys (G, tiles, 1, K), and low and high of its queries (G, tiles, T, 1), as views of
-        (G, P).
-        """
-        of_queries = slice(self.lead, self.lead + self.tiles * self.tile)
-        low, high = (x[:, of_queries].unflatten(1, (self.tiles, self.tile)).unsqueeze(3) for x in (low, high))
-        return keys.unfold(1, self.span * self.tile, self.tile).unsqueeze(2), low, high
-
-
-class SortedBlock(TileBlock):
-    """Neighbouring tiles of a round, at the same indices in all rows."""
-
-    def __init__(self, round_: SortedRound, start: int, stop: int):
-        self.round = round_
-        self.first_round = round_.first
-        self.length = round_.length
-        self.dtype = round_.rows_dtype
-        self.tile = round_.tile
-        self.span = round_.span
-        self.tiles = slice(start, stop)
-        self.width = stop - start
-        lead = round_.lead
-        self.query_tokens = round_.token[:, lead + start * self.tile : lead + stop * self.tile]  # (G, n/G·T)
-        self.key_tokens = round_.token[:, start * self.tile : (stop + self.span - 1) * self.tile]
-        self.places = min(stop * self.tile, self.length) - start * self.tile  # the last tile's other slots are empty
-
-    def query_tiles(self, x: Tensor) -> Tensor:
-        return x.view(-1, self.tile, *x.shape[2:])
-
-    def key_tiles(self, x: Tensor) -> Tensor:
-        tiles = x.unfold(1, self.span * self.tile, self.tile)  # overlapping views for a single row
-        return (tiles.transpose(2, 3) if x.dim() == 3 else tiles).flatten(0, 1)
-
-    def real_queries(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        by_row = values.view(*self.query_tokens.shape, *values.shape[2:])
-        return self.query_tokens[:, : self.places].flatten(), by_row[:, : self.places].flatten(0, 1)
-
-    def add_to_keys(self, x: Tensor, weight: Tensor, values: Tensor) -> None:
-        group = len(self.key_tokens)
-        total = values.new_zeros(group, self.width + self.span - 1, self.tile, values.shape[-1])
-        for i, part in enumerate(weight.split(self.tile, dim=2)):  # a key is in S tiles
-            target = total[:, i : i + self.width]
-            if group == 1:
-                target[0].baddbmm_(part.transpose(1, 2), values)
-            else:
-                target += torch.bmm(part.transpose(1, 2), values).view_as(target)
-        x.flatten(0, 1).index_add_(0, self.key_tokens.flatten(), total.flatten(0, 2))
-
-    def hidden(self) -> Tensor:
-        round_ = self.round
-        slot, low, high = (x[:, self.tiles] for x in round_.window)
-        hidden, above, below = (slot.new_empty(*low.shape[:3], slot.shape[3]) for _ in range(3))
-        torch.le(slot, low, out=hidden)
-        if not round_.in_order:
-            hidden += torch.gt(slot, high, out=above)
-        if round_.order_hides is not None:
-            hidden += round_.order_hides
-        if round_.position is not None:
-            key, query = (x[:, self.tiles] for x in round_.position)
-            hidden += (torch.ge if round_.spec.exclude_self else torch.gt)(key, query, out=above)
-        for ranges in round_.earlier:
-            slot, low, high = (x[:, self.tiles] for x in ranges)
-            hidden.addcmul_(torch.gt(slot, low, out=above), torch.le(slot, high, out=below))
-        return hidden.flatten(0, 1)
 
 
 def gather_at(x: Tensor, index: Tensor) -> Tensor:
