@@ -168,6 +168,9 @@ def _far(corpus):
 
 CORPORA = ("client", "wikipedia", "recall")
 SUMMARY, SHIFTED = _read("measured/quickstart.json")["summary"], _read("measured/pays_shifted.json")["runs"]["client"]
+PPMD = [
+    _read("measured/recipe_compressors.json")["wikipedia"][f"PPMd -o16{text}"] for text in ("", " after training bytes")
+]
 BITS = [_read("measured/pays_compressors.json")["corpora"][corpus]["bits_per_byte"] for corpus in CORPORA]
 PAYS = [_read(f"pictures/pays_{corpus}.json") for corpus in CORPORA]
 WINDOWS, NGRAMS = ([_spread(arms[arm].values()) for arms in PAYS] for arm in ("window 64", "n-gram"))
@@ -189,7 +192,8 @@ FIGURES = {  # page -> printed text and its values; leading zeros and line break
         ("{:.1f} GB on one H100, no offload", [_gpu("step, as configured", "GB", "h100")]),
         ("{:.1f} s, {:.1f} GB | SDPA {:.0f} s, {:.2f} GB", [*_cpu("lsh"), *_cpu("sdpa")]),
         ("Reformer {:.0f} s, {:.1f} GB", _cpu("hf")),
-        ("PPMd (7-Zip, order 16) is ahead with {:.3f}", [BITS[1]["PPMd7 -o 16"]]),
+        ("xz -9, primed {:.3f}", [SUMMARY["primed_xz_bits_per_dim"]]),
+        ("| {:.3f} | PPMd (7-Zip, order 16) {:.3f}, {:.3f} after the training", [SUMMARY["bits_per_dim"], *PPMD]),
         ("{:.2f} on client code, {:.2f} on Wikipedia, {:.1f} on synthetic", GAINS),
         ("[{:.0f} keys, not {:,.0f}]", [TAUGHT[0], FULL[0]]),
         ("SmolLM2: {:.3f} nats lost on one text", [TAUGHT[1] - FULL[1]]),

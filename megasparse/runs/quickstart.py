@@ -26,7 +26,7 @@ SMALL = ("training.steps=250", "evaluation.every=125", "checkpoint.every=125", "
 SMALL_WINDOWS, WINDOW = 1, 65536
 """Held-out windows that are then scored and compressed, and their length in the configuration."""
 ROWS = {
-    "gzip -9": "gzip_", "bzip2 -9": "bzip2_", "xz -9": "xz_", "xz -9, after the training": "primed_xz_",
+    "gzip -9": "gzip_", "bzip2 -9": "bzip2_", "xz -9": "xz_", "xz -9, primed": "primed_xz_",
     "this model": "", "its file": "file_",
 }  # fmt: skip
 """Names and keys of the final comparison."""
@@ -82,7 +82,7 @@ def quickstart(small: bool = False) -> None:
     say(f"done; the same held-out bytes, in bits/dim (also in {run / 'summary.json'})")
     for name, key in ROWS.items():
         if (value := summary.get(f"{key}bits_per_dim")) is not None:
-            print(f"  {name:<27}{value:.3f}  {'#' * round(value * 16)}")
+            print(f"  {name:<14}{value:.3f}  {'#' * round(value * 10)}")
     print(NEXT.format(run=run))
 
 
