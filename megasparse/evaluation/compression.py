@@ -225,7 +225,7 @@ def unpack(path: Path, raw: bytes, digest: bytes, vocabulary: int) -> tuple[Code
     compressed with another model.
     """
     if raw[: len(MAGIC)] != MAGIC:
-        problem = "this file was not written by megasparse compress, or by an earlier version"
+        problem = "this file was not written by megasparse compress of this version"
         raise DataError(path, problem, "Give a compressed file")
     head = len(MAGIC) + DIGEST + 4
     if (made_with := raw[len(MAGIC) : len(MAGIC) + DIGEST]) != digest:

@@ -208,7 +208,8 @@ def _require_same_step(model: PreTrainedModel, length: int) -> None:
         name, before = cache_name(base), base(input_ids=tokens[:, :-1], use_cache=True, return_dict=True)
         step = base(input_ids=tokens[:, -1:], use_cache=True, **{name: getattr(before, name)})[0][:, -1]
     exact = whole.dtype in (torch.float32, torch.float64)  # else rounding can change which keys are selected
-    if exact and (step - whole).abs().max() > 0.05 * whole.abs().max():  # TF32 keeps 11 bits of each factor
+    tolerance = 0.05 if whole.is_cuda else 1e-3  # TF32 keeps 11 bits of each factor
+    if exact and (step - whole).abs().max() > tolerance * whole.abs().max():
         problem = f"decodes from a cache unlike its whole pass with transformers {transformers.__version__}"
         raise HubError(type(model).__name__, problem, f"Use a tested version: {', '.join(TESTED_TRANSFORMERS)}")
 

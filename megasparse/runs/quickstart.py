@@ -23,8 +23,8 @@ from megasparse.training.checkpoints.manifest import find_newest
 SHARDS = Path("data/quickstart")
 SMALL = ("training.steps=250", "evaluation.every=125", "checkpoint.every=125", "run.directory=runs/quickstart_small")
 """Settings that show all steps in two minutes; the model learns little."""
-SMALL_WINDOWS, WINDOW = 1, 65536
-"""Held-out windows that are then scored and compressed, and their length in the configuration."""
+SMALL_BYTES = 65536
+"""Held-out bytes that are then scored and compressed: one window."""
 ROWS = {
     "gzip -9": "gzip_", "bzip2 -9": "bzip2_", "xz -9": "xz_", "xz -9, primed": "primed_xz_",
     "this model": "", "its file": "file_",
@@ -60,16 +60,16 @@ def quickstart(small: bool = False) -> None:
     say("2/5  training (curves: tensorboard --logdir runs)")
     changes = [word for setting in (SMALL if small else ()) for word in ("--set", setting)]
     megasparse("pretrain", "quickstart", *changes)
-    say(f"3/5  bits/dim of held-out text, {f'{SMALL_WINDOWS} windows' if small else 'every byte'} of the test split")
+    say(f"3/5  bits/dim of held-out text, {'one window' if small else 'every byte'} of the test split")
     result, newest = run / "evaluation.json", find_newest(run / "checkpoints")
     if result.exists() and newest and json.loads(result.read_text())["protocol"]["checkpoint_step"] == int(newest.name):
         print(f"  {result}: already exists")
     else:
-        limit = ("--limit", SMALL_WINDOWS) if small else ()
+        limit = ("--limit", 1) if small else ()
         megasparse("evaluate", "--checkpoint", run, "--data", SHARDS, *limit, "--json", result)
     say("4/5  the same text as a file, compressed by the model")
     text, held_out = run / "held_out.txt", EvaluationStream(Index.load(SHARDS), "test")
-    size = min(held_out.tokens, SMALL_WINDOWS * WINDOW) if small else held_out.tokens
+    size = min(held_out.tokens, SMALL_BYTES) if small else held_out.tokens
     write_file(text, bytes(held_out.read(0, size).tolist()))
     if importlib.util.find_spec("constriction") is None:
         print("  skipped: install the coder with pip install -e '.[compress]', then run this again")
@@ -90,9 +90,9 @@ def summarise(run: Path, text: Path) -> dict[str, float]:
     """Write bits/dim of compressors, the model and the compressed file to RUN/summary.json, and return them."""
     raw, packed = text.read_bytes(), text.with_name(f"{text.name}.msz")
     training = EvaluationStream(Index.load(SHARDS), "train")
-    seen = bytes(training.read(0, training.tokens).tolist())
+    training_text = bytes(training.read(0, training.tokens).tolist())
     sizes = {"gzip": len(gzip.compress(raw, 9)), "xz": len(_xz(raw)), "bzip2": len(bz2.compress(raw, 9))}
-    sizes["primed_xz"] = len(_xz(seen + raw)) - len(_xz(seen))
+    sizes["primed_xz"] = len(_xz(training_text + raw)) - len(_xz(training_text))
     sizes |= {"file": packed.stat().st_size} if packed.exists() else {}
     summary = {f"{name}_bits_per_dim": 8 * size / len(raw) for name, size in sizes.items()}
     summary["bits_per_dim"] = json.loads((run / "evaluation.json").read_text())["bits_per_dim"]
