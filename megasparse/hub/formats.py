@@ -62,6 +62,8 @@ class Format(ABC):
     """Note for the model card."""
     loading: ClassVar[dict[str, Any]] = {}
     """Arguments of from_pretrained for Hugging Face's model whose logits are compared."""
+    unread: ClassVar[frozenset[str]] = frozenset()
+    """Tensors that only some versions of transformers read."""
 
     @abstractmethod
     def export(self, config: Config, weight: Callable[[str], Tensor]) -> Exported:

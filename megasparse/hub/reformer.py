@@ -44,8 +44,8 @@ WORDS = "reformer.embeddings.word_embeddings.weight"
 AXIS = "reformer.embeddings.position_embeddings.weights."
 TABLE = "reformer.embeddings.position_embeddings.embedding.weight"
 HEAD, HEAD_BIAS = "lm_head.decoder.weight", "lm_head.bias"
-OLD_HEAD_BIAS = "lm_head.decoder.bias"
-"""Second name of the bias in files of transformers before 5."""
+DECODER_BIAS = "lm_head.decoder.bias"
+"""The bias that transformers adds, except from 5.0 to 5.23, which store HEAD_BIAS only and add none."""
 
 BOS = "[BOS]"
 NEVER = -1e4
@@ -106,6 +106,7 @@ class ReformerFormat(Format):
         "as between two draws of its rotations. A sequence is padded to full chunks, and must fit "
         "max_position_embeddings with its padding."
     )
+    unread = frozenset({DECODER_BIAS})
 
     def export(self, config: Config, weight: Callable[[str], Tensor]) -> Exported:
         model = config.model
@@ -119,7 +120,7 @@ class ReformerFormat(Format):
     def load(self, hf_config: dict[str, Any], tensors: TensorFile) -> Imported:
         theirs = read_config(hf_config, tensors.path / "config.json")
         rows, width = theirs.vocab_size, theirs.hidden_size
-        bias = _read_bias(tensors, rows)
+        bias = tensors.read(DECODER_BIAS if DECODER_BIAS in tensors.names() else HEAD_BIAS, (rows,))
         bos = start_token(theirs)
         if bos >= rows:
             problem = f"bos_token_id or pad_token_id is {bos}, but vocab_size is {rows}"
@@ -153,7 +154,7 @@ class ReformerFormat(Format):
         """See reformer_logits."""
         head: Any = model.lm_head
         bos = start_token(model.config)
-        vocabulary = model.config.vocab_size - added_start(bos, head.decoder.weight, head.bias)
+        vocabulary = model.config.vocab_size - added_start(bos, head.decoder.weight, head_bias(head))
         return reformer_logits(model, bos, vocabulary, tokens, seed)
 
     def _check_expressible(self, model: ModelConfig) -> None:
@@ -220,24 +221,18 @@ def _export(model: ModelConfig, weight: Callable[[str], Tensor], bos: int) -> It
         yield entry.theirs, entry.write(weight)
     yield HEAD, with_start(weight("head.weight"), torch.zeros(1, 2 * model.d_model))
     bias = weight("head.bias") if model.output_bias else torch.zeros(model.vocabulary)
-    yield HEAD_BIAS, with_start(bias, torch.tensor([NEVER]))
+    for name in (HEAD_BIAS, DECODER_BIAS):
+        yield name, with_start(bias, torch.tensor([NEVER]))
 
 
-def _read_bias(tensors: TensorFile, rows: int) -> Tensor:
-    """Read the bias of the LM head. transformers before 5 wrote it under two names, and read the second."""
-    bias = tensors.read(HEAD_BIAS, (rows,))
-    if OLD_HEAD_BIAS not in tensors.names():
-        return bias
-    old = tensors.read(OLD_HEAD_BIAS, (rows,))
-    if bias.any() and not torch.equal(old, bias):
-        problem = f"{HEAD_BIAS} and {OLD_HEAD_BIAS} differ, but must be equal"
-        raise HubError(tensors.path, problem, "Remove the wrong one")
-    return old
+def head_bias(head: Any) -> Tensor:
+    """Return the bias of a ReformerOnlyLMHead, see `DECODER_BIAS`."""
+    return head.bias if head.decoder.bias is None else head.decoder.bias
 
 
 def _is_ignored(name: str) -> bool:
-    """True for constants that transformers before 5 wrote next to the weights, and for the second bias."""
-    return name == OLD_HEAD_BIAS or name.endswith(BUFFERS)
+    """True for constants that transformers before 5 wrote next to the weights, and for a bias that may be missing."""
+    return name == DECODER_BIAS or name.endswith(BUFFERS)
 
 
 # Configurations and other files
