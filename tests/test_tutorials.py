@@ -77,7 +77,7 @@ def test_own_text(folder):
     assert protocol["data_fingerprint"] == protocol["trained_on_fingerprint"] == fingerprint
     assert 1 < evaluation["bits_per_dim"] < 12
     assert result(folder / "runs/books_8000/config.json")["model"]["vocabulary"] == 400
-    assert "runs/books_lsh" in (folder / "both.html").read_text()
+    assert "runs/books_ngram" in (folder / "both.html").read_text()
 
 
 @pytest.mark.slow

@@ -249,7 +249,7 @@ def profile(report: Report, small: bool, name: str, length: int) -> None:
 
 def train_config(name: str, small: bool) -> Config:
     overrides = ["data.sequence_length=256", "model.max_length=256"] if small else []
-    config = load_config("quickstart" if small else "reformer_64k", [*overrides, "run.engine=torch"])
+    config = load_config("quickstart_relu" if small else "reformer_64k", [*overrides, "run.engine=torch"])
     return build_config(models(config)[name])
 
 
