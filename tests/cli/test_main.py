@@ -79,6 +79,8 @@ prepare-data images --source configs --output runs/nope
 prepare-data enwik8 --source LICENSE --output runs/nope
 train-tokenizer words --source nope --output runs/nope/words.txt
 plan quickstrat --gpus 8
+plan quickstart --gpus 3 --gpus-per-node 2
+plan quickstart --gpus 2
 plan quickstart --gpus 8 --gpu A10
 plan quickstart --gpus 8 --gpu-memory 80GG
 plan quickstart --gpus 8 --set training.stepz=10
