@@ -121,6 +121,26 @@ for line in sys.stdin.read().splitlines():
     assert done.stdout.splitlines() == [f"{line};{code};False" for line, code in expected], done.stderr
 
 
+def test_help_and_wrong_paths_of_tools_do_not_import_torch():
+    paths = [path for path in ROOT.glob("tools/**/*.py") if "ArgumentParser(" in path.read_text(encoding="utf-8")]
+    lines = [f"{path} --help" for path in paths]
+    lines += [f"{ROOT}/tools/retrieval.py --model nope --json nope.json"]
+    lines += [f"{ROOT}/tools/study_attention.py hashes --checkpoint nope"]
+    code = """
+import os, runpy, sys
+sys.stdout = open(os.devnull, "w")
+for line in sys.stdin.read().splitlines():
+    sys.argv = line.split()
+    try:
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    except SystemExit as end:
+        print(line, end.code, "torch" in sys.modules, sep=";", file=sys.__stdout__)
+"""
+    done = start(program=("-c", code), text="\n".join(lines))
+    codes = [0] * len(paths) + [2, 2]
+    assert done.stdout.splitlines() == [f"{line};{code};False" for line, code in zip(lines, codes, strict=True)]
+
+
 def test_a_terminal_in_ascii_shows_every_help():
     code = "from megasparse.cli.main import parser_of; from megasparse.errors import report_user_errors; "
     code += f"report_user_errors(lambda: [parser_of(name).print_help() for name in {[*COMMANDS]}])()"
