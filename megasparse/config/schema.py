@@ -6,6 +6,7 @@ from pydantic import Field
 
 from megasparse.config.attention import MECHANISMS, AttentionConfig
 from megasparse.config.section import JSON_LIST, Count, Location, Positive, Rate, Section
+from megasparse.files import UNSCORED
 
 
 class RunConfig(Section):
@@ -158,7 +159,7 @@ class ModelConfig(Section):
     """Id of padding, which is masked in attention and excluded from the loss. null: no padding."""
     document_separator: Count | None = None
     """Id of the token after each document; tokens attend only within their document. null: one document per
-    sequence."""
+    sequence. A run on conversations sets it to the marked token between them."""
     label_smoothing: Rate = 0.0
     """Fraction of each target's probability spread over all ids (Szegedy et al. 2016); reported nats do not include
     it."""
@@ -186,6 +187,16 @@ class ModelConfig(Section):
     """Encoders only: also predict if two segments are in document order (Lan et al. 2020)."""
     source: SourceConfig | None = None
     """Encoder–decoders only, required."""
+
+    @property
+    def separator_id(self) -> int | None:
+        """Id of `document_separator`, without the mark that it has between conversations."""
+        return None if self.document_separator is None else self.document_separator % UNSCORED
+
+    @property
+    def end_token(self) -> int | None:
+        """Id of `document_separator` if the model learns to end a text with it, unlike that between conversations."""
+        return self.document_separator if self.document_separator == self.separator_id else None
 
 
 class DataConfig(Section):

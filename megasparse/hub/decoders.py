@@ -99,7 +99,7 @@ class DecoderFormat(Format):
     def export(self, config: Config, weight: Callable[[str], Tensor]) -> Exported:
         model = config.model
         files = chat_files(config, model.max_length, room=model.vocabulary)
-        generation = {"eos_token_id": model.document_separator} | json.loads(files.get(GENERATION, "{}"))
+        generation = {"eos_token_id": model.end_token} | json.loads(files.get(GENERATION, "{}"))
         hf_config = {
             "model_type": self.name,
             "architectures": [self.architecture],

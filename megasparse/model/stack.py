@@ -17,6 +17,7 @@ from megasparse.attention.cross import EncoderOutput
 from megasparse.attention.heads import LayerCache, Padding
 from megasparse.attention.sequence_part import WHOLE, SequencePart
 from megasparse.config.schema import ModelConfig
+from megasparse.files import UNSCORED
 from megasparse.model.block import Block, Reversible
 from megasparse.model.branch import Gathered, Pass, Streams, mean_stream
 from megasparse.model.embedding import Embedding
@@ -331,6 +332,7 @@ class Transformer(Stack, ABC):
     def score(self, tokens: Tensor, rng: RngContext, padding: Padding, source: EncoderOutput | None = None) -> Scored:
         """Score tokens (B, L). source: encoder output from which target tokens are predicted, or None."""
         read, scored = self.prepare_inputs(tokens, rng, padding)
+        tokens = tokens % UNSCORED
         targets = Targets(tokens, scored)
         streams, auxiliary, statistics = self.streams(read, rng, padding, targets, source=source, donated=True)
         nats, correct, cost = self.head(self.head.score, streams, tokens, rng.training)

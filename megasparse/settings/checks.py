@@ -273,7 +273,7 @@ def _check_tokens(model: ModelConfig) -> None:
     special = {
         "model.padding_token": model.padding_token,
         "model.start_token": start,
-        "model.document_separator": model.document_separator,
+        "model.document_separator": model.separator_id,
         "model.sentence_order.separator": model.sentence_order.separator if model.sentence_order else None,
     }
     for key, token in special.items():
