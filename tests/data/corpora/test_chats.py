@@ -10,7 +10,6 @@ from transformers import PreTrainedTokenizerFast
 
 from megasparse.data.corpora import CORPORA
 from megasparse.data.corpora.chats import OPEN_RECORDS, Renderer, packed
-from megasparse.data.corpora.source import Part
 from megasparse.data.index import Index
 from megasparse.data.prepare import prepare
 from megasparse.data.tokenizers.huggingface import alphabet
@@ -30,14 +29,14 @@ CHATML = """{% for m in messages %}<|im_start|>{{ m.role }}
 TEMPLATES = {
     "chatml": (CHATML, "{}<|im_end|>\n"),
     "llama 3": (
-        "{{ bos_token }}{% for m in messages %}<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n{{ m.content | trim }}"
-        "<|eot_id|>{% endfor %}{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}",
+        "{{ bos_token }}{% for m in messages %}<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n"
+        "{{ m.content | trim }}<|eot_id|>{% endfor %}"
+        "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}",
         "{}<|eot_id|>",
     ),
     "mistral": (
-        "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]{% elif m.role == "
-        "'assistant' %} {{ m.content | trim }}{{ eos_token }}{% else %}{{ raise_exception('no ' + m.role) }}{% endif %}"
-        "{% endfor %}",
+        "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]"
+        "{% else %} {{ m.content | trim }}{{ eos_token }}{% endif %}{% endfor %}",
         " {}</s>",
     ),
     "gemma": (
@@ -164,6 +163,7 @@ def test_reasoning_that_a_template_drops_from_earlier_answers_does_not_hide_them
 
 
 GOOD = conversation("How far?", "Far.")
+ORDER = "Order the roles as system, user, assistant"
 BAD = {
     "not JSON": (b'{"messages": [}', "not JSON", "write one object per line"),
     "no conversation": ({"dialogue": []}, 'no "messages", "prompt" and "completion", or "text"', 'Write {"messages"'),
@@ -171,17 +171,15 @@ BAD = {
     "no assistant": (conversation("How far?"), "no message of the role assistant", "Add the answer to learn"),
     "twice": (
         {"messages": GOOD["messages"][:1] * 2 + GOOD["messages"][1:]},
-        "a message of the role user follows one of the role user", "Order the roles as system, user, assistant",
+        "a message of the role user follows one of the role user", ORDER,
     ),
-    "answer first": (conversation("x", "y", system=None) | {"messages": GOOD["messages"][1:]},
-                     "a message of the role assistant is the first", "Order the roles"),
-    "unknown role": ({"messages": [{"role": "human", "content": "x"}]}, "unknown role 'human'", "Use system, user, ass"),
+    "answer first": ({"messages": GOOD["messages"][1:]}, "a message of the role assistant is the first", ORDER),
+    "unknown role": ({"messages": [{"role": "human", "content": "x"}]}, "unknown role 'human'", "Use system, user"),
     "empty": (conversation("How far?", " \n"), "a message of the role assistant is empty", "Fill it, or remove"),
-    "image": (conversation([{"type": "image_url"}], "x"), "the content of a message of the role user is not text", "Keep"),
-    "half a surrogate": (b'{"messages": [{"role": "user", "content": "\\ud800"}, {"role": "assistant", "content": "x"}]}',
-                         "half a surrogate pair", ""),
-    "template": (conversation("How far?", "Far.", system="Hm"), "the chat template fails: no system", "Change the conv"),
-    "boundary": (conversation("How far?", "\n\nFar."), "a token contains the end of a prompt and the start of", "{% gen"),
+    "image": (conversation([{"type": "image_url"}], "x"), "a message of the role user is not text", "Keep its text"),
+    "half a surrogate": (json.dumps(conversation("\ud800", "x")).encode(), "half a surrogate pair", ""),
+    "template": (conversation("How far?", "Far.", system="Hm"), "the chat template fails: no system", "Change the"),
+    "boundary": (conversation("How far?", "\n\nFar."), "a token contains the end of a prompt", "{% generation %}"),
 }  # fmt: skip
 REFUSING = CHATML.replace(
     "{% for", "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}{% for", 1
@@ -204,7 +202,9 @@ def test_an_invalid_line_is_named_with_its_number(tmp_path, name):
     file = model_folder(tmp_path / "model", REFUSING)
     source = lines_in(tmp_path / "chats.jsonl", [GOOD, record, GOOD])
     message = refusal(lambda: CORPORA["chats"].open([str(source)], None, tmp_path / "x", options(file), 1), DataError)
-    assert f"1 of 3 records are damaged, the first is record 2 here: {reason}" in message and hint in message
+    assert (
+        "1 of 3 records are damaged, the first is record 2 here: " in message and reason in message and hint in message
+    )
     assert "\n" not in message
 
 
@@ -242,7 +242,7 @@ def test_packing_keeps_conversations_whole(tmp_path):
     where = [{int(number) for number in row} for row in rows]
     assert all(a.isdisjoint(b - {0}) for i, a in enumerate(where) for b in where[:i])
     assert all((np.diff(np.flatnonzero(row == number)) == 1).all() for row in rows for number in {*row.tolist()} - {0})
-    assert sizes[0] < 0.04 * sizes.sum() and OPEN_RECORDS < len(rows)
+    assert sizes[0] < 0.04 * sizes.sum() and len(rows) > OPEN_RECORDS
 
 
 def test_shards_are_the_same_after_an_interruption(tmp_path):
