@@ -18,7 +18,8 @@ from megasparse.data.index_file import INDEX_FILE, SEPARATOR, IndexFile, parse
 from megasparse.data.prepare import prepare
 from megasparse.data.tokenizers import NAMED, Tokenizer, build_tokenizer
 from megasparse.data.urls import GIGABYTE, ShardCache
-from megasparse.errors import ConfigError
+from megasparse.errors import ConfigError, DataError
+from megasparse.files import read_file
 from megasparse.training.checkpoints.checkpoint import tokenizer_copy
 from megasparse.training.ranks import Ranks, RunHooks
 
@@ -176,15 +177,23 @@ def _prepare(texts: str, config: Config, output: Path) -> bool:
     report_left_out(texts, len(more), [part.name for part in less], "only the kind with more bytes is read")
     source: Source
     if more is records:
-        corpus, documents, flags = "jsonl", True, list[str]()
+        corpus, documents, flags, further = "jsonl", True, list[str](), dict[str, Any]()
         if contains_chats(records):
             start = config.model.start_token
             corpus, flags = "chats", ["--length", f"{config.data.sequence_length}"]
             flags += [] if start is None else ["--start-token", f"{start}"]
+            files = hashlib.sha256(Source.open([texts], None, downloads, "files", records).sha256.encode())
+            for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+                if (path := Path(tokenizer).with_name(name)).is_file():
+                    files.update(read_file(path))
+            further["files"] = files.hexdigest()
+            rendered = {**further, "length": config.data.sequence_length, "start_token": start}
+            if _is_prepared(output, rendered):
+                return True
         lines_of_json = CORPORA[corpus]
         assert isinstance(lines_of_json, JsonLinesCorpus)
         for share in HELD_OUT:
-            options = _options(corpus, texts, tokenizer, share, *flags)
+            options = _options(corpus, texts, tokenizer, share, *flags) | further
             source = examined = lines_of_json.examine([texts], records, options, 1)
             if examined.documents()["validation"]:
                 break
@@ -198,6 +207,15 @@ def _prepare(texts: str, config: Config, output: Path) -> bool:
     sample, command = options.pop("sample_bytes"), "megasparse pretrain --data"
     prepare(corpus, source, output, options=options, sample_bytes=sample, shard_bytes=SHARD, command=command)
     return documents
+
+
+def _is_prepared(output: Path, settings: dict[str, Any]) -> bool:
+    """True if all shards are there, with these settings: rendering conversations again could take long."""
+    try:
+        earlier = Index.load(output).file.settings
+    except DataError:
+        return False
+    return settings == {key: earlier.get(key) for key in settings}
 
 
 def _options(corpus: str, texts: str, tokenizer: str, share: int, *flags: str) -> dict[str, Any]:

@@ -7,7 +7,6 @@ from typing import Any
 from megasparse.config.schema import Config
 from megasparse.evaluation.held_out import held_out
 from megasparse.files import read_file, write_file
-from megasparse.hub.tokenizer_files import FILE, Files, companion_files
 from megasparse.model.build import deferred_model, initial_weight
 from megasparse.ops.random import RngContext
 from megasparse.planning.flops import known_flops_per_token, warn_if_long
@@ -97,8 +96,10 @@ def pretrain(
     )
     with open_training(recipe, ranks, resume, allow_changed_config, stop_at, signals) as run:
         if ranks.rank == 0 and (file := data.tokenizer.file) is not None:
-            files: Files = {f"tokenizer{file.suffix}": read_file(file)}
-            if config.model.kind == "decoder" and file.name == FILE:
+            files: dict[str, str | bytes] = {f"tokenizer{file.suffix}": read_file(file)}
+            if config.model.kind == "decoder" and file.name == "tokenizer.json":
+                from megasparse.hub.tokenizer_files import companion_files
+
                 files |= companion_files(file.parent)  # chat template and end tokens, for generation and export
             for name, content in files.items():
                 write_file(Path(config.run.directory) / name, content)

@@ -235,6 +235,7 @@ def test_conversations_resume_bit_identically_and_are_checked_as_trained(chattin
     for name in ("straight", "run"):
         lines = [line for line in read_metrics(tmp_path / name) if "train/loss" in line]
         losses.append([(line["train/loss"], line.get("evaluation/loss")) for line in lines])
+    assert capsys.readouterr().err.count("123 conversations, of which 0 are cut to 192 tokens") == 2  # rendered once
     assert losses[0] == losses[1] and len(losses[0]) == 4 and losses[0][-1][1] is not None
     assert config["model"]["document_separator"] == 2 << 24
     run(door("check-model"), "--checkpoint", tmp_path / "run")
