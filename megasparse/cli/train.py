@@ -26,7 +26,7 @@ from megasparse.files import write_file
 def add_pretrain(parser: argparse.ArgumentParser) -> None:
     add_training(parser)
     add_start(parser)
-    texts = "file or folder of text or of JSON lines with a field `text`, prepared once in run.directory; or shards"
+    texts = "text, or JSON lines with a field `text` or conversations, prepared once in run.directory; or shards"
     parser.add_argument("--data", metavar="TEXTS", help=texts)
     parser.add_argument("--gpus", type=positive, metavar="N", help="with --dry-run: also plan the run for N A100 GPUs")
 
@@ -40,6 +40,7 @@ def pretrain(args: argparse.Namespace) -> None:
         deepspeed launch/pretrain.py --config configs/quickstart.json      # every GPU of this machine, or its CPU
         megasparse pretrain yoso_table3 --start models/bert-base-uncased   # a BERT's weights, another attention
         megasparse pretrain decoder_64k --start runs/smollm2 --data my_books/    # a downloaded decoder, your own texts
+        megasparse pretrain decoder_64k --start runs/smollm2 --data chats.jsonl  # conversations, loss on the answers
 
     Run the same command again to resume from the newest checkpoint in `run.directory`. After SIGTERM, SIGINT or SIGUSR1
     the run saves a checkpoint and stops at the end of the current step.
