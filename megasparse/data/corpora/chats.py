@@ -330,9 +330,11 @@ def _messages(record: Mapping[str, Any]) -> list[dict[str, Any]]:
         raise Invalid('no "messages", "prompt" and "completion", or "text"', FORM)
     messages = record.get("messages")
     if messages is None:
-        sides = zip((record.get("prompt"), record.get("completion")), ("user", "assistant"), strict=True)
-        both = [[{"role": role, "content": side}] if isinstance(side, str) else side for side, role in sides]
-        messages = [message for side in both for message in side] if all(isinstance(s, list) for s in both) else None
+        prompt, completion = (
+            [{"role": role, "content": side}] if isinstance(side, str) else side
+            for role, side in (("user", record.get("prompt")), ("assistant", record.get("completion")))
+        )
+        messages = [*prompt, *completion] if isinstance(prompt, list) and isinstance(completion, list) else None
     if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
         raise Invalid("its messages are not a list of objects", FORM)
     checked, before = list[dict[str, Any]](), None
@@ -345,7 +347,7 @@ def _messages(record: Mapping[str, Any]) -> list[dict[str, Any]]:
             hint = "Order the roles as system, user, assistant, user, ..."
             raise Invalid(f"a message of the role {role} {position}", hint)
         if isinstance(content, list):
-            texts = [part.get("text") if isinstance(part, dict) else part for part in content]
+            texts: list[Any] = [part.get("text") if isinstance(part, dict) else part for part in content]
             content = "".join(texts) if all(isinstance(text, str) for text in texts) else texts
         if not isinstance(content, str | None):
             raise Invalid(f"the content of a message of the role {role} is not text", "Keep its text only")
