@@ -185,13 +185,16 @@ CHATS = [
 
 @pytest.fixture
 def chatting(decoder):
-    """A decoder whose template writes its separator </s> inside conversations and its start <s> before them."""
-    template = CHATML.replace("<|im_start|>", "</s>").replace("<|im_end|>", "</s>")
-    package = AutoTokenizer.from_pretrained(decoder, chat_template="<s>" + template)
-    settings = json.loads((decoder / "tokenizer_config.json").read_text())
-    (decoder / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": package.chat_template}))
-    (decoder / "chat_template.jinja").unlink(missing_ok=True)
-    return decoder
+    return with_template(decoder)
+
+
+def with_template(folder):
+    """Add a template that writes the separator </s> inside conversations, and the start <s> before them."""
+    template = "<s>" + CHATML.replace("<|im_start|>", "</s>").replace("<|im_end|>", "</s>")
+    path = folder / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": template, "pad_token": "<pad>"}))
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    return folder
 
 
 def test_packed_conversations_are_learned_as_transformers_reads_each_alone(chatting, tmp_path):
