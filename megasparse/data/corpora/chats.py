@@ -84,7 +84,7 @@ class Chats(JsonLinesCorpus):
     def examine(
         self, locations: Sequence[str], parts: Sequence[Part], settings: CorpusSettings, workers: int, **options: Any
     ) -> RecordSource:
-        """Render all conversations once. Raises DataError for a model without a chat template."""
+        """Render all conversations once. Raises DataError if the model lacks a chat template."""
         settings = {**settings, "deduplicate": False, "column": ""}
         return RecordSource.examine(locations, parts, _renderer(settings), settings, workers, **options)
 
@@ -188,7 +188,7 @@ def _chat_tokenizer(file: str) -> Any:
         raise DataError("transformers", "it is not installed, which renders conversations", hint) from None
     if Path(file).name != "tokenizer.json":
         hint = "Name a pretrained decoder with --start, or its tokenizer.json"
-        raise ConfigError("data.tokenizer", f"{file} has no chat template, which conversations need", hint)
+        raise ConfigError("data.tokenizer", f"{file} lacks a chat template, which conversations need", hint)
     try:
         tokenizer = PreTrainedTokenizerFast.from_pretrained(str(Path(file).parent), local_files_only=True)
     except Exception as error:  # transformers raises errors of any type
@@ -229,7 +229,7 @@ class Renderer:
                     raise DataError(str(part), f"line {number}: {error.problem}", error.hint) from None
 
     def tokens(self, line: bytes) -> bytes | Unfit:
-        """Return the marked tokens of a line, uint32. Raises Invalid, and ConfigError without a chat template."""
+        """Return the marked tokens, uint32. Raises Invalid, and ConfigError without a chat template."""
         record, tokenizer = json_object(line), _text_tokenizer(self.file)
         if isinstance(record, Unfit):
             return record
@@ -256,7 +256,7 @@ class Renderer:
         tokenizer = _chat_tokenizer(self.file)
         if tokenizer.chat_template is None:
             folder, hint = Path(self.file).parent, "Use an instruction-tuned model, or add its chat_template.jinja"
-            raise ConfigError("data.tokenizer", f"{folder} has no chat template, which conversations need", hint)
+            raise ConfigError("data.tokenizer", f"{folder} lacks a chat template, which conversations need", hint)
         names = [re.escape(token.content) for token in tokenizer.added_tokens_decoder.values() if token.special]
         plain = re.sub("[\ufdd0\ufdd1]", "", json.dumps([messages, tools], ensure_ascii=False))
         plain.encode()  # raises UnicodeEncodeError for half a surrogate pair
@@ -325,7 +325,7 @@ def _encoded(tokenizer: Any, text: str) -> tuple[np.ndarray, np.ndarray, np.ndar
 
 
 def _messages(record: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the messages of a line, checked, with contents as strings. Raises Invalid."""
+    """Return the checked messages of a record, with contents as strings. Raises Invalid."""
     if not is_chat(record):
         raise Invalid('no "messages", "prompt" and "completion", or "text"', FORM)
     messages = record.get("messages")

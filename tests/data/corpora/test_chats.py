@@ -213,10 +213,10 @@ def test_a_model_without_a_template_or_with_one_that_moves_answers_is_named(tmp_
     file = model_folder(tmp_path / "model", None)
     read = lambda file: CORPORA["chats"].open([str(source)], None, tmp_path / "x", options(file), 1)  # noqa: E731
     message = refusal(lambda: read(file), DataError)
-    assert "line 2" in message and "has no chat template" in message and "add its chat_template.jinja" in message
+    assert "line 2" in message and "lacks a chat template" in message and "add its chat_template.jinja" in message
     file = model_folder(tmp_path / "moving", "{{ messages | length }}" + CHATML)
     assert "renders messages otherwise when others follow" in refusal(lambda: read(file), DataError)
-    assert "bytes has no chat template" in refusal(lambda: read("bytes"), ConfigError)
+    assert "bytes lacks a chat template" in refusal(lambda: read("bytes"), ConfigError)
 
 
 def test_a_few_invalid_lines_are_left_out_and_counted(tmp_path, capsys):
