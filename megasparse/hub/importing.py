@@ -375,8 +375,8 @@ def adapted(config: Config) -> nn.Module:
 
 def write_start(config: Config, source: Path, output: Path) -> tuple[list[str], list[str]]:
     """Write OUTPUT/checkpoints/00000000, the model of `config` before its first step, with the pretrained weights of
-    the same names and initial values for all others; positions beyond its own repeat. Return the names of the others, and of unused pretrained weights,
-    such as another attention's.
+    the same names and initial values for all others. A shorter table of positions is repeated. Return the names of the
+    others, and of unused pretrained weights, such as another attention's.
 
     source: a checkpoint, a run's folder, or a Hugging Face model's folder, with or without the language-modelling head.
     Raises HubError if a weight has another shape or the tokenizers differ.

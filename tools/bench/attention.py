@@ -385,7 +385,12 @@ def crossover(ours: dict[int, float], theirs: dict[int, float]) -> int | None:
 SEED = 0
 CPU = {"mechanisms": ["lsh"], "lengths": [4096, 16384], "heads": [8], "head_dim": [64]}
 CPU |= {"rounds": 4, "window": 64, "dtype": "fp32", "repeat": 3}
-CUDA = {"mechanisms": [*MECHANISMS][:-2], "lengths": [1024 << i for i in range(11)], "heads": [8, 64], "head_dim": [64, 128]}
+CUDA = {
+    "mechanisms": [*MECHANISMS][:-2],
+    "lengths": [1024 << i for i in range(11)],
+    "heads": [8, 64],
+    "head_dim": [64, 128],
+}
 CUDA |= {"rounds": 2, "window": 128, "dtype": "bf16", "repeat": 10}
 DEFAULTS: dict[str, dict[str, Any]] = {"cpu": CPU, "cuda": CUDA}
 
