@@ -90,7 +90,7 @@ def runs_of(
             for name, words in comparison["evaluate"].items():
                 result = folder / (f"evaluation-{name.replace(' ', '_')}.json" if name else "evaluation.json")
                 label = f"{arm}; {name}" if name else arm
-                options = [*words, "--allow-leaking-attention", "--json", str(result)]  # the table marks what leaks
+                options = [*words, "--allow-leaking-attention", "--json", str(result)]  # the table marks leaks
                 evaluations[label] = ["evaluate", "--checkpoint", str(folder), *options]
             runs.append(ArmRun(arm, folder, training, evaluations))
     return runs

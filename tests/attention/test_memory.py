@@ -13,7 +13,7 @@ LONG, PART = 2048, 1 / 8
 QUADRATIC_TIME = ["smart_bird", "yoso expectation"]
 """They compare all pairs, a tile at a time: longer ones are among the soak tests."""
 NOT_LINEAR = ["full", "full shared", "synthesizer"]
-"""Baselines of quadratic memory; full attention has that of torch's kernel."""
+"""Baselines of quadratic memory; torch's kernel defines full attention's."""
 LINEAR = [case for case in CASES if case[0] not in NOT_LINEAR and not case[0].startswith("smart_bird ")]
 
 
