@@ -136,7 +136,7 @@ def test_selected_sequences_decode_as_separate_batches(name):
 
 @pytest.mark.parametrize("masks", [{}, {"padding_token": 2}, {"document_separator": 3}])
 def test_ordinary_full_attention_with_shared_queries_has_the_queries_as_keys(masks):
-    """Whole sequences and cached decoding are those of a model whose key projection equals its query projection."""
+    """Whole sequences and cached decoding equal a model whose key projection equals its query projection."""
     tokens = random_tokens(2, 70)
     models = []
     for full in ({"shared_qk": True, "ordinary": True}, {}):
