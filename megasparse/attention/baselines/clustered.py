@@ -30,7 +30,7 @@ class ClusteredAttentionConfig(MechanismSection):
 
 @mechanism("clustered", ClusteredAttentionConfig)
 class ClusteredAttention(Attention):
-    """FCA, softmax(c·kᵀ/√D)v, c the mean query of a query's cluster. i-FCA divides the weight of c's K best keys among
+    """FCA, softmax(c·kᵀ/√D)v, c the mean query of a query's cluster. i-FCA divides c's weight on its K best keys among
     them by softmax(q·kᵀ/√D) (Vyas et al. 2020, Eq. 3 to 6 and 9 to 11).
     """
 
