@@ -1,6 +1,7 @@
 """Small models for tests."""
 
 from collections.abc import Iterable, Mapping
+from functools import cache
 from typing import Any
 
 import pytest
@@ -179,6 +180,7 @@ def in_stack(causal: bool) -> dict[str, Any]:
     return {"kind": "decoder" if causal else "encoder"}
 
 
+@cache
 def strict_names() -> list[str]:
     return [n for n in causal_names() if build_mechanism(kind_of(n), small(attention=named(n)), 2).leak is None]
 
