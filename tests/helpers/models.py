@@ -142,6 +142,7 @@ PATHS = {
 """The mechanisms and variants that `make test` runs, each with the code path that it adds; the others are slow."""
 
 BOTH_WAYS = {
+    "full": "masks without the causal one",
     "lsh": "buckets and windows that look ahead",
     "yoso": "tables of whole sequences",
     "performer": "sums of whole sequences",
