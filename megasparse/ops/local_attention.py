@@ -14,14 +14,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megasparse.ops.operator import MOST_PAIRS, Operator
+from megasparse.ops.operator import Operator
 from megasparse.ops.random import PairDropout
 from megasparse.ops.tiled import tiled
 
 PADDING = -1
 """Document number of padding and of empty slots."""
 _LAST = torch.iinfo(torch.int32).max  # document number of padding during sorting
-_SCORE_ELEMENTS = 1 << 20  # scores per tile: 4 MB of fp32
+_SCORE_ELEMENTS = 1 << 20  # scores per tile on a CPU: 4 MB of fp32, near its cache
+_SCORE_ELEMENTS_ON_GPU = 1 << 25  # 128 MB
 
 
 class RelativeVectors(NamedTuple):
@@ -103,7 +104,8 @@ def _relative_local_attention(
             F.pad(mixed, (0, whole)).unflatten(2, (chunks, chunk)).transpose(1, 2),
             F.pad(numbers, around).unfold(1, span * chunk, chunk),
         ]
-    tiles = -(-batch * heads * chunks * chunk * relative.r.shape[1] // _SCORE_ELEMENTS)
+    most = _SCORE_ELEMENTS if q.device.type == "cpu" else _SCORE_ELEMENTS_ON_GPU
+    tiles = -(-batch * heads * chunks * chunk * relative.r.shape[1] // most)
     out = tiled(partial(_attend, spec=spec, dropout=dropout), inputs, relative, tiles)  # (B, W, H, C, D)
     out = out.transpose(1, 2).flatten(2, 3)[:, :, :length]  # (B, H, L, D)
     return out if order is None else _take(out, order.argsort(dim=-1))
@@ -144,13 +146,7 @@ def reference(
     return (probability @ v).masked_fill(no_visible_key, 0.0).to(out_dtype)
 
 
-relative_local_attention = Operator(
-    _relative_local_attention,
-    reference=reference,
-    kernels="megasparse.ops.local_attention_kernels:relative_local_attention",
-    most_rows=MOST_PAIRS,
-    cast=2,
-)
+relative_local_attention = Operator(_relative_local_attention, reference=reference, cast=2)
 
 
 def by_document(q: Tensor, key_mask: Tensor | None, segments: Tensor | None) -> tuple[Tensor | None, Tensor | None]:

@@ -40,7 +40,7 @@ class Operator(Generic[P, R]):
 
     Args:
         blocks: Plain torch in blocks of bounded memory. Its docstring becomes the operator's.
-        kernels: "module:function" of Triton kernels, imported on first use.
+        kernels: "module:function" of Triton kernels, imported on first use; None runs `blocks` on GPUs too.
         reference: Dense and slow definition; None if `blocks` is the definition.
         decides: Position of the argument whose device, dtype and shape select the implementation.
         cast: Number of arguments after the first that are cast to its dtype (torch.autocast leaves some inputs in bf16
@@ -55,7 +55,7 @@ class Operator(Generic[P, R]):
         self,
         blocks: Callable[P, R],
         *,
-        kernels: str,
+        kernels: str | None = None,
         reference: Callable[P, R] | None = None,
         decides: int = 0,
         cast: int = 0,
@@ -71,7 +71,7 @@ class Operator(Generic[P, R]):
         x: Any = args[self.decides]
         chosen = implementation(x, **self.limits, dropout=kwargs.get("dropout"))
         function: Callable[..., R] = self.reference if chosen == "reference" else self.blocks
-        if chosen == "triton":
+        if chosen == "triton" and self.kernels is not None:
             module, name = self.kernels.split(":")
             function = getattr(importlib.import_module(module), name)
             kwargs.pop("dropout", None)
