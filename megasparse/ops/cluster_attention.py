@@ -5,8 +5,7 @@ some clusters, or some queries of one cluster and all its keys. The parts of a q
 log-sum-exp; the backward recomputes scores, because exp(score − log N − lse) is the final weight of a pair in each
 cluster.
 
-B batch, H heads, L length, D head dim, W clusters per row of B·H, M slots per cluster, n clusters per block, m queries
-of each.
+W clusters per row, M slots per cluster, n clusters per block, m queries of each.
 """
 
 from collections.abc import Iterator
@@ -50,16 +49,15 @@ def cluster_attention(
     Args:
         q: (B, H, Lq, D).
         k, v: (B, H, Lk, D).
-        clusters: Queries (B or 1, H or 1, W, Mq) and keys (B or 1, H or 1, W, Mk), token numbers, −1 in empty slots; a
-            list contains a token at most once.
+        clusters: Queries (B|1, H|1, W, Mq) and keys (B|1, H|1, W, Mk), token numbers, −1 in empty slots; a list contains
+            a token at most once.
         spec: N_ij is the number of clusters that contain query i and key j, or 1 without spec.count_clusters.
         key_mask: (B, Lk) bool, true for keys that may be visible; it does not mask queries.
         segments: (B, L) with Lq = Lk; documents never attend to each other.
         dropout: Dropout of the probabilities; lse includes all pairs.
 
     Returns:
-        out (B, H, Lq, D) in q's dtype and lse (B, H, Lq), the log of the sum, in fp32 or wider; 0 and −∞ for queries
-        without a visible key. Scores, softmax statistics and gradients are computed in fp32 or wider.
+        out (B, H, Lq, D) and lse (B, H, Lq) as in `bucketed_attention`, 0 and −∞ for queries without a visible key.
     """
     k, v = k.to(q.dtype), v.to(q.dtype)  # torch.autocast leaves some inputs in bf16 and some in fp32
     out, lse = _ClusterAttention.apply(q, k, v, *clusters, spec, key_mask, segments, dropout)

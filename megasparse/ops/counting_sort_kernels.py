@@ -97,11 +97,7 @@ _WIDE = 8  # digits per program: 32 B, the smallest memory transaction of GPUs
 
 
 def counting_sort(keys: Tensor, bits: int, ordered: Tensor | None = None, reverse: bool = False) -> Tensor:
-    """Compute `counting_sort.counting_sort`. Strided keys are copied once.
-
-    Cost: ⌈bits/11⌉ passes. A pass moves rows·L·(2·key bytes + 4), 8 more per token except in the first, plus
-    16·rows·T·N of counts; its 64·rows·L comparisons take less time on any GPU. No floating-point products.
-    """
+    """Compute `counting_sort.counting_sort`. Strided keys are copied once."""
     keys = keys.contiguous()
     rows, length = keys.shape
     passes = -(-bits // _DIGIT_BITS)

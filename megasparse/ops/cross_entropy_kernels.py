@@ -1,9 +1,4 @@
-"""Scores of tokens as Triton kernels: one program reads a token's logits once, BLOCK at a time.
-
-N tokens, V vocabulary. Cost with b bytes per logit: forward N·V·b bytes, backward 2·N·V·b, and about 10 FLOPs per
-logit. torch's operators move about 18·N·V bytes more forward, and 20·N·V more backward, because they store fp32 logits
-and their log-softmax.
-"""
+"""Scores of tokens as Triton kernels: one program reads a token's logits once, BLOCK at a time. N tokens, V ids."""
 
 from typing import Any
 

@@ -4,8 +4,8 @@ The blockwise form needs linear memory, forward and backward, and is determinist
 index share a gather, and each block of their queries gathers its keys and values. The backward gathers them again:
 exp(score − lse) is the weight of a pair.
 
-B batch, H heads, G key heads, I lists of an index, S shares of H/S = R heads with one gather, Lq queries, Lk keys, D
-head dim, K index slots, n queries of a share per block.
+G key heads, I lists of an index, S shares of H/S = R heads with one gather, K index slots, n queries of a share per
+block.
 """
 
 import math
@@ -37,8 +37,7 @@ def _gathered_attention(
         dropout: Dropout of the probabilities; lse includes all pairs.
 
     Returns:
-        out (B, H, Lq, D) in q's dtype and lse (B, H, Lq), the log of the sum, in fp32 or wider; 0 and −∞ for queries
-        whose slots are all empty. Scores, softmax statistics and gradients are computed in fp32 or wider.
+        out (B, H, Lq, D) and lse (B, H, Lq) as in `bucketed_attention`, 0 and −∞ for queries without a key.
     """
     size = len(q) * math.lcm(k.shape[1], index.shape[1]) * index.shape[2:].numel() * q.shape[3]
     numpy = q.device.type == "cpu" and q.dtype in (torch.float32, torch.float64) and not torch.is_grad_enabled()

@@ -6,14 +6,7 @@ entry's key (Lk if empty), and `order` the entries sorted by (key, number). This
 and a key's sums from several tiles are added in order: no program's work grows with the number of queries that chose a
 key, and results are deterministic.
 
-B batch, H heads, Lq queries, Lk keys, D head dim, K index slots, T entries per tile, n = B·H·Lq·K.
-
-Cost, with e bytes per number of q and i of the index. Forward: 4D·n FLOPs; n·2D·e bytes gathered, B·H·Lq·(2D·e + 4) and
-the index (n·i, or Lq·K·i if heads and sequences share it). Backward: 6D·n FLOPs and the forward's bytes again for dq,
-plus B·H·Lq·2D·e, with n·2e bytes written; then for dk and dv 4D·T·n FLOPs (products with T×T matrices, of which 4D·n
-are useful), n·(2D·e gathered + 2e + 8) bytes and n/T·16D of parts, a counting sort of n keys (of Lq·K if the index is
-shared), and 4·B·H·Lk·D·e bytes of dk and dv. Gathers mostly hit the L2 cache: a row's k and v take 2·Lk·D·e. Memory in
-addition to inputs and outputs, in the backward: 2e·n of pairs, 8 bytes per entry of the index, 16D·n/T of parts.
+K index slots, T entries per tile.
 """
 
 from typing import Any, NamedTuple

@@ -10,7 +10,7 @@ j receives from the S sampled queries, half uniformly. Σ_draws f(j)/c_j is then
 every f, and draws concentrate on keys with much attention. The sum over a bucket's keys and the normaliser of the
 softmax are estimated in this way, in O(S·L) time; ψ is their ratio.
 
-B batch, H heads, L length, D head dim, N buckets, S sampled queries, C drawn keys, T tokens of a tile.
+N buckets, S sampled queries, C drawn keys, T tokens of a tile.
 """
 
 from collections.abc import Iterator

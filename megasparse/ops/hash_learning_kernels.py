@@ -1,7 +1,5 @@
-"""Kernels of `hash_learning` on rows of scores of all buckets, one launch per function. Scores and utilities are read
+"""Kernels of `hash_learning` on rows of scores of all N buckets, one launch per function: scores and utilities are read
 once, results written once; a program processes whole rows.
-
-B batch, H heads, T tokens, N buckets.
 """
 
 import torch

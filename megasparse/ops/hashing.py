@@ -1,9 +1,7 @@
 """Hash functions of attention, from vectors to bucket codes: angular LSH (Reformer) and sign codes (YOSO).
 
 Torch in blocks of positions, so that projections of a whole sequence are never stored. `reference_*` are the
-definitions, in float64.
-
-B batch, H heads, L length, D head dim, R rounds, m hashes, τ code bits, P the next power of two of D.
+definitions, in float64. m hashes, τ code bits, P the next power of two of D.
 """
 
 import math

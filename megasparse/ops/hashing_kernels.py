@@ -1,11 +1,7 @@
 """Kernels of `hashing`, which write only the codes: projections stay in registers.
 
 x (B, H, L, D) has any strides except 1 along D; codes are (B, H, rounds or hashes, L). Every product is the sum of
-three TF32 products, which is precise to about 22 bits, and does not depend on whether
-TF32 is allowed.
-
-B batch, H heads, L length, D head dim, R rounds, S columns of a round's rotations, P the next power of two, m hashes,
-τ code bits.
+three TF32 products, which is precise to about 22 bits, and does not depend on whether TF32 is allowed.
 """
 
 import math
@@ -219,11 +215,7 @@ def transformed_sides(
 
 
 def angular_hash(x: Tensor, rotations: Tensor, factors: list[int]) -> Tensor:
-    """Compute `hashing.angular_hash` in one launch for all rows, rounds and factors.
-
-    Cost: 6·B·H·R·L·D·S operations in TF32. Moves x once (rounds and factors reread it from the cache), the rotations,
-    and 2 or 4 bytes per code: B·H·L·(D·bytes + 2·R).
-    """
+    """Compute `hashing.angular_hash` in one launch for all rows, rounds and factors."""
     x = whole_vectors(x)
     batch, heads, length, width = x.shape
     rounds, columns = rotations.shape[1], rotations.shape[3]
@@ -239,8 +231,7 @@ def learned_codes(inputs: Sequence[Tensor], weights: Sequence[tuple[Tensor, ...]
     """Return the first maximum of Σ_f W2_f·relu(W1_f·x_f + b1_f) + b2_f over N buckets: (B, H, L).
 
     inputs: x_f (B, H, L, D). weights: of each function (H, D, D), (H·D), (H, D, N), (H·N), or of a linear function only
-    (H, D, N). Cost: 6·B·H·L·D·(D + N) operations in TF32 for each input. Moves the inputs once, the hidden units twice,
-    and 2 or 4 bytes per token.
+    (H, D, N).
     """
     batch, heads, length, width = inputs[0].shape
     second = torch.cat([layer[-2:][0] for layer in weights], 1)
@@ -264,11 +255,7 @@ def learned_codes(inputs: Sequence[Tensor], weights: Sequence[tuple[Tensor, ...]
 
 
 def sign_codes(x: Tensor, key: int, heads: range, hashes: int, code_bits: int, kind: Kind) -> Tensor:
-    """Compute `hashing.sign_codes` in one launch.
-
-    Cost: gaussian 6·B·H·L·D·m·τ operations in TF32; hadamard 3·B·H·L·τ·P·(1 + log₂ P) for each P hashes. Moves x once
-    and 2 or 4 bytes per code: B·H·L·(D·bytes + 2·m).
-    """
+    """Compute `hashing.sign_codes` in one launch."""
     x = whole_vectors(x)
     batch, count, length, width = x.shape
     assert len(heads) == count

@@ -8,7 +8,7 @@ exponent c_f so far, and a query divides by its largest exponent over f, includi
 denominator is then 1: nothing overflows, no denominator vanishes. Causal maxima run over earlier tokens only. Factors
 common to numerator and denominator (1/√F, exp(−|q|²/2)) are omitted.
 
-B batch, H heads, L length, D head dim, F features, T tokens per tile.
+F features, T tokens per tile.
 """
 
 from collections.abc import Callable

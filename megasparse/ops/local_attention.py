@@ -2,8 +2,8 @@
 
 The blockwise form computes a few chunks at a time, recomputed in the backward, in linear memory.
 
-B batch, H heads, L length, D head dim, C chunk, W chunks per sequence, S chunks of keys per chunk of queries: 2, or 3
-if attention is not causal, E = (S + 1)·C − 1 distances.
+C chunk, W chunks per sequence, S chunks of keys per chunk of queries: 2, or 3 if attention is not causal, E = (S + 1)·C
+− 1 distances.
 """
 
 from dataclasses import dataclass
@@ -70,9 +70,7 @@ def _relative_local_attention(
         q, k, v: (B, H, L, D).
         relative: r, u and w.
         spec: Chunk, causality and scale.
-        key_mask: (B, L) bool, true for real tokens.
-        segments: (B, L) document numbers >= 0; documents never attend to each other.
-        dropout: Dropout of the probabilities.
+        key_mask, segments, dropout: As in `bucketed_attention`.
 
     Returns:
         (B, H, L, D) in q's dtype; padding gets 0. Softmax in fp32 or wider.

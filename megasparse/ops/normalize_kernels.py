@@ -2,7 +2,7 @@
 gradients of a norm's weights.
 
 A program of a norm processes whole rows of E = `width` numbers in fp32; RMS norm has neither centring nor bias. The
-backward of unit keys joins the gradients of queries and keys. B batch, H heads, L length, D head dim.
+backward of unit keys joins the gradients of queries and keys.
 """
 
 from typing import Any
@@ -70,11 +70,7 @@ _PROGRAMS = 512  # programs of the weight gradient, fixed so that sums do not de
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, dtype: torch.dtype) -> Tensor:
-    """Compute `normalize.layer_norm`.
-
-    Cost: forward reads x and writes the result; backward reads x and the gradient and writes the gradient of x, and
-    8·512·E bytes of partial weight gradients. Means and variances are recomputed, without extra reads.
-    """
+    """Compute `normalize.layer_norm`. Means and variances are recomputed in the backward, without extra reads."""
     return _LayerNorm.apply(x, weight, bias, eps, dtype)
 
 
@@ -170,10 +166,7 @@ _NUMBERS = 4096  # per program
 
 
 def unit_keys(q: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute `normalize.unit_keys`.
-
-    Cost: forward reads q and writes k, 2·B·H·L·D·bytes; backward reads q and both gradients and writes one, twice that.
-    """
+    """Compute `normalize.unit_keys`."""
     q, k = _UnitKeys.apply(q)
     return q, k
 

@@ -92,19 +92,13 @@ def implementation(
 ) -> Implementation:
     """Return the implementation for vectors x (..., L, D).
 
-    Kernels run on a GPU for `dtypes`, up to a width D of `largest_width` (None: any) and `most_rows` rows of L, else
-    blockwise torch. Tensors on the meta device get the implementation for GPUs, so that GPU memory can be estimated
-    without one. Unsupported GPUs (ROCm, compute capability below 8.0, or too little shared memory for D) run blockwise
-    torch, with one warning on stderr.
+    Kernels run on a GPU for `dtypes`, up to a width D of `largest_width` (None: any) and `most_rows` rows of L, without
+    `dropout` of probabilities, else blockwise torch. Tensors on the meta device get the implementation for GPUs, to
+    estimate GPU memory without one. Unsupported GPUs (ROCm, compute capability below 8.0, or too little shared memory
+    for D) run blockwise torch, with one warning on stderr.
 
     The environment variable MEGASPARSE_OPS=reference|blockwise|triton overrides the choice; kernels then also run on a
-    CPU, in Triton's interpreter.
-
-    Args:
-        dropout: Dropout of attention probabilities, which kernels do not support, or None.
-
-    Raises:
-        ConfigError: MEGASPARSE_OPS has another value, or forces kernels that do not support x.
+    CPU, in Triton's interpreter. Raises ConfigError if it has another value, or forces kernels that do not support x.
     """
     requested = os.environ.get(VARIABLE)
     fits = x.dtype in dtypes and (largest_width is None or x.shape[-1] <= largest_width)

@@ -2,9 +2,7 @@
 
 A draw's key is derived from (run seed, step, layer, purpose); rotations add round and global head, dropout adds global
 sample and position. A resumed run, a different number of ranks, a recomputed layer and cached decoding therefore use
-the same draws, and none is stored. The micro-step is excluded because it depends on the number of ranks.
-
-B batch, L length, H heads, R rounds, E width.
+the same draws, and none is stored. The micro-step is excluded because it depends on the number of ranks. E width.
 """
 
 import hashlib

@@ -72,8 +72,6 @@ def drop(
     """Return dropout(x) of x (B, L, E), or dropout(relu(x)), bit-identical to `ops.random` in torch. rows: (B, L)
     int64. stream: tensor to which sign times the result is added. in_place: write the sum to the stream, which is
     contiguous.
-
-    Cost: tensors are read and the result written once, plus 8·B·L bytes of rows; 12 integer operations per element.
     """
     x, rows = x.contiguous(), rows.contiguous()
     stream = None if stream is None else stream.contiguous()

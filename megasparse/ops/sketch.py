@@ -1,9 +1,7 @@
 """Smart Bird's sketch: a narrow single-head attention, and the keys that every head samples from its weights.
 
-The blockwise form proceeds tile by tile: memory O(L·K), never O(L²).
-
-B batch, H heads, L length, Lq queries, d width of the sketch, K keys per query, T queries and C keys per tile, see
-`KEYS`.
+The blockwise form proceeds tile by tile: memory O(L·K), never O(L²). d width of the sketch, K keys per query, T queries
+and C keys per tile, see `KEYS`.
 """
 
 import math
@@ -76,14 +74,8 @@ def _sketched_attention(
 ) -> tuple[Tensor, Tensor]:
     """Compute h_i = Σ_j α_ij v_j with α_ij = exp(q_i·k_j/√d − lse_i), one head (Smart Bird Eq. 1).
 
-    Args:
-        q, k, v: (B, L, d).
-        causal: Only keys at or before the query are visible.
-        key_mask: (B, L) bool, true for real tokens.
-        segments: (B, L) document numbers; documents never attend to each other.
-
-    Returns:
-        h (B, L, d) and lse (B, L), the log of the sum, in fp32 or wider; padding gets 0 and −∞.
+    q, k, v: (B, L, d). key_mask, segments: as in `bucketed_attention`. Returns h (B, L, d) and lse (B, L) in fp32 or
+    wider; padding gets 0 and −∞.
     """
     q, k, v = (x.to(torch.promote_types(q.dtype, torch.float32)) for x in (q, k, v))
     h, lse = _SketchedAttention.apply(q, k, v, _Sight(causal, key_mask, segments))

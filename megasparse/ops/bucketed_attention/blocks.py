@@ -3,10 +3,8 @@
 A pair that N rounds select is included only in the first of them, instead of N times with weight 1/N: this needs fewer
 passes over the scores. The forward stores q, k, v, the layout, the output and its log-sum-exp over all rounds, in base
 e (lse) and in base 2 (lse2), because for scores of 1e10 a conversion would be off by thousands. The backward
-recomputes scores block by block: exp2(score − lse2) is the final weight of a pair in any round, so no statistics per
-round are needed. Scores are in units of log2 e, because exp2 is several times faster than exp.
-
-B batch, H heads, R rounds, L length, D head dim, G rows at a time; tiles as in layouts.py.
+recomputes scores block by block: exp2(score − lse2) is the final weight of a pair in any round. Scores are in units of
+log2 e, because exp2 is several times faster than exp. Tiles as in layouts.py.
 """
 
 import math
@@ -74,9 +72,7 @@ def row_groups(
     layout: SortedLayout | RangeLayout, q: Tensor, k: Tensor, v: Tensor, spec: BucketedAttentionSpec,
     shared_codes: bool, dropout: PairDropout | None,
 ) -> Iterator[RowGroup]:  # fmt: skip
-    """Yield groups of whole rows that fit into a block, at least one row each. layout: tensors (B, H, R, L), with B or
-    H = 1 if shared.
-    """
+    """Yield groups of whole rows that fit into a block, at least one. layout: tensors (B|1, H|1, R, L)."""
     batch, heads, length, _ = q.shape
     tensors = [x.expand(-1, heads, -1, -1) for x in layout]
     dtype = torch.promote_types(q.dtype, torch.float32)
@@ -203,7 +199,7 @@ class QueryBlock(TileBlock):
 
     Args:
         rows: (n,) int64, row numbers.
-        tokens, hidden: (n, K), key of each column in its row, arbitrary if hidden (bool) is True.
+        tokens, hidden: (n, K), key of each column in its row, arbitrary if hidden.
         keys: Number of keys per row.
         tile: T of the full pass.
         like: A tensor with the query's dtype.
@@ -237,10 +233,7 @@ def query_attention(
     q: Tensor, k: Tensor, v: Tensor, spec: BucketedAttentionSpec, blocks: Iterable[QueryBlock]
 ) -> tuple[Tensor, Tensor]:
     """Compute `bucketed_attention` of one query per row, without `self_at_last`, from all its blocks, round by round.
-
-    Args:
-        q: (B, H, 1, D).
-        k, v: (B, H, capacity, D), contiguous, of a cache.
+    q: (B, H, 1, D). k, v: (B, H, capacity, D), contiguous, of a cache.
     """
     dtype = torch.promote_types(q.dtype, torch.float32)
     flat_q, flat_k, flat_v = (x.flatten(0, 1) for x in (q, k, v))

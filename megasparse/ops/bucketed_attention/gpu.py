@@ -1,21 +1,12 @@
 """Bucketed attention on GPUs: without sorted copies of q, k and v, one launch per round, deterministic.
 
 The forward stores q, k, v, out, log2 Σ exp(score), and the layout (24 bytes per token, head and round; 12 without
-counting of rounds), because sorting again would cost more time than the memory is worth. The backward recomputes scores
-twice: by queries, for dq, and by keys, for dk and dv, so that programs write disjoint rows.
-
-Cost, for n = B·H·L tokens, s bytes per number, D, R rounds and W keys per query (M; 2M if two-sided):
-    forward   FLOPs 4·n·R·W·D                  bytes n·(R·3·s·D + s·D + (R−1)·8·D)
-    backward  FLOPs 14·n·R·W·D (10 are needed) bytes n·(R·8·s·D + 2·s·D + 3·s·D + (R−1)·24·D)
-The factor 3 is q, k, v; 8 is q, k, v and the gradient of out, read by queries and by keys; then delta reads out and its
-gradient, and the gradients are written; (R−1) is for fp32 sums between rounds. Bounds and statistics add about 40 bytes
-per token and round.
+counting of rounds), because sorting again would cost more time. The backward recomputes scores twice: by queries, for
+dq, and by keys, for dk and dv, so that programs write disjoint rows.
 
 Visibility: in each round queries and keys are sorted by (segment, bucket, position), padding last. The sorted keys
 [low_i, high_i) are visible to query i, and both bounds are nondecreasing in sorted order: a block of queries needs a
 contiguous range of keys, and a block of keys a contiguous range of queries.
-
-B batch, H heads, R rounds, L length, D head dim, M chunk, W keys per window, G rows of a layout.
 """
 
 from dataclasses import dataclass, fields, replace
@@ -107,8 +98,7 @@ class Intervals:
 def shared_intervals(
     codes: Tensor | None, like: Tensor, spec: BucketedAttentionSpec, key_mask: Tensor | None, segments: Tensor | None
 ) -> Intervals:
-    """Return intervals for shared codes (B, H, R, L) of queries and keys; None: one bucket and round. like: (B, H, L,
-    D).
+    """Return intervals for shared codes (B, H, R, L); None: one bucket and round. like: (B, H, L, D).
 
     With causal attention and buckets sorted by position, the bounds determine visibility; otherwise the kernels
     also compare positions.

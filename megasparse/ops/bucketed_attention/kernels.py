@@ -2,11 +2,8 @@
 
 A program processes a block of sorted queries, or of sorted keys, of one row in one round, and reads and writes the rows
 of these tokens: each token occurs once per round, so programs write disjoint rows. A round continues the previous one:
-its softmax starts from the previous output and log-sum-exp.
-
-Logarithms are in base 2. lse2 is log2 Σ exp(score) of a query over all rounds so far, −∞ without a visible key.
-
-B batch, H heads, R rounds, L length, D head dim, m queries and n keys of a tile.
+its softmax starts from the previous output and log-sum-exp. Logarithms are in base 2; lse2 is log2 Σ exp(score) over
+all rounds so far, −∞ without a visible key. A tile has m queries and n keys.
 """
 
 import triton

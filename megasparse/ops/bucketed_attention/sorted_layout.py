@@ -93,12 +93,10 @@ def _attending(spec: BucketedAttentionSpec, length: int) -> range:
 class SortedRound:
     """One round of a group of rows in sorted order, with empty slots around it.
 
-    Attributes:
-        token: (G, P), tokens in order.
-        window, earlier: For this round, and for earlier rounds that hide its pairs, slots of each tile's keys
-            (G, tiles, 1, K), and low and high of its queries (G, tiles, T, 1): slots low < slot <= high are visible.
-        order_hides: (T, K), 1 for keys that the sorted order hides from a query of the tile; or None.
-        position: Positions of each tile's keys and queries if a causal window mixes buckets; else None.
+    token: (G, P), tokens in order. window, earlier: for this round, and for earlier rounds that hide its pairs, slots
+    of each tile's keys (G, tiles, 1, K), and low and high of its queries (G, tiles, T, 1): low < slot <= high is
+    visible. order_hides: (T, K), 1 for keys that the sorted order hides from a query of the tile; or None. position:
+    of each tile's keys and queries if a causal window mixes buckets; else None.
     """
 
     def __init__(self, rows: RowGroup, number: int):
@@ -143,9 +141,7 @@ class SortedRound:
         self.position = self._ranges(position, position, position)[:2] if mixes else None
 
     def _ranges(self, keys: Tensor, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return each tile's keys (G, tiles, 1, K), and low and high of its queries (G, tiles, T, 1), as views of
-        (G, P).
-        """
+        """Return each tile's keys (G, tiles, 1, K), and low and high of its queries (G, tiles, T, 1), as views."""
         of_queries = slice(self.lead, self.lead + self.tiles * self.tile)
         low, high = (x[:, of_queries].unflatten(1, (self.tiles, self.tile)).unsqueeze(3) for x in (low, high))
         return keys.unfold(1, self.span * self.tile, self.tile).unsqueeze(2), low, high
