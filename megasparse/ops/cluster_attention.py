@@ -49,8 +49,8 @@ def cluster_attention(
     Args:
         q: (B, H, Lq, D).
         k, v: (B, H, Lk, D).
-        clusters: Queries (B|1, H|1, W, Mq) and keys (B|1, H|1, W, Mk), token numbers, −1 in empty slots; a list contains
-            a token at most once.
+        clusters: Queries (B|1, H|1, W, Mq) and keys (B|1, H|1, W, Mk), token numbers, −1 in empty slots, each at most
+            once per list.
         spec: N_ij is the number of clusters that contain query i and key j, or 1 without spec.count_clusters.
         key_mask: (B, Lk) bool, true for keys that may be visible; it does not mask queries.
         segments: (B, L) with Lq = Lk; documents never attend to each other.

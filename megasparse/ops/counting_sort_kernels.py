@@ -110,16 +110,18 @@ def counting_sort(keys: Tensor, bits: int, ordered: Tensor | None = None, revers
     order: Tensor | None = None
     for shift in range(0, bits, digit_bits):
         out = torch.empty(rows, length, dtype=torch.int32, device=keys.device)
-        sizes = {"DIGITS": digits, "TILE": tile}
-        launch(count, (rows * tiles,), keys, order, counts, length, tiles, shift, **sizes, num_warps=4)
-        grid = (rows, digits // _WIDE)
-        fixed = {"DIGITS": digits, "WIDE": _WIDE, "TILES": _TILES_AT_ONCE, "num_warps": 4}
-        launch(add_up, grid, counts, totals, tiles, **fixed)
+        shared = {"keys": keys, "order": order, "counts": counts, "length": length, "tiles": tiles, "shift": shift}
+        shared |= {"DIGITS": digits, "TILE": tile}
+        launch(count, (rows * tiles,), **shared, num_warps=4)
+        launch(
+            add_up, (rows, digits // _WIDE), counts=counts, totals=totals, tiles=tiles, DIGITS=digits, WIDE=_WIDE,
+            TILES=_TILES_AT_ONCE, num_warps=4,
+        )  # fmt: skip
         last = shift + digit_bits >= bits
-        sorted_keys = ordered if last else None
-        arguments = (keys, order, counts, totals, out, sorted_keys, length, tiles, shift)
-        settings = {"BLOCK": _BLOCK, "REVERSED": reverse and last, "num_warps": 2}
-        launch(place, (rows * tiles,), *arguments, **sizes, **settings)
+        launch(
+            place, (rows * tiles,), **shared, totals=totals, out=out, ordered=ordered if last else None, BLOCK=_BLOCK,
+            REVERSED=reverse and last, num_warps=2,
+        )  # fmt: skip
         order = out
     assert order is not None
     return order

@@ -94,7 +94,10 @@ class _TokenScores(Function):
         settings = _settings(width, smoothing)
         lse = logits.new_empty(count, dtype=torch.float32)
         scores = lse.new_empty(count, settings["COLUMNS"])
-        launch(scores_forward, (count,), logits, targets, lse, scores, logits.stride(0), width, smoothing, **settings)
+        launch(
+            scores_forward, (count,), logits=logits, targets=targets, lse=lse, scores=scores, stride=logits.stride(0),
+            width=width, smoothing=smoothing, **settings,
+        )  # fmt: skip
         ctx.save_for_backward(logits, targets, lse)
         ctx.smoothing = smoothing
         return scores
@@ -103,9 +106,11 @@ class _TokenScores(Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         logits, targets, lse = ctx.saved_tensors
         count, width = logits.shape
-        settings, slopes = _settings(width, ctx.smoothing), logits.new_empty(count, width)
+        settings = _settings(width, ctx.smoothing)
+        slopes = logits.new_empty(count, width)
         launch(
-            scores_backward, (count, triton.cdiv(width, settings["BLOCK"])), logits, targets, lse, grad.contiguous(),
-            slopes, logits.stride(0), width, ctx.smoothing, **settings,
+            scores_backward, (count, triton.cdiv(width, settings["BLOCK"])), logits=logits, targets=targets, lse=lse,
+            grad=grad.contiguous(), slopes=slopes, stride=logits.stride(0), width=width, smoothing=ctx.smoothing,
+            **settings,
         )  # fmt: skip
         return slopes, None, None

@@ -441,9 +441,11 @@ def _windows(targets: Tensor, sources: _Sorted, spec: HashTableAttentionSpec) ->
     length = sources.order.shape[2]
     windows = _Windows(*(torch.empty(targets.shape, dtype=torch.int32, device=targets.device) for _ in range(2)))
     blocks = -(-count // _SEARCHES)
-    arguments = (targets, *sources[:2], *windows, count, length, blocks, length.bit_length())
-    fixed = {"CAUSAL": spec.causal, "REVERSED": sources.reversed, "BLOCK": _SEARCHES}
-    launch(find_windows, (rows * hashes * blocks,), *arguments, **fixed, num_warps=4)
+    launch(
+        find_windows, (rows * hashes * blocks,), target_buckets=targets, buckets=sources.buckets, order=sources.order,
+        first=windows.first, end=windows.end, targets=count, length=length, blocks=blocks, steps=length.bit_length(),
+        CAUSAL=spec.causal, REVERSED=sources.reversed, BLOCK=_SEARCHES, num_warps=4,
+    )  # fmt: skip
     return windows
 
 
@@ -465,16 +467,19 @@ def _add_sums(
     spans = -(-length // sizes.span)
     sums = torch.empty(rows, hashes, length, head_dim, dtype=_own_dtype(values), device=out.device)
     tails = torch.empty(rows, hashes, spans, head_dim, dtype=torch.float32, device=out.device)
-    fixed = {"D": head_dim, "WIDTH": sizes.width, "SPAN": sizes.span}
-    arguments = (values, sources.order, sources.buckets, sums, tails, hashes, length, spans)
-    settings = {"TILE": sizes.tile, "PRECISION": precision(), "num_warps": sizes.warps}
-    launch(sum_runs, (rows * hashes * spans,), *arguments, **fixed, **settings)
+    shared = {"sums": sums, "tails": tails, "hashes": hashes, "length": length, "spans": spans}
+    shared |= {"D": head_dim, "WIDTH": sizes.width, "SPAN": sizes.span}
+    launch(
+        sum_runs, (rows * hashes * spans,), values=values, order=sources.order, buckets=sources.buckets, **shared,
+        TILE=sizes.tile, PRECISION=precision(), num_warps=sizes.warps,
+    )  # fmt: skip
     _join_spans(tails, sources, sizes)
     blocks = -(-count // sizes.reads)
-    scales = 1 / all_hashes, 1.0 if several else 1 / all_hashes
-    targets = (*windows, out, met, *scales, hashes, count, length, spans, blocks)
-    settings = {"ADD": several, "BLOCK": sizes.reads, "num_warps": 4}
-    launch(read_sums, (rows * blocks,), sums, tails, *targets, **fixed, **settings)
+    launch(
+        read_sums, (rows * blocks,), **shared, first=windows.first, end=windows.end, out=out, met=met,
+        scale=1 / all_hashes, met_scale=1.0 if several else 1 / all_hashes, targets=count, blocks=blocks, ADD=several,
+        BLOCK=sizes.reads, num_warps=4,
+    )  # fmt: skip
 
 
 def _join_spans(tails: Tensor, sources: _Sorted, sizes: _Sizes) -> None:
@@ -484,11 +489,13 @@ def _join_spans(tails: Tensor, sources: _Sorted, sizes: _Sizes) -> None:
         return
     wide = tails[0, 0, 0].numel()
     columns = min(1024, block(wide))
-    segments, parts = -(-spans // _SEGMENT), -(-wide // columns)
-    arguments = (tails, sources.buckets, sources.order.shape[2], spans, segments, parts, wide)
-    grid = (tails.shape[0] * tails.shape[1] * segments * parts,)
-    fixed = {"SPAN": sizes.span, "SEGMENT": _SEGMENT, "BLOCK": columns}
-    launch(join_spans, grid, *arguments, **fixed, num_warps=1 if columns < 256 else 4)
+    segments = -(-spans // _SEGMENT)
+    parts = -(-wide // columns)
+    launch(
+        join_spans, (tails.shape[0] * tails.shape[1] * segments * parts,), tails=tails, buckets=sources.buckets,
+        length=sources.order.shape[2], spans=spans, segments=segments, parts=parts, wide=wide, SPAN=sizes.span,
+        SEGMENT=_SEGMENT, BLOCK=columns, num_warps=1 if columns < 256 else 4,
+    )  # fmt: skip
 
 
 def _add_weighted(
@@ -508,22 +515,23 @@ def _add_weighted(
     sizes = _sizes(head_dim, left.dtype)
     spans = -(-length // sizes.span)
     parts = -(-head_dim // sizes.columns)
-    fixed = {"D": head_dim, "WIDTH": sizes.width, "COLUMNS": sizes.columns, "SPAN": sizes.span}
-    fixed |= {"num_warps": sizes.warps}
     dtype = _own_dtype(left)
     products = torch.empty(rows, hashes, spans, head_dim, head_dim, dtype=dtype, device=out.device)
-    arguments = (left, right, order.order, order.buckets, products, hashes, length, spans, parts)
-    grid = (rows * hashes * spans * parts,)
-    launch(sum_products, grid, *arguments, **fixed, TILE=sizes.tile, PRECISION=precision())
+    shared = {"left": left, "right": right, "order": order.order, "products": products, "hashes": hashes}
+    shared |= {"length": length, "spans": spans, "parts": parts, "D": head_dim, "WIDTH": sizes.width}
+    shared |= {"COLUMNS": sizes.columns, "SPAN": sizes.span, "PRECISION": precision(), "num_warps": sizes.warps}
+    launch(sum_products, (rows * hashes * spans * parts,), **shared, buckets=order.buckets, TILE=sizes.tile)
     _join_spans(products, order, sizes)
     blocks = -(-count // sizes.block)
     # Neighbours in one hash are unrelated in the next, so each hash writes separate results.
     partial = torch.empty(rows, hashes, count, head_dim, dtype=dtype, device=out.device)
-    tensors = (target_left, target_order.order, *windows, left, right, order.order, products, partial)
-    numbers = (hashes, count, length, spans, blocks, parts)
-    tiles = {"BLOCK": sizes.block, "TILE": sizes.pairs, "DEPTH": min(32, sizes.width), "PRECISION": precision()}
-    grid = (rows * hashes * blocks * parts,)
-    launch(weighted_sums, grid, *tensors, *numbers, **fixed, **tiles, num_stages=2)
+    launch(
+        weighted_sums, (rows * hashes * blocks * parts,), **shared, target_left=target_left,
+        target_order=target_order.order, first=windows.first, end=windows.end, out=partial, targets=count,
+        blocks=blocks, BLOCK=sizes.block, TILE=sizes.pairs, DEPTH=min(32, sizes.width), num_stages=2,
+    )  # fmt: skip
     blocks = -(-count // sizes.reads)
-    settings = {"D": head_dim, "WIDTH": sizes.width, "ADD": several, "BLOCK": sizes.reads, "num_warps": 4}
-    launch(add_hashes, (rows * blocks,), partial, out, scale, hashes, count, blocks, **settings)
+    launch(
+        add_hashes, (rows * blocks,), partial=partial, out=out, scale=scale, hashes=hashes, targets=count,
+        blocks=blocks, D=head_dim, WIDTH=sizes.width, ADD=several, BLOCK=sizes.reads, num_warps=4,
+    )  # fmt: skip

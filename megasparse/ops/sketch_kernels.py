@@ -389,7 +389,7 @@ class _Attention(Function):
         ctx.dtypes, ctx.causal = [x.dtype for x in (q, k, v)], causal
         q, k, v = _coordinates(q, width**-0.5), _coordinates(k), _coordinates(v)
         h, lse = q.new_empty(batch, length, width), q.new_empty(batch, length)
-        _launch(attend, 8, q, k, v, documents, h, lse, CAUSAL=causal)
+        _launch(attend, 8, q=q, k=k, v=v, documents=documents, h=h, lse=lse, CAUSAL=causal)
         ctx.save_for_backward(q, k, v, documents, h, lse)
         return h, lse
 
@@ -398,20 +398,21 @@ class _Attention(Function):
         q, k, v, documents, h, lse = ctx.saved_tensors
         grad_h, grad_lse = grads
         shift = (h * grad_h).sum(-1) - grad_lse
-        shared = (q, k, v, documents, lse, _coordinates(grad_h), shift)
+        shared = {"q": q, "k": k, "v": v, "documents": documents, "lse": lse, "shift": shift, "CAUSAL": ctx.causal}
+        shared["grad_h"] = _coordinates(grad_h)
         grad_q, grad_k, grad_v = (torch.empty_like(h) for _ in range(3))
-        _launch(grad_queries, 4, *shared, grad_q, q.shape[1] ** -0.5, CAUSAL=ctx.causal)
-        _launch(grad_keys, 4, *shared, grad_k, grad_v, CAUSAL=ctx.causal)
+        _launch(grad_queries, 4, **shared, grad_q=grad_q, scale=q.shape[1] ** -0.5)
+        _launch(grad_keys, 4, **shared, grad_k=grad_k, grad_v=grad_v)
         return *(x.to(d) for x, d in zip((grad_q, grad_k, grad_v), ctx.dtypes, strict=True)), None, None
 
 
-def _launch(kernel: Any, most: int, q: Tensor, *arguments: Any, CAUSAL: bool) -> None:
+def _launch(kernel: Any, most: int, q: Tensor, **values: Any) -> None:
     """Launch a kernel. most: rows per thread for d <= 4; larger d leaves registers for fewer."""
     batch, width, length = q.shape
     rows = _WARPS * max(1, min(most, 1 << (4 * most // width).bit_length() - 1))
     launch(
-        kernel, (-(-length // rows), batch), q, *arguments, length,
-        WIDTH=width, CAUSAL=CAUSAL, ROWS=rows, COLUMNS=_LANES, num_warps=_WARPS,
+        kernel, (-(-length // rows), batch), q=q, **values, length=length, WIDTH=width, ROWS=rows, COLUMNS=_LANES,
+        num_warps=_WARPS,
     )  # fmt: skip
 
 
@@ -432,12 +433,12 @@ def chosen_keys(
     needs_lse = noise is not None and spec.sampling.startswith("inverse_log")
     launch(
         choose, (-(-queries // _CHOOSING), batch * heads),
-        _coordinates(q, width**-0.5), _coordinates(k),
-        lse.float().contiguous() if needs_lse and lse is not None else None,
-        _documents(key_mask, segments),
-        None if noise is None else noise.rows.contiguous(),
-        None if noise is None else noise.tiles(length),
-        out, queries, length, first_query,
+        q=_coordinates(q, width**-0.5), k=_coordinates(k),
+        lse=lse.float().contiguous() if needs_lse and lse is not None else None,
+        documents=_documents(key_mask, segments),
+        numbers=None if noise is None else noise.rows.contiguous(),
+        seeds=None if noise is None else noise.tiles(length),
+        out=out, queries=queries, length=length, first_query=first_query,
         WIDTH=width, CAUSAL=spec.causal, HEADS=heads, COUNT=spec.count, SAMPLING=drawn, TILE=KEYS,
         ROWS=_CHOOSING, COLUMNS=64, PLACES=max(_LANES, triton.next_power_of_2(spec.count)), num_warps=1,
     )  # fmt: skip
@@ -462,15 +463,20 @@ def exact_projection(x: Tensor, weight: Tensor) -> Tensor:
     rows, width = x.reshape(-1, x.shape[2]), len(weight)
     out = torch.empty(len(rows), width, dtype=torch.float64, device=x.device)
     wide = triton.next_power_of_2(width)
-    settings = {"WIDTH": wide, "ROWS": 64 // wide, "COLUMNS": 64, "num_warps": _WARPS}
-    arguments = (rows, weight.contiguous(), out, len(rows), rows.shape[1], width)
-    launch(project, (-(-len(rows) * wide // 64),), *arguments, **settings)
+    launch(
+        project, (-(-len(rows) * wide // 64),), x=rows, weight=weight.contiguous(), out=out, count=len(rows),
+        width_in=rows.shape[1], width=width, WIDTH=wide, ROWS=64 // wide, COLUMNS=64, num_warps=_WARPS,
+    )  # fmt: skip
     return out.view(*x.shape[:2], width)
 
 
 def gathered_products(q: Tensor, k: Tensor, index: Tensor) -> Tensor:
     """Compute `sketch.gathered_products` without storing the gathered rows; it moves 8·C·(d + 2) bytes per query."""
-    out, width = torch.empty(index.shape, dtype=torch.float64, device=q.device), q.shape[1]
-    grid, settings = (len(q), -(-index.shape[1] // 64)), {"WIDTH": triton.next_power_of_2(width), "COLUMNS": 64}
-    launch(multiply, grid, q.contiguous(), k.contiguous(), index.contiguous(), out, index.shape[1], width, **settings)
+    candidates = index.shape[1]
+    width = q.shape[1]
+    out = torch.empty(index.shape, dtype=torch.float64, device=q.device)
+    launch(
+        multiply, (len(q), -(-candidates // 64)), q=q.contiguous(), k=k.contiguous(), index=index.contiguous(),
+        out=out, candidates=candidates, width=width, WIDTH=triton.next_power_of_2(width), COLUMNS=64,
+    )  # fmt: skip
     return out
