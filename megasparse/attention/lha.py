@@ -242,7 +242,8 @@ class LHAAttention(BandAttention):
         flat = [*weights[0], *weights[1]]
         learn = torch.is_grad_enabled() and any(w.requires_grad for w in flat)
         kl, others = _Divergence.apply(examples, functions, _real(inputs), learn, *flat)
-        (queries, keys), (attended, negative) = kl.detach().unbind(), others.unbind()
+        queries, keys = kl.detach().unbind()
+        attended, negative = others.unbind()
         statistics = {
             "kl_queries": queries,
             "kl_keys": keys,
@@ -280,7 +281,8 @@ class LHAAttention(BandAttention):
             q = torch.cat([hash_learning.at_tokens(all_q, draws.tokens), q], dim=2)
             first = SAMPLED_KEYS
             k = torch.cat([draws.k, k], dim=2)
-        q, k = at_least_fp32(q), at_least_fp32(k)  # of the drawn keys, then, from `first` on, of the U tokens
+        q = at_least_fp32(q)  # of the drawn keys, then, from `first` on, of the U tokens
+        k = at_least_fp32(k)
         queries = slice(first, first + min(SAMPLES, length))
         drawn = slice(min(SAMPLED_KEYS, length))
         keys = slice(first, first + drawn.stop)

@@ -167,7 +167,8 @@ class LocalAttention(Attention):
             return self._decode_relative(inputs.q, cache.tokens, cache.relative, position)
         out, lse = cached_window(inputs.q, k, v, capacity, position, self._rule(causal=True))
         if self.sinks:
-            scale, (k, v) = self.spec.head_dim**-0.5, (x[:, :, capacity:] for x in (k, v))
+            scale = self.spec.head_dim**-0.5
+            (k, v) = (x[:, :, capacity:] for x in (k, v))
             sinks = cached_sinks(self.sinks, inputs.q, k, v, position, scale=scale, chunk=self.chunk)
             out, _ = merge([(out, lse), sinks])
         return out

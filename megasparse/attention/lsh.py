@@ -190,7 +190,7 @@ class LSHAttention(BandAttention):
         draws = key, numbers, rounds, factors, inputs.q.device
         if self._rotations is None or self._rotations[0] != draws:
             self._rotations = draws, rotations(key, numbers, rounds, inputs.q.shape[3], factors, inputs.q.device)
-        vectors = inputs.q if self.shared_qk else torch.cat([inputs.q, inputs.k])
+        vectors = inputs.q if self.shared_qk else torch.cat([inputs.q, inputs.k])  # (B or 2·B, H, L, D)
         return vectors.detach(), self._rotations[1], factors
 
     def selection_gap(self, inputs: AttentionInputs, context: AttentionContext) -> float:

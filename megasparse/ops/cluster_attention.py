@@ -59,7 +59,8 @@ def cluster_attention(
     Returns:
         out (B, H, Lq, D) and lse (B, H, Lq) as in `bucketed_attention`, 0 and −∞ for queries without a visible key.
     """
-    k, v = k.to(q.dtype), v.to(q.dtype)  # torch.autocast leaves some inputs in bf16 and some in fp32
+    k = k.to(q.dtype)  # torch.autocast leaves some inputs in bf16 and some in fp32
+    v = v.to(q.dtype)
     out, lse = _ClusterAttention.apply(q, k, v, *clusters, spec, key_mask, segments, dropout)
     return out, lse
 
@@ -132,7 +133,8 @@ def _blocks(
     q: Tensor, k: Tensor, v: Tensor, lists: ClusterIndices, spec: ClusterAttentionSpec, key_mask: Tensor | None,
     segments: Tensor | None, dropout: PairDropout | None,
 ) -> Iterator[_Block]:  # fmt: skip
-    (batch, heads, length, head_dim), key_length = q.shape, k.shape[2]
+    batch, heads, length, head_dim = q.shape
+    key_length = k.shape[2]
     query_index, key_index = (index.expand(batch, heads, -1, -1) for index in lists)  # (B, H, W, Mq), (B, H, W, Mk)
     clusters, places, keys = *query_index.shape[2:], key_index.shape[3]
     dtype = torch.promote_types(q.dtype, torch.float32)
@@ -169,7 +171,7 @@ def _blocks(
             q_block = q_rows[query_row].to(dtype)  # (n, m, D)
             score = torch.bmm(q_block, k_block.transpose(1, 2)).mul_(spec.scale)  # (n, m, Mk)
             if members is not None and key_members is not None:
-                count = torch.bmm(members[0].of(query_row, dtype), key_members.transpose(1, 2))
+                count = torch.bmm(members[0].of(query_row, dtype), key_members.transpose(1, 2))  # (n, m, Mk)
                 score -= count.clamp_min(1.0).log_()
             score.masked_fill_(~visible, -torch.inf)
             factors = None
@@ -209,8 +211,8 @@ def _merge(out: Tensor, lse: Tensor, rows: Tensor, part: Tensor, part_lse: Tenso
     if out.is_meta:  # the repeated rows depend on data
         return
     rows, slot = rows.flatten().unique(return_inverse=True)
-    part = part.flatten(0, 1)
-    part_lse = part_lse.flatten()
+    part = part.flatten(0, 1)  # (n·m, D)
+    part_lse = part_lse.flatten()  # (n·m)
     old = lse[rows]
     highest = old.scatter_reduce(0, slot, part_lse, "amax").clamp_min_(torch.finfo(lse.dtype).min)
     total = (old - highest).exp().index_add_(0, slot, (part_lse - highest[slot]).exp_())

@@ -26,7 +26,8 @@ def _digits(keys, order, slots, valid, shift, DIGITS: tl.constexpr):
 @triton.jit(do_not_specialize=["tiles", "shift"])
 def count(keys, order, counts, length, tiles, shift, DIGITS: tl.constexpr, TILE: tl.constexpr):
     program = tl.program_id(0).to(tl.int64)
-    row, tile = program // tiles, program % tiles
+    row = program // tiles
+    tile = program % tiles
     if order is not None:
         order += row * length
     slots = (tile * TILE).to(tl.int32) + tl.arange(0, TILE)
@@ -64,11 +65,14 @@ def place(
     None. REVERSED: write in reverse order.
     """
     program = tl.program_id(0).to(tl.int64)
-    row, tile = program // tiles, (program % tiles).to(tl.int32)
-    keys, out = keys + row * length, out + row * length
+    row = program // tiles
+    tile = (program % tiles).to(tl.int32)
+    keys = keys + row * length
+    out = out + row * length
     if order is not None:
         order += row * length
-    digit, inside = tl.arange(0, DIGITS), tl.arange(0, BLOCK)
+    digit = tl.arange(0, DIGITS)
+    inside = tl.arange(0, BLOCK)
     total = tl.load(totals + row * DIGITS + digit)
     next_place = tl.cumsum(total, 0) - total + tl.load(counts + program * DIGITS + digit)
     earlier = inside[None, :] < inside[:, None]

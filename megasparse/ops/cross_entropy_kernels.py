@@ -27,7 +27,9 @@ def scores_forward(
     """
     row = tl.program_id(0).to(tl.int64)
     logits += row * stride
-    highest, total, sums = tl.full((), LOWEST, tl.float32), tl.full((), 0.0, tl.float32), tl.full((), 0.0, tl.float32)
+    highest = tl.full((), LOWEST, tl.float32)
+    total = tl.full((), 0.0, tl.float32)
+    sums = tl.full((), 0.0, tl.float32)
     likeliest = tl.full((), 0, tl.int32)
     for start in range(0, width, BLOCK):
         ids = start + tl.arange(0, BLOCK)
@@ -57,10 +59,12 @@ def scores_backward(
     logits, targets, lse, grad, slopes, stride, width, smoothing, COLUMNS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     """Compute slopes (N, V), the gradient of the logits. grad: (N, COLUMNS). Grid axis 1: blocks of the vocabulary."""
-    row, ids = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    row = tl.program_id(0).to(tl.int64)
+    ids = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(logits + row * stride + ids, mask=ids < width, other=0.0).to(tl.float32)
     total = tl.load(grad + row * COLUMNS)
-    of_target, of_all = total, 0.0
+    of_target = total
+    of_all = 0.0
     if COLUMNS == 3:
         smooth = tl.load(grad + row * COLUMNS + 2)
         total += smooth
@@ -89,7 +93,8 @@ def _settings(width: int, smoothing: float) -> dict[str, int]:
 class _TokenScores(Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, smoothing: float) -> Tensor:
-        logits, targets = whole_vectors(logits), targets.contiguous()
+        logits = whole_vectors(logits)
+        targets = targets.contiguous()
         count, width = logits.shape
         settings = _settings(width, smoothing)
         lse = logits.new_empty(count, dtype=torch.float32)

@@ -39,8 +39,10 @@ def attend(
     over slots once, at the end. key_heads, list_heads: number of neighbouring heads with the same keys, the same index.
     """
     program = tl.program_id(0).to(tl.int64)
-    row, block = program // blocks, (program % blocks).to(tl.int32)
-    batch, head = row // heads, row % heads
+    row = program // blocks
+    block = (program % blocks).to(tl.int32)
+    batch = row // heads
+    head = row % heads
     k += batch * k_batch + head // key_heads * k_head
     v += batch * v_batch + head // key_heads * v_head
     query = block * QUERIES + tl.arange(0, QUERIES)
@@ -82,8 +84,10 @@ def query_gradients(
     pairs (B·H, Lq·K, 2).
     """
     program = tl.program_id(0).to(tl.int64)
-    row, block = program // blocks, (program % blocks).to(tl.int32)
-    batch, head = row // heads, row % heads
+    row = program // blocks
+    block = (program % blocks).to(tl.int32)
+    batch = row // heads
+    head = row % heads
     k += batch * k_batch + head * k_head
     v += batch * v_batch + head * v_head
     query = block * QUERIES + tl.arange(0, QUERIES)
@@ -148,8 +152,10 @@ def tile_gradients(
     Entries are summed per key by a product with the matrix of equal keys.
     """
     program = tl.program_id(0).to(tl.int64)
-    row, tile = program // tiles, (program % tiles).to(tl.int32)
-    batch, head = row // heads, row % heads
+    row = program // tiles
+    tile = (program % tiles).to(tl.int32)
+    batch = row // heads
+    head = row % heads
     order += batch * order_batch + head * order_head
     keys += batch * order_batch + head * order_head
     start = tile * TILE
@@ -187,7 +193,8 @@ def join_tiles(
     of its parts in order of tiles.
     """
     program = tl.program_id(0).to(tl.int64)
-    row, tile = program // tiles, (program % tiles).to(tl.int32)
+    row = program // tiles
+    tile = (program % tiles).to(tl.int32)
     order += row // heads * order_batch + row % heads * order_head
     keys += row // heads * order_batch + row % heads * order_head
     start = tile * TILE

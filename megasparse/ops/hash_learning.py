@@ -60,7 +60,7 @@ def draw_keys(q: Tensor, k: Tensor, points: Tensor, *, scale: float) -> Draws:
     points: (C,) fp64, a random point of each of C equal parts of [0, 1), the cumulative probability of keys, so that
     the number of draws of a key is less than its expectation by at most two.
     """
-    keys = k.transpose(-1, -2)
+    keys = k.transpose(-1, -2)  # (B, H, D, L)
     wide = torch.promote_types(k.dtype, torch.float32)
     scaled = q * scale
     scores = (scaled[:, :, part] @ keys for part in tiles(q, k.shape[2]))  # precise enough for drawing keys

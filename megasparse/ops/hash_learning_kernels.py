@@ -86,7 +86,8 @@ def unit_sum_kernel(utility, count, buckets, ROWS: tl.constexpr, WIDTH: tl.const
 def ranks_kernel(scores, out, first, tokens, buckets, blocks, ROWS: tl.constexpr, WIDTH: tl.constexpr):
     """Compute out (B·H, N, T): the bits of −ln softmax(scores), with the token's number in the low bits."""
     head = (tl.program_id(0) // blocks).to(tl.int64)
-    token, bucket = tl.program_id(0) % blocks * ROWS + tl.arange(0, ROWS), tl.arange(0, WIDTH)
+    token = tl.program_id(0) % blocks * ROWS + tl.arange(0, ROWS)
+    bucket = tl.arange(0, WIDTH)
     valid = (token < tokens)[:, None] & (bucket < buckets)[None, :]
     places = (head * tokens + token)[:, None] * buckets + bucket[None, :]
     penalty = tl.abs(_log_softmax(scores, places, valid))

@@ -51,7 +51,8 @@ def _rows(x, row, valid, columns, D: tl.constexpr):
 @triton.jit
 def _store_rows(x, row, valid, columns, value, ADD: tl.constexpr, D: tl.constexpr):
     """Store rows (n) of x (..., D) = value; ADD: add value to the stored rows."""
-    address, mask = x + row[:, None] * D + columns[None, :], valid[:, None] & (columns < D)[None, :]
+    address = x + row[:, None] * D + columns[None, :]
+    mask = valid[:, None] & (columns < D)[None, :]
     if ADD:
         value += tl.load(address, mask=mask, other=0.0)
     tl.store(address, value.to(x.dtype.element_ty), mask=mask)
@@ -66,9 +67,12 @@ def sum_runs(
     start and the span's start up to the index, inclusive. tails (G, m, S, D): sums at each span's last index.
     """
     program = tl.program_id(0)
-    span, row_hash = program % spans, (program // spans).to(tl.int64)
-    row, base = row_hash // hashes, row_hash * length
-    step, columns = tl.arange(0, TILE), tl.arange(0, WIDTH)
+    span = program % spans
+    row_hash = (program // spans).to(tl.int64)
+    row = row_hash // hashes
+    base = row_hash * length
+    step = tl.arange(0, TILE)
+    columns = tl.arange(0, WIDTH)
     carried = tl.zeros([WIDTH], tl.float32)
     stop = tl.minimum((span + 1) * SPAN, length)
     for begin in range(span * SPAN, stop, TILE):
@@ -99,7 +103,9 @@ def join_spans(
     A program processes the runs whose first span is in its segment of spans, up to their end.
     """
     program = tl.program_id(0)
-    part, segment, row_hash = program % parts, program // parts % segments, (program // parts // segments).to(tl.int64)
+    part = program % parts
+    segment = program // parts % segments
+    row_hash = (program // parts // segments).to(tl.int64)
     columns = part * BLOCK + tl.arange(0, BLOCK)
     inside = columns < wide
     base = row_hash * length
@@ -136,21 +142,26 @@ def find_windows(
     target = program % blocks * BLOCK + tl.arange(0, BLOCK)
     inside = target < targets
     bucket = tl.load(target_buckets + row_hash * targets + target, mask=inside, other=0)
-    low, high = tl.zeros([BLOCK], tl.int32), tl.zeros([BLOCK], tl.int32) + tl.where(inside, length, 0)
+    low = tl.zeros([BLOCK], tl.int32)
+    high = tl.zeros([BLOCK], tl.int32) + tl.where(inside, length, 0)
     for _ in range(steps):
-        middle, searching = (low + high) // 2, low < high
+        middle = (low + high) // 2
+        searching = low < high
         middle_bucket = tl.load(buckets + base + middle, mask=searching, other=0)
         below = searching & ((middle_bucket > bucket) if REVERSED else (middle_bucket < bucket))
-        low, high = tl.where(below, middle + 1, low), tl.where(searching & (below == 0), middle, high)
+        low = tl.where(below, middle + 1, low)
+        high = tl.where(searching & (below == 0), middle, high)
     tl.store(first + row_hash * targets + target, low, mask=inside)
     high = tl.where(inside, length, low)
     for _ in range(steps):
-        middle, searching = (low + high) // 2, low < high
+        middle = (low + high) // 2
+        searching = low < high
         visible = searching & (tl.load(buckets + base + middle, mask=searching, other=0) == bucket)
         if CAUSAL:
             position = tl.load(order + base + middle, mask=searching, other=0)
             visible = visible & ((position >= target) if REVERSED else (position <= target))
-        low, high = tl.where(visible, middle + 1, low), tl.where(searching & (visible == 0), middle, high)
+        low = tl.where(visible, middle + 1, low)
+        high = tl.where(searching & (visible == 0), middle, high)
     tl.store(end + row_hash * targets + target, low, mask=inside)
 
 
@@ -164,9 +175,11 @@ def read_sums(
     """
     program = tl.program_id(0)
     row = (program // blocks).to(tl.int64)
-    target, columns = program % blocks * BLOCK + tl.arange(0, BLOCK), tl.arange(0, WIDTH)
+    target = program % blocks * BLOCK + tl.arange(0, BLOCK)
+    columns = tl.arange(0, WIDTH)
     inside = target < targets
-    total, many = tl.zeros([BLOCK, WIDTH], tl.float32), tl.zeros([BLOCK], tl.int32)
+    total = tl.zeros([BLOCK, WIDTH], tl.float32)
+    many = tl.zeros([BLOCK], tl.int32)
     for number in range(hashes):
         row_hash = row * hashes + number
         begin = tl.load(first + row_hash * targets + target, mask=inside, other=0)
@@ -191,9 +204,13 @@ def sum_products(
 ):  # fmt: skip
     """Compute products (G, m, S, D, D): Σ left_j·right_jᵀ over a span's sources in the bucket of its last source."""
     program = tl.program_id(0)
-    part, span, row_hash = program % parts, program // parts % spans, (program // parts // spans).to(tl.int64)
-    row, base = row_hash // hashes, row_hash * length
-    step, rows = tl.arange(0, TILE), tl.arange(0, WIDTH)
+    part = program % parts
+    span = program // parts % spans
+    row_hash = (program // parts // spans).to(tl.int64)
+    row = row_hash // hashes
+    base = row_hash * length
+    step = tl.arange(0, TILE)
+    rows = tl.arange(0, WIDTH)
     columns = part * COLUMNS + tl.arange(0, COLUMNS)
     stop = tl.minimum((span + 1) * SPAN, length)
     last_bucket = tl.load(buckets + base + stop - 1)
@@ -203,7 +220,8 @@ def sum_products(
             slot = begin + step
             inside = (slot < stop) & (tl.load(buckets + base + slot, mask=slot < stop, other=0) == last_bucket)
             token = row * length + tl.load(order + base + slot, mask=inside, other=0)
-            a, b = _rows(left, token, inside, rows, D), _rows(right, token, inside, columns, D)
+            a = _rows(left, token, inside, rows, D)
+            b = _rows(right, token, inside, columns, D)
             total += dot(tl.trans(a), b, PRECISION)
     slot = (row_hash * spans + span) * D * D + rows[:, None] * D + columns[None, :]
     valid = (rows < D)[:, None] & (columns < D)[None, :]
@@ -224,9 +242,12 @@ def weighted_sums(
     pair.
     """
     program = tl.program_id(0)
-    part, block, row_hash = program % parts, program // parts % blocks, (program // parts // blocks).to(tl.int64)
+    part = program % parts
+    block = program // parts % blocks
+    row_hash = (program // parts // blocks).to(tl.int64)
     row = row_hash // hashes
-    base, columns = row_hash * length, part * COLUMNS + tl.arange(0, COLUMNS)
+    base = row_hash * length
+    columns = part * COLUMNS + tl.arange(0, COLUMNS)
     slot = block * BLOCK + tl.arange(0, BLOCK)
     target = tl.load(target_order + row_hash * targets + slot, mask=slot < targets, other=0)
     begin = tl.load(first + row_hash * targets + target, mask=slot < targets, other=0)
@@ -259,7 +280,8 @@ def weighted_sums(
             a = _rows(target_left, row * targets + target, whole & (span == boundary), depth, D)
             b = _rows(products, (row_hash * spans + boundary - 1) * D + depth, depth < D, columns, D)
             if a.dtype != tl.float32:  # sums of long runs can exceed the range of fp16
-                a, b = a.to(tl.bfloat16), b.to(tl.bfloat16)
+                a = a.to(tl.bfloat16)
+                b = b.to(tl.bfloat16)
             total += dot(a, b, PRECISION)
         boundary = tl.min(tl.where(whole & (span > boundary), span, spans + 1), axis=0)
 
@@ -273,7 +295,8 @@ def add_hashes(
 ):  # fmt: skip
     """Store in out (G, targets, D) (ADD: add to it) scale·Σ_h partial (G, m, targets, D)."""
     program = tl.program_id(0)
-    row, columns = (program // blocks).to(tl.int64), tl.arange(0, WIDTH)
+    row = (program // blocks).to(tl.int64)
+    columns = tl.arange(0, WIDTH)
     target = program % blocks * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK, WIDTH], tl.float32)
     for number in range(hashes):
@@ -305,7 +328,8 @@ class _Sizes(NamedTuple):
 
 def _sizes(head_dim: int, dtype: torch.dtype) -> _Sizes:
     width = block(head_dim)
-    span, reads = max(128, 4 * width), max(16, 2048 // width)
+    span = max(128, 4 * width)
+    reads = max(16, 2048 // width)
     if dtype == torch.float32:
         return _Sizes(width, span, reads, 32, 32, 32, min(width, 32), 8 if width > 32 else 4)
     return _Sizes(width, span, reads, 64, 64, 32, min(width, 64), 8 if width > 128 else 4)
@@ -348,7 +372,8 @@ class _HashTableAttention(Function):
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, q_codes: Tensor, k_codes: Tensor,
         group: tuple[Tensor, Tensor] | None, spec: HashTableAttentionSpec,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        hashes, slabs = q_codes.shape[2], _slabs(q_codes, k_codes, v)
+        hashes = q_codes.shape[2]
+        slabs = _slabs(q_codes, k_codes, v)
         several = len(slabs) > 1
         out = _total((*q.shape[:3], v.shape[3]), torch.float32, q.device, several)
         matches = _total(q.shape[:3], torch.float32, q.device, several)
@@ -357,7 +382,8 @@ class _HashTableAttention(Function):
             queries, keys = _buckets(q_codes, k_codes, group, spec, slab)
             sources = _sorted(keys, spec.code_bits)
             _add_sums(out, values, sources, _windows(queries, sources, spec), hashes, several, matches)
-        ctx.spec, ctx.group = spec, group
+        ctx.spec = spec
+        ctx.group = group
         ctx.save_for_backward(q, k, v, q_codes, k_codes)
         total = matches / hashes if several else matches
         ctx.mark_non_differentiable(total)
@@ -368,15 +394,18 @@ class _HashTableAttention(Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, q_codes, k_codes = ctx.saved_tensors
         spec: HashTableAttentionSpec = ctx.spec
-        hashes, slabs = q_codes.shape[2], _slabs(q_codes, k_codes, v)
+        hashes = q_codes.shape[2]
+        slabs = _slabs(q_codes, k_codes, v)
         several = len(slabs) > 1
         dq, dk, dv = (_total(x.shape, x.dtype, x.device, several) for x in (q, k, v))
         rows_q, rows_k, rows_v, g = _row_copies(v.dtype, q, k, v, grads[0])
         factor = spec.code_bits / (2 * hashes)
         for slab in slabs:
             queries, keys = _buckets(q_codes, k_codes, ctx.group, spec, slab)
-            by_query, by_key = _sorted(queries, spec.code_bits, reverse=spec.causal), _sorted(keys, spec.code_bits)
-            of_queries, of_keys = _windows(queries, by_key, spec), _windows(keys, by_query, spec)
+            by_query = _sorted(queries, spec.code_bits, reverse=spec.causal)
+            by_key = _sorted(keys, spec.code_bits)
+            of_queries = _windows(queries, by_key, spec)
+            of_keys = _windows(keys, by_query, spec)
             _add_sums(dv, g, by_query, of_keys, hashes, several)
             _add_weighted(dq, (g, by_query), of_queries, (rows_v, rows_k, by_key), factor, several)
             _add_weighted(dk, (rows_v, by_key), of_keys, (g, rows_q, by_query), factor, several)
@@ -429,7 +458,8 @@ def _sorted(buckets: Tensor, code_bits: int, reverse: bool = False) -> _Sorted:
     if buckets.dtype == torch.int64:
         ordered, order = torch.sort(buckets, dim=-1, stable=True)
         if reverse:
-            ordered, order = ordered.flip(-1), order.flip(-1)
+            ordered = ordered.flip(-1)
+            order = order.flip(-1)
         return _Sorted(ordered, order.to(torch.int32), reverse)
     ordered = torch.empty_like(buckets)
     order = counting_sort(buckets.flatten(0, 1), code_bits, ordered.flatten(0, 1), reverse)
@@ -509,7 +539,8 @@ def _add_weighted(
     """Add to out_i scale·Σ_j (left_i·left_j) right_j over i's windows in all hashes. targets: left (G, targets, D) and
     their sorted order. sources: left and right (G, length, D) and their order. several: there are several slabs.
     """
-    (target_left, target_order), (left, right, order) = targets, sources
+    target_left, target_order = targets
+    left, right, order = sources
     rows, hashes, count = windows.first.shape
     length, head_dim = left.shape[1:]
     sizes = _sizes(head_dim, left.dtype)

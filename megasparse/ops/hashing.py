@@ -208,7 +208,7 @@ def hadamard(x: Tensor) -> Tensor:
     """
     half = 1
     while half < x.shape[-1]:
-        a, b = x.unflatten(-1, (-1, 2, half)).unbind(-2)
-        x = torch.stack([a + b, a - b], dim=-2).flatten(-3)
+        a, b = x.unflatten(-1, (-1, 2, half)).unbind(-2)  # (..., P/(2·half), half)
+        x = torch.stack([a + b, a - b], dim=-2).flatten(-3)  # (..., P)
         half *= 2
     return x

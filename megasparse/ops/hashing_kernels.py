@@ -49,8 +49,11 @@ def angular(
     """Compute codes of TOKENS tokens of a row in a round: for each factor, the first maximum of [xR; −xR]. rotations:
     (H, R, D, `columns`). Rounds of the same tokens are neighbouring programs, so that x is in the cache.
     """
-    program, tiles = tl.program_id(0), tl.cdiv(length, TOKENS)
-    round_, tile, row = program % rounds, program // rounds % tiles, (program // rounds // tiles).to(tl.int64)
+    program = tl.program_id(0)
+    tiles = tl.cdiv(length, TOKENS)
+    round_ = program % rounds
+    tile = program // rounds % tiles
+    row = (program // rounds // tiles).to(tl.int64)
     x = _vectors(x, row, heads, x_batch, x_head)
     matrix = rotations + ((row % heads) * rounds + round_) * D * columns
     token = tile * TOKENS + tl.arange(0, TOKENS)
@@ -85,8 +88,12 @@ def hidden_units(
     """Compute relu(xW + b) of TOKENS tokens of a row, for COLUMNS of the D units, into out (B·H, L, `width`) from
     column `first` on. weight: (H, D, D). bias: (H, D).
     """
-    program, tiles, groups = tl.program_id(0), tl.cdiv(length, TOKENS), tl.cdiv(D, COLUMNS)
-    group, tile, row = program % groups, program // groups % tiles, (program // groups // tiles).to(tl.int64)
+    program = tl.program_id(0)
+    tiles = tl.cdiv(length, TOKENS)
+    groups = tl.cdiv(D, COLUMNS)
+    group = program % groups
+    tile = program // groups % tiles
+    row = (program // groups // tiles).to(tl.int64)
     x = _vectors(x, row, heads, x_batch, x_head)
     token = tile * TOKENS + tl.arange(0, TOKENS)
     unit = group * COLUMNS + tl.arange(0, COLUMNS)
@@ -105,8 +112,10 @@ def best_bucket(
     """Compute the first maximum of xW + Σb, for TOKENS tokens of a row. x: (B·H, L, D). weight: (H, D, `buckets`).
     bias: (BIASES, H, `buckets`).
     """
-    program, tiles = tl.program_id(0), tl.cdiv(length, TOKENS)
-    tile, row = program % tiles, (program // tiles).to(tl.int64)
+    program = tl.program_id(0)
+    tiles = tl.cdiv(length, TOKENS)
+    tile = program % tiles
+    row = (program // tiles).to(tl.int64)
     token = tile * TOKENS + tl.arange(0, TOKENS)
     x += row * length * D
     weight += (row % heads) * D * buckets
@@ -132,8 +141,12 @@ def sides(
     TOKENS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
     """Compute codes of TOKENS tokens of a row in COLUMNS hashes: bit t is [r·x >= 0], normals r (H, τ, D, m)."""
-    program, tiles, groups = tl.program_id(0), tl.cdiv(length, TOKENS), tl.cdiv(hashes, COLUMNS)
-    group, tile, row = program % groups, program // groups % tiles, (program // groups // tiles).to(tl.int64)
+    program = tl.program_id(0)
+    tiles = tl.cdiv(length, TOKENS)
+    groups = tl.cdiv(hashes, COLUMNS)
+    group = program % groups
+    tile = program // groups % tiles
+    row = (program // groups // tiles).to(tl.int64)
     x = _vectors(x, row, heads, x_batch, x_head)
     token = tile * TOKENS + tl.arange(0, TOKENS)
     hash_ = group * COLUMNS + tl.arange(0, COLUMNS)
@@ -187,11 +200,16 @@ def transformed_sides(
     P: tl.constexpr = 1 << LEVELS
     PARTS: tl.constexpr = 1 << PARTS_LEVELS
     HASHES: tl.constexpr = P // PARTS
-    part_count, groups = tl.cdiv(hashes, HASHES), tl.cdiv(hashes, P)
-    program, tiles = tl.program_id(0), tl.cdiv(length, TOKENS)
-    part, tile, row = program % part_count, program // part_count % tiles, (program // part_count // tiles).to(tl.int64)
+    part_count = tl.cdiv(hashes, HASHES)
+    groups = tl.cdiv(hashes, P)
+    program = tl.program_id(0)
+    tiles = tl.cdiv(length, TOKENS)
+    part = program % part_count
+    tile = program // part_count % tiles
+    row = (program // part_count // tiles).to(tl.int64)
     x = _vectors(x, row, heads, x_batch, x_head) + (tile * TOKENS).to(tl.int64) * x_stride
-    inside, d = tl.arange(0, TOKENS), tl.arange(0, P)
+    inside = tl.arange(0, TOKENS)
+    d = tl.arange(0, P)
     token = tile * TOKENS + inside
     places = inside[None, :] * x_stride + d[:, None]
     valid = (token < length)[None, :]
@@ -218,7 +236,8 @@ def angular_hash(x: Tensor, rotations: Tensor, factors: list[int]) -> Tensor:
     """Compute `hashing.angular_hash` in one launch for all rows, rounds and factors."""
     x = whole_vectors(x)
     batch, heads, length, width = x.shape
-    rounds, columns = rotations.shape[1], rotations.shape[3]
+    rounds = rotations.shape[1]
+    columns = rotations.shape[3]
     codes = torch.empty(batch, heads, rounds, length, dtype=code_dtype(math.prod(factors)), device=x.device)
     sizes = _tile(max(factors) // 2, width)
     grid = (-(-length // sizes["TOKENS"]) * batch * heads * rounds,)

@@ -36,7 +36,8 @@ if INTERPRETED.value:  # it calls int() on loop bounds, 1-element arrays, an err
 def dot(a, b, PRECISION: tl.constexpr):
     """Return a·b, (m, k) and (k, n), summed in fp32. PRECISION: for fp32 factors, see `precision`."""
     if INTERPRETED:  # the interpreter would multiply bf16 bit patterns
-        a, b = a.to(tl.float32), b.to(tl.float32)
+        a = a.to(tl.float32)
+        b = b.to(tl.float32)
     return tl.dot(a, b, input_precision=PRECISION)
 
 
@@ -146,7 +147,8 @@ def launch(kernel: Any, grid: tuple[int, ...], **values: Any) -> None:
 def observed(see: Callable[[Launch], None]) -> Iterator[None]:
     """Context manager that passes kernel launches to `see` instead of running them."""
     global _observer
-    before, _observer = _observer, see
+    before = _observer
+    _observer = see
     try:
         yield
     finally:

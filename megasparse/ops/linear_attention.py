@@ -164,7 +164,7 @@ def _absorb(
 
 def _read(q: Tensor, total: Tensor, level: Tensor, *, projection: Tensor, scale: float) -> Tensor:
     """Return the output of each query over the keys of a state, (B, L, H, D)."""
-    e = _query_exponents(q.transpose(1, 2), projection, scale) + level
+    e = _query_exponents(q.transpose(1, 2), projection, scale) + level  # (B, H, T, F)
     return _divided(torch.exp(e - e.detach().amax(-1, keepdim=True)) @ total).to(q.dtype).transpose(1, 2)
 
 
@@ -208,7 +208,7 @@ def _within(query: Tensor, key: Tensor, values: Tensor, top: Tensor, chunk: int)
 
 def _add(state: State, key: Tensor, values: Tensor, level: Tensor) -> State:
     """Return the state with additional keys, relative to `level`, the new maximum."""
-    shrunk = torch.exp(state.level - level).transpose(-1, -2) * state.total
+    shrunk = torch.exp(state.level - level).transpose(-1, -2) * state.total  # (B, H, F, D + 1)
     return State(shrunk + torch.exp(key - level).transpose(-1, -2) @ values, level)
 
 

@@ -135,7 +135,7 @@ def reference(
     row = (2 * spec.chunk - 1 - distance).clamp(0, r.shape[1] - 1)  # row of r
     of_distance = torch.einsum("bhid,hed->bhie", q + w[:, None], r)  # (B, H, L, E)
     of_position = of_distance.gather(3, row[:, None].expand(-1, heads, -1, -1))  # (B, H, L, L)
-    score = ((q + u[:, None]) @ k.transpose(-1, -2) + of_position) * spec.scale
+    score = ((q + u[:, None]) @ k.transpose(-1, -2) + of_position) * spec.scale  # (B, H, L, L)
     no_visible_key = ~real[:, None, :, None]
     score = score.masked_fill(~visible[:, None], -torch.inf).masked_fill(no_visible_key, 0.0)
     probability = torch.softmax(score, dim=-1)
@@ -204,5 +204,5 @@ def _attend(
 def _skew(x: Tensor, keys: int) -> Tensor:
     """Convert x (..., C, E) by distance to (..., C, S·C) by key: [a, b] of the result is x[a, b − a + C − 1]."""
     chunk, count = x.shape[-2:]
-    rows = x.flatten(-2)[..., chunk - 1 : chunk - 1 + chunk * (count - 1)]
+    rows = x.flatten(-2)[..., chunk - 1 : chunk - 1 + chunk * (count - 1)]  # (..., C·(E − 1))
     return rows.unflatten(-1, (chunk, count - 1))[..., :keys] if chunk > 1 else x

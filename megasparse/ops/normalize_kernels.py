@@ -44,7 +44,8 @@ def norm_gradient(x, weight, grad, dx, sums, rows, width, programs, eps, CENTRED
     columns = tl.arange(0, WIDTH)
     inside = columns < width
     gain = tl.load(weight + columns, mask=inside, other=0).to(tl.float32)
-    to_weight, to_bias = tl.zeros([WIDTH], tl.float32), tl.zeros([WIDTH], tl.float32)
+    to_weight = tl.zeros([WIDTH], tl.float32)
+    to_bias = tl.zeros([WIDTH], tl.float32)
     row = tl.program_id(0)
     while row < rows:
         offsets = row.to(tl.int64) * width + columns
@@ -79,7 +80,8 @@ class _LayerNorm(Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, dtype: torch.dtype) -> Tensor:
         x = x.contiguous()
         out = torch.empty_like(x, dtype=dtype)
-        ctx.eps, ctx.centred = eps, bias is not None
+        ctx.eps = eps
+        ctx.centred = bias is not None
         launch(
             norm, (_rows(x),), x=x, weight=weight, bias=bias, out=out, width=x.shape[-1], eps=eps, CENTRED=ctx.centred,
             **_norm_settings(x),

@@ -62,9 +62,13 @@ class Operator(Generic[P, R]):
         differentiable: bool = True,
         **limits: Any,
     ):
-        self.blocks, self.kernels, self.reference = blocks, kernels, reference or blocks
+        self.blocks = blocks
+        self.kernels = kernels
+        self.reference = reference or blocks
         self.limits = limits
-        self.decides, self.cast, self.differentiable = decides, cast, differentiable
+        self.decides = decides
+        self.cast = cast
+        self.differentiable = differentiable
         update_wrapper(self, blocks)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:

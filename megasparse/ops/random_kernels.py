@@ -73,10 +73,12 @@ def drop(
     int64. stream: tensor to which sign times the result is added. in_place: write the sum to the stream, which is
     contiguous.
     """
-    x, rows = x.contiguous(), rows.contiguous()
+    x = x.contiguous()
+    rows = rows.contiguous()
     stream = None if stream is None else stream.contiguous()
     out = stream if in_place and stream is not None else empty_like(x, dtype=dtype)
-    count, width = rows.numel(), x.shape[-1]
+    count = rows.numel()
+    width = x.shape[-1]
     columns = min(_LARGEST_COLUMNS, triton.next_power_of_2(width))
     tall = _NUMBERS // columns
     grid = (-(-count // tall), -(-width // columns))

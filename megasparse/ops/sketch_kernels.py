@@ -100,8 +100,11 @@ def attend(
     running maximum would cost a second exponential per pair, more than recomputing the scores.)"""
     batch = tl.program_id(1).to(tl.int64)
     first = (tl.num_programs(0) - 1 - tl.program_id(0)) * ROWS  # causal rows with most visible keys start first
-    queries, columns = first + tl.arange(0, ROWS), tl.arange(0, COLUMNS)
-    q, k, v = q + batch * WIDTH * length, k + batch * WIDTH * length, v + batch * WIDTH * length
+    queries = first + tl.arange(0, ROWS)
+    columns = tl.arange(0, COLUMNS)
+    q = q + batch * WIDTH * length
+    k = k + batch * WIDTH * length
+    v = v + batch * WIDTH * length
     if documents is not None:
         documents += batch * length
     query = vectors(q, queries, length, WIDTH)
@@ -116,7 +119,8 @@ def attend(
         highest = tl.maximum(highest, tl.where(visible, score, -float("inf")))
     top = tl.max(highest, 1)
     top = tl.where(top == -float("inf"), 0.0, top)
-    total, sums = tl.zeros((ROWS, COLUMNS), tl.float32), nothing(WIDTH, ROWS, COLUMNS)
+    total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    sums = nothing(WIDTH, ROWS, COLUMNS)
     for start in range(0, end, COLUMNS):
         keys = start + columns
         score = product(query, vectors(k, keys, length, WIDTH), WIDTH)
@@ -146,8 +150,10 @@ def grad_queries(
     """Compute ∂q (B, L, d) of a program's queries. grad_h: (B, d, L). shift: h·∂h − ∂lse, (B, L)."""
     batch = tl.program_id(1).to(tl.int64)
     first = (tl.num_programs(0) - 1 - tl.program_id(0)) * ROWS
-    queries, columns = first + tl.arange(0, ROWS), tl.arange(0, COLUMNS)
-    k, v = k + batch * WIDTH * length, v + batch * WIDTH * length
+    queries = first + tl.arange(0, ROWS)
+    columns = tl.arange(0, COLUMNS)
+    k = k + batch * WIDTH * length
+    v = v + batch * WIDTH * length
     if documents is not None:
         documents += batch * length
     query = vectors(q + batch * WIDTH * length, queries, length, WIDTH)
@@ -176,24 +182,29 @@ def grad_keys(
     """Compute ∂k and ∂v (B, L, d) of a program's keys; see `grad_queries`."""
     batch = tl.program_id(1).to(tl.int64)
     first = tl.program_id(0) * ROWS
-    keys, columns = first + tl.arange(0, ROWS), tl.arange(0, COLUMNS)
-    q, grad_h = q + batch * WIDTH * length, grad_h + batch * WIDTH * length
+    keys = first + tl.arange(0, ROWS)
+    columns = tl.arange(0, COLUMNS)
+    q = q + batch * WIDTH * length
+    grad_h = grad_h + batch * WIDTH * length
     if documents is not None:
         documents += batch * length
     key = vectors(k + batch * WIDTH * length, keys, length, WIDTH)
     value = vectors(v + batch * WIDTH * length, keys, length, WIDTH)
     key_document = document_of(keys, documents, length)
-    key_sums, value_sums = nothing(WIDTH, ROWS, COLUMNS), nothing(WIDTH, ROWS, COLUMNS)
+    key_sums = nothing(WIDTH, ROWS, COLUMNS)
+    value_sums = nothing(WIDTH, ROWS, COLUMNS)
     for start in range(first if CAUSAL else 0, length, COLUMNS):
         queries = start + columns
-        query, grad = vectors(q, queries, length, WIDTH), vectors(grad_h, queries, length, WIDTH)
+        query = vectors(q, queries, length, WIDTH)
+        grad = vectors(grad_h, queries, length, WIDTH)
         row_lse = tl.load(lse + batch * length + queries, mask=queries < length, other=0.0)
         offset = tl.load(shift + batch * length + queries, mask=queries < length, other=0.0)
         last, document = sight(queries, documents, length, CAUSAL)
         visible = (keys[:, None] <= last[None, :]) & (key_document[:, None] == document[None, :])
         grad_weight = product(value, grad, WIDTH)
         weight, slope = slopes(product(key, query, WIDTH), visible, row_lse[None, :], grad_weight, offset[None, :])
-        key_sums, value_sums = add(key_sums, slope, query, WIDTH), add(value_sums, weight, grad, WIDTH)
+        key_sums = add(key_sums, slope, query, WIDTH)
+        value_sums = add(value_sums, weight, grad, WIDTH)
     store(grad_k + batch * length * WIDTH, keys, length, key_sums, 1.0, WIDTH)
     store(grad_v + batch * length * WIDTH, keys, length, value_sums, 1.0, WIDTH)
 
@@ -201,7 +212,8 @@ def grad_keys(
 @triton.jit(do_not_specialize=["count"])
 def project(x, weight, out, count, width_in, width, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """Compute out (N, d) = x (N, E)·weightᵀ, weight (d, E), in float64, with the same summation order for each row."""
-    row, output = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64), tl.arange(0, WIDTH)
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    output = tl.arange(0, WIDTH)
     total = tl.zeros([ROWS, WIDTH], tl.float64)
     for first in range(0, width_in, COLUMNS):
         column = first + tl.arange(0, COLUMNS)
@@ -217,9 +229,11 @@ def project(x, weight, out, count, width_in, width, WIDTH: tl.constexpr, ROWS: t
 @triton.jit(do_not_specialize=["candidates"])
 def multiply(q, k, index, out, candidates, width, WIDTH: tl.constexpr, COLUMNS: tl.constexpr):
     """Compute out (T, C) = q (T, d)·k[index] (T, C, d) in float64, with the same summation order for each pair."""
-    row, coordinate = tl.program_id(0).to(tl.int64), tl.arange(0, WIDTH)
+    row = tl.program_id(0).to(tl.int64)
+    coordinate = tl.arange(0, WIDTH)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    valid, pair = column < candidates, row * candidates + column
+    valid = column < candidates
+    pair = row * candidates + column
     a = tl.load(q + row * width + coordinate, mask=coordinate < width, other=0).to(tl.float64)
     key = tl.load(index + pair, mask=valid, other=0)
     inside = valid[:, None] & (coordinate < width)[None, :]
@@ -270,8 +284,10 @@ def ranked(score, SIGNED: tl.constexpr):
 @triton.jit
 def row_seeds(seeds, number):
     """Return `ops.random._seeds` of rows, and the shift of columns. seeds: the two halves of the key."""
-    key_low, key_high = tl.load(seeds).to(tl.uint32, bitcast=True), tl.load(seeds + 1).to(tl.uint32, bitcast=True)
-    low, high = number.to(tl.uint32) + key_low, (number >> 32).to(tl.uint32) + key_high
+    key_low = tl.load(seeds).to(tl.uint32, bitcast=True)
+    key_high = tl.load(seeds + 1).to(tl.uint32, bitcast=True)
+    low = number.to(tl.uint32) + key_low
+    high = (number >> 32).to(tl.uint32) + key_high
     return mix(mix(low) ^ mix(high)), key_high
 
 
@@ -293,7 +309,8 @@ def insert(rank, keys, best, index, worst):
     key = tl.min(tl.where(rank == highest[:, None], keys[None, :], _LAST), 1)
     out = tl.max(tl.where(best == worst[:, None], index, -_LAST), 1)
     replaced = (index == out[:, None]) & beats[:, None]
-    best, index = tl.where(replaced, highest[:, None], best), tl.where(replaced, key[:, None], index)
+    best = tl.where(replaced, highest[:, None], best)
+    index = tl.where(replaced, key[:, None], index)
     rank = tl.where((keys[None, :] == key[:, None]) & beats[:, None], _TAKEN, rank)
     return rank, best, index, tl.min(best, 1)
 
@@ -306,7 +323,8 @@ def write(out, rows, queries, best, index, COUNT: tl.constexpr):
         key = tl.min(tl.where(best == highest[:, None], index, _LAST), 1)
         tl.store(out + rows.to(tl.int64) * COUNT + slot, tl.maximum(key, -1), mask=rows < queries)
         written = index == key[:, None]
-        best, index = tl.where(written, _TAKEN, best), tl.where(written, _LAST, index)
+        best = tl.where(written, _TAKEN, best)
+        index = tl.where(written, _LAST, index)
 
 
 @triton.jit(do_not_specialize=["queries", "first_query"])  # decoding changes them at every token
@@ -320,9 +338,12 @@ def choose(
     PLACES: K rounded up to a power of two. Avoid loops nested in branches: some assemblers miscompile them.
     """
     tl.static_assert(TILE % COLUMNS == 0)
-    batch, head = (tl.program_id(1) // HEADS).to(tl.int64), tl.program_id(1) % HEADS
+    batch = (tl.program_id(1) // HEADS).to(tl.int64)
+    head = tl.program_id(1) % HEADS
     first = (tl.num_programs(0) - 1 - tl.program_id(0)) * ROWS  # causal rows with most visible keys start first
-    rows, columns, slots = first + tl.arange(0, ROWS), tl.arange(0, COLUMNS), tl.arange(0, PLACES)
+    rows = first + tl.arange(0, ROWS)
+    columns = tl.arange(0, COLUMNS)
+    slots = tl.arange(0, PLACES)
     inside = rows < queries
     if documents is not None:
         documents += batch * length
@@ -386,9 +407,13 @@ class _Attention(Function):
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool, documents: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         batch, length, width = q.shape
-        ctx.dtypes, ctx.causal = [x.dtype for x in (q, k, v)], causal
-        q, k, v = _coordinates(q, width**-0.5), _coordinates(k), _coordinates(v)
-        h, lse = q.new_empty(batch, length, width), q.new_empty(batch, length)
+        ctx.dtypes = [x.dtype for x in (q, k, v)]
+        ctx.causal = causal
+        q = _coordinates(q, width**-0.5)
+        k = _coordinates(k)
+        v = _coordinates(v)
+        h = q.new_empty(batch, length, width)
+        lse = q.new_empty(batch, length)
         _launch(attend, 8, q=q, k=k, v=v, documents=documents, h=h, lse=lse, CAUSAL=causal)
         ctx.save_for_backward(q, k, v, documents, h, lse)
         return h, lse
@@ -427,7 +452,8 @@ def chosen_keys(
     and a row's choice does not depend on other rows.
     """
     batch, queries, width = q.shape
-    length, heads = k.shape[1], 1 if noise is None else len(noise.heads)
+    length = k.shape[1]
+    heads = 1 if noise is None else len(noise.heads)
     out = torch.empty(batch, heads, queries, spec.count, dtype=torch.int32, device=q.device)
     drawn = spec.sampling if noise is None or spec.sampling != "top_k" else "raw"
     needs_lse = noise is not None and spec.sampling.startswith("inverse_log")
@@ -460,7 +486,8 @@ def _documents(key_mask: Tensor | None, segments: Tensor | None) -> Tensor | Non
 
 def exact_projection(x: Tensor, weight: Tensor) -> Tensor:
     """Compute `sketch.exact_projection` in one launch: it reads x once and does 2·d·E float64 operations per row."""
-    rows, width = x.reshape(-1, x.shape[2]), len(weight)
+    rows = x.reshape(-1, x.shape[2])
+    width = len(weight)
     out = torch.empty(len(rows), width, dtype=torch.float64, device=x.device)
     wide = triton.next_power_of_2(width)
     launch(

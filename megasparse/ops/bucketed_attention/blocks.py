@@ -107,8 +107,8 @@ class _BucketedAttention(Function):
         else:
             layout = RangeLayout.of(codes, key_codes, spec, key_mask, segments)
         for rows in row_groups(layout, q, k, v, spec, ctx.shared_codes, dropout):
-            row_out = out.flatten(0, 1)[rows.index]
-            row_lse2 = lse2.flatten(0, 1)[rows.index]
+            row_out = out.flatten(0, 1)[rows.index]  # (G, L, D)
+            row_lse2 = lse2.flatten(0, 1)[rows.index]  # (G, L)
             _attend(rows, rows.layout.blocks(rows), row_out, row_lse2)
         no_visible_key = lse2 < 0.5 * LOWEST
         lse = (lse2 / _LOG2_E).masked_fill_(no_visible_key, -torch.inf)
@@ -145,7 +145,7 @@ class _BucketedAttention(Function):
             row_grad, row_out, row_grad_lse, row_lse2 = (
                 take_rows(x, rows.index) for x in (grad_out, out, grad_lse, lse2)
             )
-            row_dq, row_dk, row_dv = (x.flatten(0, 1)[rows.index] for x in (dq, dk, dv))
+            row_dq, row_dk, row_dv = (x.flatten(0, 1)[rows.index] for x in (dq, dk, dv))  # (G, L, D)
             delta = (row_grad.to(rows.dtype) * row_out).sum(-1).sub_(row_grad_lse)  # (G, L)
             for block in rows.layout.blocks(rows):
                 block_q = block.queries(rows.q).mul_(spec.scale * _LOG2_E)
@@ -153,7 +153,8 @@ class _BucketedAttention(Function):
                 block_k = block.keys(rows.k)
                 block_v = block.keys(rows.v)
                 weight = block.scores(block_q, block_k).sub_(block.real_lse(row_lse2).unsqueeze(-1)).exp2_()
-                score_grad, dropped = torch.bmm(grad, block_v.transpose(1, 2)), weight  # (n, T, K)
+                score_grad = torch.bmm(grad, block_v.transpose(1, 2))  # (n, T, K)
+                dropped = weight
                 if rows.dropout is not None:
                     factors = block.factors(rows.dropout)
                     dropped = weight * factors

@@ -221,7 +221,7 @@ def reference_attention(
     if spec.exclude_self:
         shown = shown & ~torch.eye(length, dtype=torch.bool, device=q.device)
     counts = shown.sum(2)  # (B, H, L, L)
-    score = (q * spec.scale) @ k.transpose(-1, -2)
+    score = (q * spec.scale) @ k.transpose(-1, -2)  # (B, H, L, L)
     if spec.pair_shard is None:
         weight = (counts > 0).to(q.dtype).log() if spec.count_rounds else counts.to(q.dtype).log()
     else:  # a shard's weight of a pair is (its rounds that select the pair)/N

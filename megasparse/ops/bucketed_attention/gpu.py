@@ -132,7 +132,7 @@ def separate_intervals(
     )
     key_order, index, low, high = (x.to(torch.int32) for x in (key_order, index, low, high))
     if key_mask is not None:
-        padding = ~key_mask[:, None, None].expand(query_codes.shape).flatten(0, 1)
+        padding = ~key_mask[:, None, None].expand(query_codes.shape).flatten(0, 1)  # (G, R, L)
         low = low.masked_fill_(padding, NOWHERE)
         high = high.masked_fill_(padding, NOWHERE)
     _, query_order = _sort(query_codes, key_mask, segments, spec.buckets)
@@ -147,13 +147,13 @@ def _sort(
 ) -> tuple[Tensor, Tensor]:
     """Sort codes (B, H, R, L) by (segment, bucket), or by bucket without masks: sorted codes and order, int32."""
     if key_mask is None and segments is None:
-        key = codes.flatten(0, 1).contiguous()
+        key = codes.flatten(0, 1).contiguous()  # (G, R, L)
         if codes.dtype in _BITS:
             bits = _BITS[codes.dtype] if buckets is None else max(1, (buckets - 1).bit_length())
             ordered = torch.empty_like(key)
             return ordered, counting_sort(key.flatten(0, 1), bits, ordered.flatten(0, 1)).view(key.shape)
     else:
-        key = sort_keys(codes, key_mask, segments).flatten(0, 1).contiguous()
+        key = sort_keys(codes, key_mask, segments).flatten(0, 1).contiguous()  # (G, R, L)
     sorted_key, index = torch.sort(key, dim=-1, stable=True)
     return sorted_key, index.to(torch.int32)
 

@@ -234,9 +234,10 @@ class RangeRound:
         order, first, high = (x[:, number] for x in (layout.order, layout.first, layout.high))
         self.group, self.length = order.shape
         self.dtype = ranges[0][0].dtype
-        self.tile, places = tile_size(spec.window), spec.places(self.length)
+        self.tile = tile_size(spec.window)
+        places = spec.places(self.length)
         self.row_start = torch.arange(self.group, device=order.device)[:, None] * self.length
-        self.order = (order + self.row_start).flatten()
+        self.order = (order + self.row_start).flatten()  # (G·L)
         self.shared_codes = rows.shared_codes
         self.aligned = rows.shared_codes and len(places) == self.length  # a query's row in its tile is its rank
         if self.aligned:
@@ -246,7 +247,8 @@ class RangeRound:
         self.query = query
         self.query_first = first.gather(1, query)
         self.query_high = high.gather(1, query)
-        self.earlier, (_, self.low, self.high) = ranges[: number if spec.count_rounds else 0], ranges[number]
+        self.earlier = ranges[: number if spec.count_rounds else 0]
+        (_, self.low, self.high) = ranges[number]
 
     def short_tiles(self) -> Iterator[KeyRuns]:
         """Yield tiles of T neighbouring queries, with the run of their visible keys. The total length of all runs is at
@@ -259,7 +261,7 @@ class RangeRound:
         index = torch.arange(tiles * self.tile, device=self.query.device)
         real = None
         if len(index) > self.query.shape[1]:
-            real = (index < self.query.shape[1]).expand(self.group, -1).reshape(-1, self.tile)
+            real = (index < self.query.shape[1]).expand(self.group, -1).reshape(-1, self.tile)  # (n, T)
             index.clamp_max_(self.query.shape[1] - 1)
         query, first, high = (
             x.index_select(1, index).view(-1, self.tile)
@@ -365,14 +367,14 @@ class RangeBlock(TileBlock):
         )
 
     def real_queries(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        tokens = self.query_tokens.flatten()
-        values = values.flatten(0, 1)
+        tokens = self.query_tokens.flatten()  # (n·T)
+        values = values.flatten(0, 1)  # (n·T, ...)
         if self.real_places is None:
             return tokens, values
         return tokens.index_select(0, self.real_places), values.index_select(0, self.real_places)
 
     def add_to_keys(self, x: Tensor, weight: Tensor, values: Tensor) -> None:
-        total = torch.bmm(weight.transpose(1, 2), values)
+        total = torch.bmm(weight.transpose(1, 2), values)  # (n, K, D)
         x.flatten(0, 1).index_add_(0, self.key_tokens.flatten(), total.flatten(0, 1))
 
     def hidden(self) -> Tensor:

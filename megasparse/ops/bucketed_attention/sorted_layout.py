@@ -106,7 +106,8 @@ class SortedRound:
         self.rows_dtype = rows.dtype
         self.first = number == 0
         self.tile, back, ahead = _reach(spec)
-        self.span, self.lead = back + 1 + ahead, back * self.tile  # S; empty slots before a row's first
+        self.span = back + 1 + ahead  # S
+        self.lead = back * self.tile  # empty slots before a row's first
         group, _, self.length = rows.layout.order.shape
         self.tiles = -(-self.length // self.tile)
         # An empty slot repeats a token of the same row, so that non-finite numbers stay in their row.
