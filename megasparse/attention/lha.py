@@ -21,7 +21,7 @@ from torch.nn.utils import skip_init
 from megasparse.attention.band import BandAttention, check_band
 from megasparse.attention.contract import AttentionContext, AttentionInputs, AttentionOutput, Buckets, MechanismSpec
 from megasparse.attention.documents import Document, attend_in_clusters, clusters_by_document, documents
-from megasparse.attention.far_attention import Near, best_far, collision_loss, drawn_positions
+from megasparse.attention.far_attention import InWindow, best_far, collision_loss, drawn_positions
 from megasparse.attention.flops import Flops, product
 from megasparse.attention.lha_hash import (
     HashFunctions,
@@ -314,8 +314,8 @@ class LHAAttention(BandAttention):
         key = context.rng.key(context.layer, "lha sample")
         width = self.window.chunk
         queries = drawn_positions(key, inputs.q.shape[2], SAMPLES, inputs.q.device)
-        near: Near | None = (lambda q, k: (q - k).abs() < width) if self.local else None
-        share, best = best_far(inputs, queries, self.sinks, near, self.rule["scale"])
+        in_window: InWindow | None = (lambda q, k: (q - k).abs() < width) if self.local else None
+        share, best = best_far(inputs, queries, self.sinks, in_window, self.rule["scale"])
         q = inputs.q.detach()
         k = inputs.k.detach()
         best_keys = k.gather(2, best.flatten(2).unsqueeze(-1).expand(-1, -1, -1, k.shape[3]))  # (B, H, S·K, D)

@@ -174,10 +174,10 @@ class LocalAttention(Attention):
         return out
 
     def _decode_relative(self, q: Tensor, tokens: KeyValueCache, relative: RelativeVectors, position: int) -> Tensor:
-        near = torch.arange(max(0, position // self.chunk - 1) * self.chunk, position + 1, device=q.device)
-        k, v = (at_least_fp32(x[:, :, near % (2 * self.chunk)]) for x in (tokens.k, tokens.v))
+        keys = torch.arange(max(0, position // self.chunk - 1) * self.chunk, position + 1, device=q.device)
+        k, v = (at_least_fp32(x[:, :, keys % (2 * self.chunk)]) for x in (tokens.k, tokens.v))
         r, u, w = relative
-        r = r[:, 2 * self.chunk - 1 - (position - near)].to(k.dtype)
+        r = r[:, 2 * self.chunk - 1 - (position - keys)].to(k.dtype)
         wide = q.to(k.dtype)
         score = (wide + u[:, None]) @ k.transpose(-1, -2) + (wide + w[:, None]) @ r.transpose(-1, -2)
         weight = torch.softmax(score * self.spec.head_dim**-0.5, dim=-1)  # (B, H, 1, keys)

@@ -171,17 +171,17 @@ def _visible_by_key_rank(codes: Tensor, key_codes: Tensor, chunk: int, causal: b
     position = torch.arange(codes.shape[-1], device=codes.device)
     between = (position[:, None] < position[None, :])[None]  # [j, j']: j before j'
     same = (codes[..., :, None] == key_codes[..., None, :]) & together
-    near = torch.zeros_like(same)
+    shown = torch.zeros_like(same)
     for i in range(codes.shape[-1]):
         in_bucket = same[..., i, :]  # (B, H, R, L)
         back = in_bucket & (position <= i)
         ahead = in_bucket & (position > i)
         closer = (back[..., None, :] & between).sum(-1)  # keys of the bucket after j, up to i
-        near[..., i, :] = back & (closer < chunk)
+        shown[..., i, :] = back & (closer < chunk)
         if not causal:
             closer = (ahead[..., None, :] & between.transpose(-1, -2)).sum(-1)
-            near[..., i, :] |= ahead & (closer < chunk)
-    return near
+            shown[..., i, :] |= ahead & (closer < chunk)
+    return shown
 
 
 def _in_shard(codes: Tensor, spec: BucketedAttentionSpec, key_mask: Tensor | None, segments: Tensor | None) -> Tensor:
