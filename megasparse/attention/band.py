@@ -1,7 +1,4 @@
-"""Attention inside buckets, and decoding from each bucket's last keys, shared by all hashed mechanisms.
-
-B batch, H heads, R rounds, L length, D head dim, N buckets, M chunk.
-"""
+"""Attention inside buckets, and decoding from each bucket's last keys, shared by all hashed mechanisms."""
 
 import json
 from abc import abstractmethod

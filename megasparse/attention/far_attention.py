@@ -2,8 +2,6 @@
 
 Keys in the window and sinks are visible in any case, so only the other keys train the choice. A sample of queries is
 used, so that time and memory grow linearly with the length.
-
-B batch, H heads, L length, S sampled queries, D head dim, d width of a sketch, N buckets, K keys.
 """
 
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Full softmax attention with torch's scaled_dot_product_attention. B batch, H heads, L length, D head dim."""
+"""Full softmax attention with torch's scaled_dot_product_attention."""
 
 import torch
 import torch.nn.functional as F

@@ -4,7 +4,7 @@ The loss of the hash functions is the divergence of their buckets from the atten
 takes O(S·L + U·N) time and memory: a bucket's members are approximated as the tokens whose score exceeds a threshold,
 which is estimated from U tokens, so the scores of all tokens are not needed.
 
-B batch, H heads, L length, D head dim, N buckets, M chunk, W clusters, S sampled queries, C sampled keys, U tokens.
+C sampled keys, U tokens of the thresholds.
 """
 
 import math

@@ -1,9 +1,7 @@
 """LHA's hash functions H_Q and H_K, and the buckets and bucket members that follow from their scores.
 
-Scores are computed for one tile of tokens at a time, so that no tensor covers all tokens and all buckets. Queries and
+Scores are computed for one tile of T tokens at a time, so that no tensor covers all tokens and all buckets. Queries and
 keys are detached.
-
-B batch, H heads, L length, D head dim, N buckets, T tokens of a tile.
 """
 
 from collections.abc import Iterator, Sequence

@@ -1,5 +1,5 @@
-"""Local attention: a token attends to its own chunk of positions and the previous chunk, strictly causally; in an
-encoder also to the next chunk. B batch, H heads, L length, D head dim, C chunk, E distances (see ops/local_attention).
+"""Local attention: a token attends to its own chunk of C positions and the previous chunk, strictly causally; in an
+encoder also to the next chunk.
 """
 
 import math

@@ -1,7 +1,4 @@
-"""LSH attention (Reformer, section 2): a token attends to the tokens in its buckets, assigned by random rotations.
-
-B batch, H heads, R rounds, L length, D head dim.
-"""
+"""LSH attention (Reformer, section 2): a token attends to the tokens in its buckets, assigned by random rotations."""
 
 import math
 from typing import Any, Literal

@@ -1,7 +1,4 @@
-"""N-gram attention: a token attends to the tokens that followed earlier occurrences of its last n tokens, and a window.
-
-B batch, H heads, R rounds, L length, D head dim, N buckets, M chunk.
-"""
+"""N-gram attention: a token attends to a window, and to the tokens that followed its last n tokens earlier."""
 
 import math
 from dataclasses import dataclass, replace

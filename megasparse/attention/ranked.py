@@ -3,8 +3,7 @@
 Learned hashes as in LHA propose, a narrow sketch as in Smart Bird scores, and the K best keys enter one softmax
 together with a window and sinks. Only the pairs of a query and the keys in its buckets are scored.
 
-B batch, L length, Lq queries, S sampled queries, d width of the sketch, N buckets, P probes, K keys, M newest members
-per bucket, T queries per tile, C candidates per query.
+P probes, M newest members per bucket, T queries per tile, C candidates per query.
 """
 
 from collections.abc import Sequence

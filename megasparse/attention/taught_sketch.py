@@ -1,7 +1,6 @@
 """Attention to keys that a taught sketch selects: the base of Smart Bird and ranked attention.
 
-B batch, H heads, L length, Lq queries, D head dim, E width of the layer's input, S sketches on this rank, d width of a
-sketch, K keys.
+S sketches on this rank.
 """
 
 from collections.abc import Sequence

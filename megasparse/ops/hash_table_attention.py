@@ -11,8 +11,7 @@ output,
 either B applied to v_l·k for every column l of v (`tables`, cost L·m·D²), or a sum over colliding pairs (`pairs`, Eq.
 22, cost nnz·(m + D)). It uses the codes of the forward.
 
-B batch, H heads, L length, D head dim, m hashes, τ code bits, G rows (heads of batch elements) at a time, T buckets, C
-chunk, X columns.
+m hashes, τ code bits, G rows (heads of batch elements) at a time, T buckets, C chunk, X columns.
 """
 
 import math

@@ -12,19 +12,10 @@ pair. The cost of a token is thus its pairs in a small bucket, and at most 4·D 
 size, so no choice by the number of collisions is needed. ∇k likewise.
 
 Long runs are split at the boundaries between spans; each program sums one span, and `join_spans` adds the sums of whole
-spans. One program adds all hashes of a target in order, without atomics, so results are deterministic. (Adding rows to
-tables would move 8·D bytes per row, and 4·D to clear them; running sums move 2·p·D.)
+spans. One program adds all hashes of a target in order, without atomics, so results are deterministic.
 
-Cost, for n = B·H·m·L (token, hash) pairs, L = Lq = Lk, e bytes per number of v, p bytes per number of a hash's result
-(2 in bf16, else 4), c bytes per code (2 or 4, 8 with masks or documents), T = 64 indices in a product (32 in fp32), S
-mean run length over tokens: - forward: n codes sorted; n·(2c + 20 + 2·p·D) bytes; 2·D·T·n FLOPs; values gathered, D·e·n
-bytes, mostly from the L2 cache. - backward: 2n codes sorted, n·(c + 16) bytes more; the forward's cost for ∇v; and for
-∇q and ∇k each n·(24 + 2.5·p·D) bytes plus D·e·n·(3 to 5) gathered, mostly from the L2 cache, and n·(4·D·max(T, min(S,
-2·D)) + 4·D²) FLOPs. Memory in addition to inputs and outputs: p·D + 24 bytes per token for one hash, or for as many
-hashes as fit 2 GiB; a quarter more in the backward. Launches: 7 per slab of such hashes, and 19 in the backward.
-
-B batch, H heads, L length, D head dim, m hashes, τ code bits, G = B·H rows, S spans. Arrays of (row, hash) are
-contiguous: buckets and order (G, m, length), first and end (G, m, targets' length).
+m hashes, τ code bits, S spans. Arrays of (row, hash) are contiguous: buckets and order (G, m, length), first and end (G, m,
+targets' length).
 """
 
 from collections.abc import Sequence

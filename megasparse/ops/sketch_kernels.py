@@ -6,15 +6,6 @@ multiplications of separate coordinates. Vectors are stored as (B, d, L) fp32, q
 
 A program that chooses keys is one warp with a few rows of one head. It stores their best keys and processes the others
 in order of position: a later key must exceed the worst stored one, which few do after the first tiles.
-
-Cost, for n visible pairs (B·L², half of it if causal). All of it is arithmetic on ordinary cores: the vectors of a head
-(16·B·L·d bytes) stay in the L2 cache. Operations are multiplications or additions; exponentials and roots are separate.
-sketched_attention: forward 6·d·n (scores twice, sums), n exponentials; bytes 16·B·L·d + 4·B·L.
-its backward: 14·d·n (scores and ∂α twice, three sums), 2n exponentials; bytes 40·B·L·d + 16·B·L.
-chosen_keys, per head: 2·d·n and about 10·n; n roots; in tiles that are not skipped, 16·n integer operations for draws;
-about K·ln(L/K) insertions per row, of about 40 instructions of a warp. Bytes 8·B·L·d + 4·B·H·L·K.
-
-B batch, H heads, L length, Lq queries, d width of the sketch, K keys per query.
 """
 
 from typing import Any

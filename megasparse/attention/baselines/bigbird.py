@@ -1,7 +1,4 @@
-"""BigBird attention (Zaheer et al. 2020): a window of blocks, global blocks and random blocks.
-
-H heads, W blocks.
-"""
+"""BigBird attention (Zaheer et al. 2020): a window of blocks, global blocks and random blocks, W in all."""
 
 import torch
 from torch import Tensor

@@ -1,7 +1,6 @@
 """Attention in fixed patterns of blocks and strides, the base of Sparse Transformer, Longformer and BigBird.
 
-B batch, H heads, L length, D head dim, C tokens per block, W blocks, N blocks of the longest sequence, M keys per
-block.
+C tokens per block, W blocks, M keys per block.
 """
 
 from abc import abstractmethod

@@ -1,7 +1,4 @@
-"""Sparse Transformer attention (Child et al. 2019): a local window and a stride.
-
-B batch, H heads, L length, D head dim, S stride.
-"""
+"""Sparse Transformer attention (Child et al. 2019): a local window and a stride S."""
 
 import torch
 from torch import Tensor
