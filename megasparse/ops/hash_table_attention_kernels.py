@@ -14,8 +14,8 @@ size, so no choice by the number of collisions is needed. ∇k likewise.
 Long runs are split at the boundaries between spans; each program sums one span, and `join_spans` adds the sums of whole
 spans. One program adds all hashes of a target in order, without atomics, so results are deterministic.
 
-m hashes, τ code bits, S spans. Arrays of (row, hash) are contiguous: buckets and order (G, m, length), first and end (G, m,
-targets' length).
+m hashes, τ code bits, S spans. Arrays of (row, hash) are contiguous: buckets and order (G, m, length), first and end
+(G, m, targets' length).
 """
 
 from collections.abc import Sequence
