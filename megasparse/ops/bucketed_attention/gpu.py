@@ -271,7 +271,7 @@ class _BucketedAttention(Function):
         lse, lse2 = (torch.empty(q.shape[:3], dtype=torch.float32, device=q.device) for _ in range(2))
         partial = call.partial(out)
         key_slot, slot_key = slots
-        shared = {"q": q, "k": k, "v": v, "partial": partial, "out": out, "lse2": lse2, "lse": lse}
+        shared: dict[str, Any] = {"q": q, "k": k, "v": v, "partial": partial, "out": out, "lse2": lse2, "lse": lse}
         shared |= {"key_slot": key_slot, "slot_key": slot_key, **strides(q=q, k=k, v=v, out=out)}
         tile = tiles(q.shape[3], q.dtype, separate, slots[0] is not None).forward
         shared |= call.values | tile.settings() | {"JUMP": separate or key_slot is not None}
