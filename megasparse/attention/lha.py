@@ -32,6 +32,7 @@ from megasparse.attention.lha_hash import (
     hash_functions,
     hash_inputs,
     in_buckets,
+    in_largest,
     merged,
     merged_parts,
     scores_of,
@@ -106,6 +107,9 @@ class LHAAttentionConfig(MechanismSection):
     with random features, whose noise hides long queries and keys). `collisions`, not in the paper: softmax(H_Q) and
     softmax(H_K) of some queries and their best keys beyond the window and the sinks should draw the same bucket, with
     all buckets used equally; in decoders with joint = false."""
+    psi: Literal["best", "argmax"] = "best"
+    """With sampled utilities: ψ sums over each bucket's best members, as many of every bucket, or over the tokens with
+    the highest score there (Eq. 11), by which one bucket that holds all tokens is perfect and is soon found."""
     sinusoidal_positions: bool = False
     """Add sinusoidal positions to the queries and keys of every such layer, as the paper does for WikiText-103."""
     project_positions: bool = False
@@ -288,9 +292,15 @@ class LHAAttention(BandAttention):
         keys = slice(first, first + drawn.stop)
         sides = hash_inputs(q, k, joint, functions)
         sizes = (self.buckets, max(1, round(self.bucket_size * len(tokens) / length)))
-        in_key = in_buckets(sides[1], *sizes, first, max(drawn.stop, queries.stop) if joint else drawn.stop)
+
+        def members(hashed: HashInputs, first: int, count: int) -> Tensor:
+            if self.config.psi == "argmax":
+                return in_largest(hashed, self.buckets, count)
+            return in_buckets(hashed, *sizes, first, count)
+
+        in_key = members(sides[1], first, max(drawn.stop, queries.stop) if joint else drawn.stop)
         samples = [HashInputs(tuple(x[:, :, first:] for x in side.inputs), side.weights) for side in sides]
-        in_query = in_key[:, :, queries] if joint else in_buckets(samples[0], *sizes, 0, min(SAMPLES, length))
+        in_query = in_key[:, :, queries] if joint else members(samples[0], 0, min(SAMPLES, length))
 
         def example(side: int, part: slice, utility: Tensor) -> HashExample:
             vectors = tuple(x[:, :, part] for x in samples[side].inputs)

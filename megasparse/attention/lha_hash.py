@@ -178,6 +178,15 @@ def in_buckets(hashed: HashInputs, buckets: int, size: int, first: int, count: i
     return inside[0] if len(inside) == 1 else torch.cat(inside, dim=2)
 
 
+def in_largest(hashed: HashInputs, buckets: int, count: int) -> Tensor:
+    """Return the membership of the first `count` tokens in the bucket of their highest score (Eq. 11), as `in_buckets`
+    does.
+    """
+    tokens = hashed._replace(inputs=tuple(x[:, :, :count] for x in hashed.inputs))
+    inside = [F.one_hot(scores.argmax(-1), buckets).to(scores.dtype) for _, scores in tokens.tiles(buckets)]
+    return torch.cat(inside, dim=2)
+
+
 def _smallest(x: Tensor, count: int) -> Tensor:
     return x.topk(min(count, x.shape[-1]), largest=False, sorted=False).values
 

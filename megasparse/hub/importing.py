@@ -39,6 +39,7 @@ from megasparse.hub.tokenizer_files import FILE, GENERATION, SPECIAL, Files, com
 from megasparse.hub.versions import require_transformers
 from megasparse.model.adapters import add_adapters
 from megasparse.model.build import Model, build_model, deferred_model, empty_model, initial_weight
+from megasparse.model.embedding import lengthened
 from megasparse.settings.load import build_config
 from megasparse.training.checkpoints.bucket import Bucket
 from megasparse.training.checkpoints.checkpoint import (
@@ -215,6 +216,9 @@ def _with_special(folder: Path, sections: dict[str, Any]) -> dict[str, Any]:
 VOCABULARY = ("embedding.weight", "head.weight", "head.bias")
 """Weights with one row per token."""
 
+POSITIONS = ("embedding.positions.table", "embedding.positions.axes.0")
+"""Weights with one row per position, or per cell of the slowest axis."""
+
 Readers = Mapping[str, Callable[[], Tensor]]
 """Readers of weights by name."""
 FIRST = Path("checkpoints", "00000000")
@@ -371,8 +375,8 @@ def adapted(config: Config) -> nn.Module:
 
 def write_start(config: Config, source: Path, output: Path) -> tuple[list[str], list[str]]:
     """Write OUTPUT/checkpoints/00000000, the model of `config` before its first step, with the pretrained weights of
-    the same names and initial values for all others. Return the names of the others, and of unused pretrained weights,
-    such as another attention's.
+    the same names and initial values for all others. A shorter table of positions is repeated. Return the names of the
+    others, and of unused pretrained weights, such as another attention's.
 
     source: a checkpoint, a run's folder, or a Hugging Face model's folder, with or without the language-modelling head.
     Raises HubError if a weight has another shape or the tokenizers differ.
@@ -398,6 +402,9 @@ def write_start(config: Config, source: Path, output: Path) -> tuple[list[str], 
             initial = initial_weight(config.model, config.run.seed, name, weight.shape) if weight.is_meta else weight
             return initial.detach().view(weight.shape)
         value = pretrained[name]()
+        if name in POSITIONS and value.shape[1:] == weight.shape[1:] and len(value) < len(weight):
+            print(f"{name}: lengthened from {len(value)} to {len(weight)} rows by repetition", file=sys.stderr)
+            return lengthened(value, len(weight), config.model.positions.offset)
         if value.shape != weight.shape:
             problem = f"{name} has shape {list(value.shape)}, but {list(weight.shape)} in the configured model"
             raise HubError(source, problem, "Set the sizes of the model (model.*) to those of the pretrained one")

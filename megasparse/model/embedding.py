@@ -51,6 +51,14 @@ class Positions(nn.Module):
         return None  # rotary positions rotate queries and keys instead
 
 
+def lengthened(table: Tensor, rows: int, offset: int = 0) -> Tensor:
+    """Return a position table of more rows: position i gets the embedding of position i mod P. offset: rows before
+    position 0. table: (offset + P, E), or the first axis of axial positions.
+    """
+    position = torch.arange(rows - offset, device=table.device) % (len(table) - offset)
+    return torch.cat([table[:offset], table[offset + position]])
+
+
 class NgramEmbedding(nn.Module):
     """Sum over n of row h_n(last n tokens) of table n, or a projection of these rows; initially 0 (`model.ngrams`)."""
 

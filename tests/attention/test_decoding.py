@@ -132,3 +132,21 @@ def test_selected_sequences_decode_as_separate_batches(name):
     model.prefill(tokens[rows], alone)
     for token in further.unbind(1):
         assert (model.decode(token, cache) - model.decode(token, alone)).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("masks", [{}, {"padding_token": 2}, {"document_separator": 3}])
+def test_ordinary_full_attention_with_shared_queries_has_the_queries_as_keys(masks):
+    """Whole sequences and cached decoding equal a model whose key projection equals its query projection."""
+    tokens = random_tokens(2, 70)
+    models = []
+    for full in ({"shared_qk": True, "ordinary": True}, {}):
+        config = small(attention=attention("full", full=full), **masks)
+        models.append(build_model(config, seed=3).double())
+    shared, separate = models
+    weights = shared.state_dict()
+    for name, value in separate.state_dict().items():
+        value.copy_(weights[name.replace(".key.", ".query.")])
+    torch.testing.assert_close(whole_nats(shared, tokens), whole_nats(separate, tokens), rtol=0, atol=1e-12)
+    caches = [model.new_cache(2, seed=7) for model in models]
+    nats = [decoded_nats(model, tokens, 30, cache) for model, cache in zip(models, caches, strict=True)]
+    torch.testing.assert_close(*nats, rtol=0, atol=1e-12)

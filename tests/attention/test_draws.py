@@ -28,6 +28,8 @@ WEIGHTS_BY_HEAD = {
     "local relative",
     "yoso gaussian, convolution",
     "smart_bird heads",
+    "synthesizer",
+    "sinkhorn",
 }
 """Mechanisms with weights per head: a single head has other weights."""
 

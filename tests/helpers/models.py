@@ -33,6 +33,9 @@ SMALL: dict[str, dict[str, Any]] = {
     "performer": {"features": 32, "chunk": 16},
     "linformer": {"projected": 16},
     "ngram": {"lengths": [1, 3], "chunk": 8},
+    "linear": {"projections": 16},
+    "sinkhorn": {"chunk": 8},
+    "clustered": {"clusters": 6, "keys": 5, "bits": 16},
 }
 """Settings of each mechanism that make 128 tokens many windows."""
 
