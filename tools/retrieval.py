@@ -35,8 +35,8 @@ from transformers.utils.logging import disable_progress_bar
 
 from megasparse.errors import DataError, report_user_errors
 from megasparse.evaluation.outputs import write_json
+from megasparse.hub.checker import load_tokenizer
 from megasparse.hub.replace import load_whole
-from megasparse.hub.tokenizer_files import load_tokenizer
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. "
 SINGLE = (

@@ -129,8 +129,8 @@ def replace_attention(args: argparse.Namespace) -> None:
     if not isinstance(attention, dict):
         raise ConfigError("--attention", "is not a JSON object", 'Write it as {"kind": "lha"}')
     quiet_transformers()
+    from megasparse.hub.checker import load_tokenizer
     from megasparse.hub.replace import load_plain, positions, replace_attention, save_replaced
-    from megasparse.hub.tokenizer_files import load_tokenizer
 
     model = load_plain(args.model)
     replace_attention(model, attention, max_length=args.max_length, seed=args.seed)
@@ -179,10 +179,10 @@ def teach(args: argparse.Namespace) -> None:
     from megasparse.errors import DataError
 
     quiet_transformers()
+    from megasparse.hub.checker import load_tokenizer
     from megasparse.hub.replace import load_replaced, replacement_of, save_replaced
     from megasparse.hub.teaching import Teacher, read_windows
     from megasparse.hub.tensor_file import refuse_existing
-    from megasparse.hub.tokenizer_files import load_tokenizer
 
     refuse_existing(args.output)
     longest = replacement_of(args.model)["max_length"]
@@ -204,3 +204,39 @@ def teach(args: argparse.Namespace) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     print(f"held-out loss ({args.held_out} windows): {before:.4f} before, {after:.4f} after {teacher.passes} passes")
     print(args.output)
+
+
+def add_check_model(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", type=Path, required=True, metavar="DIR", help="folder of a causal language model")
+    parser.add_argument("--length", type=whole, default=64, help="tokens per row (default: %(default)s)")
+    parser.add_argument("--seed", type=whole, default=0, help="seed of the tokens (default: %(default)s)")
+
+
+def check_model(args: argparse.Namespace) -> None:
+    """Check a Hugging Face decoder on random tokens: no logit may depend on later tokens, padding, other rows of a
+    batch or other documents packed into the row, and decoding from a cache must give the logits of the whole pass.
+
+        megasparse check-model --model models/SmolLM2-135M
+        megasparse check-model --length 512 --model export/quickstart
+
+    Prints PASS or FAIL with the largest difference, relative to the standard deviation of the logits, and the first
+    token that differs by more than rounding. A failed check ends the command with exit code 2. Weights are loaded in
+    fp32. Models of transformers, exports and models with replaced attention are supported. Code in the folder is never
+    executed.
+    """
+    from megasparse.errors import UserError
+
+    if args.length < 8:
+        raise ConfigError("--length", f"{args.length} is too short", "Give 8 or more")
+    require_model(args.model)
+    quiet_transformers()
+    from transformers.utils.logging import set_verbosity_error
+
+    from megasparse.hub import checker
+
+    set_verbosity_error()
+    results = checker.check_model(checker.load_model(args.model), args.length, args.seed)
+    print(checker.table(results))
+    failed = [result.name for result in results if result.passed is False]
+    if failed:
+        raise UserError(f"{args.model}: fails {len(failed)} of {len(results)} checks: {', '.join(failed)}")

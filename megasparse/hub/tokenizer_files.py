@@ -11,7 +11,7 @@ from megasparse.data.tokenizers import BEGIN, MASK, NAMED, PADDING, SEPARATOR, T
 from megasparse.data.tokenizers.huggingface import alphabet
 from megasparse.data.tokenizers.sentence_piece import GRID
 from megasparse.data.tokenizers.simple import END, UNKNOWN
-from megasparse.errors import HubError, one_line
+from megasparse.errors import HubError
 from megasparse.files import read_file
 
 FILE, SETTINGS, GENERATION = "tokenizer.json", "tokenizer_config.json", "generation_config.json"
@@ -150,16 +150,6 @@ def found_tokenizer(folder: Path, named: str | None) -> str:
             values = json.loads(read_file(file))
             of_text = not isinstance(values, dict) or values.get("model") != of_bytes({})["model"]
     return str(file) if of_text else "bytes"
-
-
-def load_tokenizer(folder: str | Path) -> Any:
-    """Load the tokenizer of a folder with transformers. Raises HubError."""
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, ImportError) as error:
-        raise HubError(folder, f"its tokenizer cannot be loaded ({one_line(str(error))})", "Save it there") from None
 
 
 def _ended(values: dict[str, Any], longest: int, end: int) -> Files:

@@ -92,6 +92,8 @@ replace-attention --model configs --attention {} --output runs/nope
 replace-attention --model configs --attention { --output runs/nope
 teach --model nope --texts LICENSE --output runs/nope
 teach --model configs --texts LICENSE --output runs/nope
+check-model --model nope
+check-model --model configs
 compare comparisons/qickstart
 compare comparisons/quickstart --arms nope
 compare comparisons/duplication --set training.stepz=10 --output runs/nope

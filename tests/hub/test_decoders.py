@@ -15,6 +15,7 @@ from megasparse.evaluation.generate import BeamSettings, Sampling, end_tokens, g
 from megasparse.evaluation.texts import Request, texts
 from megasparse.hub import from_pretrained
 from megasparse.hub.architectures import format_named
+from megasparse.hub.checker import load_model
 from megasparse.hub.importing import HFModel
 from megasparse.hub.replace import load_plain, load_replaced, replace_attention, save_replaced
 from megasparse.hub.tensor_file import QUANTISED
@@ -24,7 +25,6 @@ from megasparse.runs.api import load_checkpoint
 from megasparse.settings.load import build_config
 from tests.helpers.models import random_tokens
 from tests.helpers.tokenizers import byte_level, written
-from tools.check_model import load_model
 
 SIZES = dict(vocab_size=270, bos_token_id=0, eos_token_id=2, pad_token_id=1)
 LLAMA = SIZES | dict(

@@ -52,9 +52,9 @@ from megasparse.attention.observation import Call, each_call
 from megasparse.config.files import parse_json
 from megasparse.errors import ConfigError, DataError, report_user_errors
 from megasparse.evaluation.outputs import write_json
+from megasparse.hub.checker import load_tokenizer
 from megasparse.hub.replace import ENTRY, load_plain, load_replaced, mechanisms, replace_attention, replacement_of
 from megasparse.hub.teaching import read_windows
-from megasparse.hub.tokenizer_files import load_tokenizer
 from megasparse.ops.sketch import KeyChoiceSpec, rounded_ranks
 from tools.bench.visible_keys import best_pairs, scored_pairs, seen_pairs, weights
 from tools.retrieval import TASKS, Haystack, scores, shares

@@ -8,10 +8,9 @@ import transformers
 
 from megasparse.cli.main import main
 from megasparse.errors import HubError
+from megasparse.hub.checker import CHECKS, check_model, load_model
 from megasparse.hub.replace import replace_attention
 from tests.helpers.commands import refused
-from tools import check_model as tool
-from tools.check_model import CHECKS, check_model, load_model
 
 LSH = {"kind": "lsh", "chunk": 16, "rounds": 2}
 SIZES = {
@@ -133,13 +132,13 @@ def test_a_model_that_crashes_fails_and_one_that_rejects_packed_documents_does_n
 def test_the_command_prints_a_table_and_ends_with_an_error_after_a_failure(tmp_path, capsys):
     llama().bfloat16().save_pretrained(tmp_path / "right")
     assert load_model(tmp_path / "right").dtype == torch.float32
-    tool.main(["--model", str(tmp_path / "right")])
+    main(["check-model", "--model", str(tmp_path / "right")])
     assert capsys.readouterr().out.count("PASS") == len(CHECKS)
     words = ["replace-attention", "--attention", '{"kind": "lsh"}', "--output", tmp_path / "replaced", "--model"]
     assert "right: its tokenizer cannot be loaded" in refused(capsys, main, *words, tmp_path / "right")
     sorted_chunks().save_pretrained(tmp_path / "leaks")
-    error = refused(capsys, tool.main, "--model", tmp_path / "leaks")
+    error = refused(capsys, main, "check-model", "--model", tmp_path / "leaks")
     assert "leaks: fails 4 of 6 checks: later tokens, padding" in error
     transformers.BertModel(transformers.BertConfig(**SIZES)).save_pretrained(tmp_path / "bert")
-    error = refused(capsys, tool.main, "--model", tmp_path / "bert")
+    error = refused(capsys, main, "check-model", "--model", tmp_path / "bert")
     assert "architecture BertModel. Give a causal" in error

@@ -1,38 +1,30 @@
-"""Check a causal language model of transformers on random tokens: no logit may depend on later tokens, padding, other
-rows of a batch or other documents packed into the row, and decoding from a cache must give the logits of a whole pass.
+"""Check a causal language model of transformers for leaks of later tokens, padding and other documents.
 
-    python tools/check_model.py --model models/SmolLM2-135M
-    python tools/check_model.py --length 512 --model export/quickstart
+Every check compares the logits of two ways to compute them that must agree. A difference is relative to the standard
+deviation of the logits. Rounding gives about 1e-6 in fp32, a leak usually more than 1e-2; 0 means the same bits.
 
-Prints PASS or FAIL with the largest difference, relative to the standard deviation of the logits (rounding gives about
-1e-6 in fp32, a leak usually more than 1e-2), and the first token that differs by more than rounding. A failed check
-ends the command with exit code 2. Weights are loaded in fp32. Models of transformers, exports and models with replaced
-attention are supported. Code in the folder is never executed.
+L tokens of a row.
 """
 
-import argparse
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers.utils.logging import disable_progress_bar, set_verbosity_error
+from transformers import AutoTokenizer
 
 from megasparse.config.files import parse_json
-from megasparse.errors import ConfigError, HubError, UserError, report_user_errors
+from megasparse.errors import HubError, one_line
 from megasparse.files import read_file
 from megasparse.hub.architectures import hf_class
 from megasparse.hub.replace import load_whole
 from megasparse.hub.replaced_layer import cache_name
 
 TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
-"""Largest relative difference of a passed check, by the dtype of the weights. Logits (L, V) are compared in fp32."""
+"""Largest relative difference of a passed check, by the dtype of the weights. Logits are compared in fp32."""
 
 
 class CheckResult(NamedTuple):
@@ -185,6 +177,14 @@ def load_model(folder: Path) -> Any:
     return load_whole(loader, folder, dtype=torch.float32)
 
 
+def load_tokenizer(folder: str | Path) -> Any:
+    """Load the tokenizer of a folder with transformers. Raises HubError."""
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, ImportError) as error:
+        raise HubError(folder, f"its tokenizer cannot be loaded ({one_line(str(error))})", "Save it there") from None
+
+
 def table(results: list[CheckResult]) -> str:
     """Return a table of PASS and FAIL with the largest differences and first positions."""
     lines = [f"{'check':24}{'':6}{'difference':>12}  first token"]
@@ -194,25 +194,3 @@ def table(results: list[CheckResult]) -> str:
         position = "" if result.position is None else f"  {result.position}"
         lines.append(f"{result.name:24}{verdict:6}{figures}{position}".rstrip())
     return "\n".join(lines)
-
-
-@report_user_errors
-def main(words: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, required=True, metavar="DIR", help="folder of a causal language model")
-    parser.add_argument("--length", type=int, default=64, help="tokens per row (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the tokens (default: %(default)s)")
-    args = parser.parse_args(words)
-    if args.length < 8:
-        raise ConfigError("--length", f"{args.length} is too short", "Give 8 or more")
-    disable_progress_bar()
-    set_verbosity_error()
-    results = check_model(load_model(args.model), args.length, args.seed)
-    print(table(results))
-    failed = [result.name for result in results if result.passed is False]
-    if failed:
-        raise UserError(f"{args.model}: fails {len(failed)} of {len(results)} checks: {', '.join(failed)}")
-
-
-if __name__ == "__main__":
-    main()
