@@ -1,4 +1,4 @@
-"""Full softmax attention with torch's scaled_dot_product_attention. B batch, H heads, L length, D head dim."""
+"""Full softmax attention with torch's scaled_dot_product_attention."""
 
 import torch
 import torch.nn.functional as F
@@ -152,7 +152,7 @@ def _masked(inputs: AttentionInputs, scale: float, exclude_self: bool) -> Tensor
     else:
         firsts = range(0, length, step)
         parts = [checkpoint(part, first, use_reentrant=False, preserve_rng_state=False) for first in firsts]
-        out = torch.cat(parts, dim=2)
+        out = torch.cat(parts, dim=2)  # (B, H, L, D)
     return out if inputs.key_mask is None else out.masked_fill(~inputs.key_mask[:, None, :, None], 0.0)
 
 

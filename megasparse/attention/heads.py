@@ -1,7 +1,4 @@
-"""The attention layer: project the input to heads, run their mechanisms, project back. Also the layer's decoding cache.
-
-B batch, L length, H heads, D head dim, E width.
-"""
+"""The attention layer, and its decoding cache: project the input to heads, run their mechanisms, project back."""
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping

@@ -1,5 +1,5 @@
-"""Local attention: a token attends to its own chunk of positions and the previous chunk, strictly causally; in an
-encoder also to the next chunk. B batch, H heads, L length, D head dim, C chunk, E distances (see ops/local_attention).
+"""Local attention: a token attends to its own chunk of C positions and the previous chunk, strictly causally; in an
+encoder also to the next chunk.
 """
 
 import math
@@ -167,16 +167,17 @@ class LocalAttention(Attention):
             return self._decode_relative(inputs.q, cache.tokens, cache.relative, position)
         out, lse = cached_window(inputs.q, k, v, capacity, position, self._rule(causal=True))
         if self.sinks:
-            scale, (k, v) = self.spec.head_dim**-0.5, (x[:, :, capacity:] for x in (k, v))
+            scale = self.spec.head_dim**-0.5
+            (k, v) = (x[:, :, capacity:] for x in (k, v))
             sinks = cached_sinks(self.sinks, inputs.q, k, v, position, scale=scale, chunk=self.chunk)
             out, _ = merge([(out, lse), sinks])
         return out
 
     def _decode_relative(self, q: Tensor, tokens: KeyValueCache, relative: RelativeVectors, position: int) -> Tensor:
-        near = torch.arange(max(0, position // self.chunk - 1) * self.chunk, position + 1, device=q.device)
-        k, v = (at_least_fp32(x[:, :, near % (2 * self.chunk)]) for x in (tokens.k, tokens.v))
+        keys = torch.arange(max(0, position // self.chunk - 1) * self.chunk, position + 1, device=q.device)
+        k, v = (at_least_fp32(x[:, :, keys % (2 * self.chunk)]) for x in (tokens.k, tokens.v))
         r, u, w = relative
-        r = r[:, 2 * self.chunk - 1 - (position - near)].to(k.dtype)
+        r = r[:, 2 * self.chunk - 1 - (position - keys)].to(k.dtype)
         wide = q.to(k.dtype)
         score = (wide + u[:, None]) @ k.transpose(-1, -2) + (wide + w[:, None]) @ r.transpose(-1, -2)
         weight = torch.softmax(score * self.spec.head_dim**-0.5, dim=-1)  # (B, H, 1, keys)

@@ -1,7 +1,4 @@
-"""Attention sinks (Xiao et al. 2023): the first n tokens of a document, visible to all its later tokens.
-
-B batch, H heads, L length, D head dim, n sinks.
-"""
+"""Attention sinks (Xiao et al. 2023): the first n tokens of a document, visible to all its later tokens."""
 
 from collections.abc import Sequence
 from typing import NamedTuple

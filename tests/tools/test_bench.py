@@ -325,7 +325,7 @@ def test_gpu_check_sees_a_wrong_or_unsteady_operator(monkeypatch):
 
 def test_every_operator_with_kernels_is_checked_and_recorded():
     names = {path.stem.removesuffix("_kernels") for path in (ROOT / "megasparse/ops").glob("*_kernels.py")}
-    checks = {"hashing": "angular_hash", "sketch": "sketched_attention", "local_attention": "relative_local_attention"}
+    checks = {"hashing": "angular_hash", "sketch": "sketched_attention"}
     checks |= {"normalize": "unit_keys", "random": "random_bits"}
     cases = {"hashing": "angular_hash", "normalize": "unit_keys", "random": "random_numbers"}
     assert len(names) > 8
