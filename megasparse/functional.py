@@ -134,7 +134,7 @@ def smart_bird_attention(
     heads = _Heads(query, key, value, options.pop("scale", None), options.pop("enable_gqa", False))
     options = {"sketch": "heads", **options}
     if options["sketch"] != "heads":
-        raise ConfigError("sketch", f'{show(options["sketch"])} reads the input of a layer', 'Set it to "heads"')
+        raise ConfigError("sketch", f"{show(options['sketch'])} reads the input of a layer", 'Set it to "heads"')
     return _attend("smart_bird", heads, attn_mask, dropout_p, is_causal, options, parameters)[:2]
 
 

@@ -3,17 +3,17 @@
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from megasparse.attention import heads as of_heads
 from megasparse.attention.contract import AttentionContext
-from megasparse.attention.heads import Padding
+from megasparse.attention.heads import MultiHeadAttention, Padding
 from megasparse.errors import ConfigError
 from megasparse.functional import model_of, padding_mask, segments_of, uncompiled
 from megasparse.ops.random import RngContext
 
 
-class AttentionLayer(of_heads.AttentionLayer):
+class AttentionLayer(MultiHeadAttention):
     """Multi-head attention with projections, for a model of your own.
 
     The output of `layer(x)` is a tensor. Random draws, such as LSH's rotations, are a function of the layer's seed and
@@ -150,6 +150,14 @@ class AttentionLayer(of_heads.AttentionLayer):
         if self.training and out.requires_grad:
             out.register_hook(self._note_backward)
         return out
+
+    def _rotary_start(self, first_position: int, padding: Padding) -> int | Tensor:
+        """Count positions from the start of each document, because hashes depend on positions, not on distances."""
+        if (segments := padding.segments) is None:
+            return first_position
+        starts = F.pad(segments[:, 1:] != segments[:, :-1], (1, 0))  # (B or 1, L)
+        index = torch.arange(segments.shape[1], device=segments.device)
+        return -(index * starts).cummax(1).values[:, None]
 
     def _advance(self) -> None:
         self.step += 1
