@@ -10,7 +10,6 @@ from typing import cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import skip_init
 
 from megasparse.attention.cache import Cache
 from megasparse.attention.contract import Attention, AttentionContext, AttentionInputs, AttentionOutput, MechanismSpec
@@ -277,7 +276,8 @@ def merge_heads(x: Tensor) -> Tensor:
 
 def projection(width_in: int, width_out: int, biased: bool) -> nn.Linear:
     """Create a Linear without torch's initialisation, which draws from the global generator; biases are 0."""
-    linear = skip_init(Linear, width_in, width_out, bias=biased, device=torch.get_default_device())
+    linear = Linear(width_in, width_out, bias=biased, device="meta")
+    linear.weight = nn.Parameter(torch.empty(width_out, width_in))  # unlike skip_init, this does not import sympy
     if biased:
-        nn.init.zeros_(linear.bias)
+        linear.bias = nn.Parameter(torch.zeros(width_out))
     return linear
