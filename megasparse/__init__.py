@@ -28,7 +28,7 @@ _MODULES = {
     "predict": "runs.api",
     "pretrain": "runs.pretraining",
     "replace_attention": "hub.replace",
-    "to_hf": "hub.export",
+    "to_hf": "tasks.exporting",
 }
 """Public name -> module that defines it."""
 

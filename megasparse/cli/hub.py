@@ -96,7 +96,7 @@ def convert_to_hf(args: argparse.Namespace) -> None:
     require_checkpoint(args.checkpoint)
     require_paths(args.evaluation)
     quiet_transformers()
-    from megasparse.hub.export import to_hf
+    from megasparse.tasks.exporting import to_hf
 
     print(f"wrote {to_hf(args.checkpoint, args.output, args.to, args.evaluation)}")
 
