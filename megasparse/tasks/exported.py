@@ -1,4 +1,4 @@
-"""Fine-tuned models of one label per example, with the interface of Hugging Face models. B batch, n length of the input.
+"""Fine-tuned models of one label per example, as Hugging Face models. B batch, n length of the input.
 
 Any body can be exported: a megasparse model, or a transformers model, with its attention replaced or not.
 """
@@ -45,7 +45,7 @@ class MegasparseTaskForSequenceClassification(PreTrainedModel):
         super().__init__(config)
         with torch.device("cpu"):  # replaced attention is checked by a pass; the loader gives a model without values
             head = HeadConfig.model_validate(config.head)
-            self.task = TaskModel(body_of(config.body), config.num_labels, head, False, config.seed)
+            self.task = TaskModel(body_of(config.body), config.num_labels or 1, head, False, config.seed)
         self.passes = 0
         """Forward passes in training so far; random draws depend on it."""
         stored = self.state_dict().keys()
@@ -81,7 +81,7 @@ class MegasparseTaskForSequenceClassification(PreTrainedModel):
         if self.training:
             rng = RngContext(self.config.seed, self.passes, torch.arange(len(input_ids)), training=True)
             self.passes += 1
-        classes = labels if self.training and self.config.num_labels > 1 else None
+        classes = labels if self.training and self.task.outputs > 1 else None
         logits, auxiliary = self.task.predicted(Inputs((read,), labels), rng, classes)
         loss = None
         if labels is not None:

@@ -89,11 +89,11 @@ def to_hf(
 
 def merge_adapters(model: nn.Module) -> None:
     """Add the products of LoRA adapters to the weights that they belong to, in place."""
-    for name, module in list(model.named_modules()):
-        if name.endswith(".base_layer"):
-            layer: Any = model.get_submodule(name.removesuffix(".base_layer"))
-            layer.merge()
-            model.set_submodule(name.removesuffix(".base_layer"), layer.get_base_layer())
+    for inner in [name for name, _ in model.named_modules() if name.endswith(".base_layer")]:
+        name = inner.removesuffix(".base_layer")
+        layer: Any = model.get_submodule(name)
+        layer.merge()
+        model.set_submodule(name, layer.get_base_layer())
 
 
 def _write_classifier(model: Finetuned, record: dict[str, Any], folder: Path) -> None:
@@ -117,7 +117,9 @@ def _write_classifier(model: Finetuned, record: dict[str, Any], folder: Path) ->
     files: Files = code_files("megasparse.tasks import exported", "MegasparseTaskConfig", [NAME])
     if model.form.tokenizer is not None:
         typed = getattr(body, "typed", False)
-        files |= framed(tokenizer_files(_as_pretrained(model, record, shape), config.task.max_length), model.form, typed)
+        files |= framed(
+            tokenizer_files(_as_pretrained(model, record, shape), config.task.max_length), model.form, typed
+        )
     _write(files, folder, model, "AutoModelForSequenceClassification")
     length = min(config.task.max_length, LONGEST)
     tokens = torch.arange(2 * length).view(2, -1) * 31 % body.vocabulary
@@ -131,7 +133,7 @@ def _write_classifier(model: Finetuned, record: dict[str, Any], folder: Path) ->
     require_agreement([(ours, logits)], folder)
 
 
-def _write_text_model(model: Finetuned, record: dict[str, Any], folder: Path) -> None:
+def _write_text_model(model: Any, record: dict[str, Any], folder: Path) -> None:
     from megasparse.hub.modelling import MegasparseForSeq2SeqLM
 
     stack, shape = model.model.body.stack, ModelConfig.model_validate(record["model"])
@@ -141,6 +143,8 @@ def _write_text_model(model: Finetuned, record: dict[str, Any], folder: Path) ->
     rule = model.config.task.generation
     settings = json.loads(exported.files[GENERATION])
     settings |= {"max_length": rule.target_length + 1, "num_beams": rule.beams}
+    unused = {*range(model.form.tokenizer.vocabulary, shape.vocabulary)} - {*model.form.end.tolist()}
+    settings |= {"suppress_tokens": sorted(unused)} if unused else {}
     files: Files = {**exported.files, "config.json": json.dumps(exported.config, indent=2) + "\n"}
     _write({**files, GENERATION: json.dumps(settings, indent=2) + "\n"}, folder, model, "AutoModelForSeq2SeqLM")
     write_tensors(exported.tensors(), folder)

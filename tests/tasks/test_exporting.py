@@ -1,6 +1,4 @@
-"""Fine-tuned runs as Hugging Face models: transformers' classes, pipelines and Trainer give and train the run's model."""
-
-import json
+"""Fine-tuned runs as Hugging Face models: pipelines predict as the run does, and Trainer trains them."""
 
 import pytest
 import torch
@@ -10,7 +8,18 @@ from transformers import AutoModelForSeq2SeqLM, AutoModelForSequenceClassificati
 import megasparse
 from megasparse.cli.main import main
 from megasparse.errors import ConfigError, HubError
-from tests.helpers.finetuning import ENCODER, WORDS, bert, launch, reviews, table
+from tests.helpers.finetuning import (
+    ENCODER,
+    FORECASTER,
+    TASK,
+    WORDS,
+    bert,
+    launch,
+    numbers,
+    reviews,
+    table,
+    write,
+)
 
 DECODER = {**ENCODER, "kind": "decoder", "attention": {"pattern": ["lsh"], "lsh": {"chunk": 8}}}
 START = {"attention": {"pattern": ["lha"], "lha": {"chunk": 8}}}
@@ -67,9 +76,15 @@ def test_a_pipeline_predicts_as_the_run(name, tmp_path):
 
 
 def test_trainer_trains_an_export_further_and_saves_it(tmp_path):
-    _, out, model, tokenizer = exported(tmp_path, "model", {"model": ENCODER}, {})
+    _, _, model, tokenizer = exported(tmp_path, "model", {"model": ENCODER}, {})
     data = [{**tokenizer("a model", truncation=True), "labels": number % 2} for number in range(8)]
-    options = {"report_to": [], "use_cpu": True, "max_steps": 2, "save_strategy": "no", "per_device_train_batch_size": 4}
+    options = {
+        "report_to": [],
+        "use_cpu": True,
+        "max_steps": 2,
+        "save_strategy": "no",
+        "per_device_train_batch_size": 4,
+    }
     arguments = transformers.TrainingArguments(output_dir=str(tmp_path / "trainer"), **options)
     before = model.task.head.output.weight.clone()
     trainer = transformers.Trainer(model, arguments, train_dataset=data, processing_class=tokenizer)
@@ -99,8 +114,9 @@ def test_an_exported_text_to_text_model_generates_the_runs_answers(tmp_path):
 
 def test_runs_that_transformers_has_no_class_for_are_refused(tmp_path):
     launch(tmp_path / "run", reviews(tmp_path / "reviews.csv", 24), model=ENCODER)
-    with pytest.raises(ConfigError, match='to: "bert" is for pretrained checkpoints, but .* is fine-tuned'):
+    with pytest.raises(ConfigError, match=r'to: "bert" is for pretrained checkpoints, but .* is fine-tuned'):
         megasparse.to_hf(tmp_path / "run", tmp_path / "out", to="bert")
-    file = tmp_path / "run" / "start" / "body.json"
-    assert json.loads(file.read_text())["kind"] == "megasparse"
-    assert HubError
+    launch(tmp_path / "series", write(tmp_path / "series.csv", numbers(80)), task=TASK, model=FORECASTER)
+    with pytest.raises(HubError, match="series has inputs or outputs for which transformers has no class"):
+        megasparse.to_hf(tmp_path / "series", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
