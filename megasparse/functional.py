@@ -60,7 +60,7 @@ ARGUMENTS = {
     'kind to "decoder"': "causal to True",
     'kind to "encoder"': "causal to False",
 }
-"""Keys in the messages of a run's configuration -> what they are called here. {} is the mechanism."""
+"""Keys in the messages of a run's configuration -> names of arguments. {} is the mechanism."""
 
 
 def lsh_attention(
@@ -93,7 +93,7 @@ def yoso_attention(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
     is_causal: bool = False, enable_gqa: bool = False, **options: Any,
 ) -> Tensor:  # fmt: skip
-    """Sum values by sampled hash collisions and normalise the sum (YOSO). It has no softmax: no scale or dropout."""
+    """Sum values by sampled hash collisions and normalise the sum (YOSO). Without a softmax, so without scale and dropout."""
     return _attend("yoso", _Heads(query, key, value, None, enable_gqa), attn_mask, dropout_p, is_causal, options).out
 
 
@@ -233,7 +233,7 @@ class _Heads:
         if enable_gqa and not query.shape[1] % key.shape[1]:
             key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
         if query.shape != key.shape:
-            hint = "give (B, H, L, D) each; with enable_gqa=True key and value may have a divisor of H heads"
+            hint = "give (B, H, L, D) each; with enable_gqa=True the heads of key and value may be a divisor of H"
             raise ValueError(f"query, key and value have shapes {shapes}: {hint}")
         self.query = query if scale is None else query * (scale * query.shape[3] ** 0.5)
         self.key, self.value = key, value

@@ -1,4 +1,4 @@
-"""Fine-tuned models of one label per example, as Hugging Face models. B batch, n length of the input.
+"""Fine-tuned classifiers and regressions, as Hugging Face models. B batch, n length of the input.
 
 Any body can be exported: a megasparse model, or a transformers model, with its attention replaced or not.
 """
@@ -35,7 +35,7 @@ class MegasparseTaskConfig(PretrainedConfig):
 
 
 class MegasparseTaskForSequenceClassification(PreTrainedModel):
-    """A class or, if config.num_labels is 1, a number per sequence, or pair of sequences in one input."""
+    """Predicts a class, or a number if config.num_labels is 1, of a sequence or of a pair in one input."""
 
     config_class = MegasparseTaskConfig
     base_model_prefix = ""

@@ -78,7 +78,7 @@ def to_hf(
     model = restore_task(path, ['training.precision="fp32"', 'run.device="cpu"'])
     task = model.form.task
     if task.form not in ("labels", "texts") or task.towers:
-        problem = f"{task.name} has inputs or outputs for which transformers has no class"
+        problem = f"transformers lacks a class for the inputs or outputs of {task.name}"
         raise HubError(path, problem, "Use megasparse predict; classes, numbers and texts can be exported")
     merge_adapters(model.model)
     with appearing(output) as folder:
@@ -184,7 +184,7 @@ def framed(files: Files, form: Form, typed: bool) -> Files:
                 parts.append({"Sequence": {"id": " AB"[number], "type_id": number - 1}})
             for token in ids.tolist():
                 name = name_of(values, token)
-                assert name is not None, f"the tokenizer has no token {token}"
+                assert name is not None, f"token {token} is not in the tokenizer"
                 special[name] = {"id": name, "ids": [token], "tokens": [name]}
                 parts.append({"SpecialToken": {"id": name, "type_id": max(0, number - 1)}})
         return parts
