@@ -22,6 +22,8 @@ MAY_IMPORT = {
     "data": {"errors", "files"},
     "attention": {"errors", "ops", "config"},
     "settings": {"errors", "optimizers", "config", "attention"},
+    "functional": {"errors", "ops", "config", "attention", "settings"},
+    "layer": {"errors", "ops", "config", "attention", "settings", "functional"},
     "training": {"errors", "files", "optimizers", "config", "data", "settings"},
     "model": {"errors", "files", "ops", "config", "attention"},
 }

@@ -7,7 +7,6 @@ from typing import cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import skip_init
 
 from megasparse.attention.cache import Cache
 from megasparse.attention.contract import Attention, AttentionContext, AttentionInputs, AttentionOutput, MechanismSpec
@@ -69,7 +68,7 @@ class Padding:
         object.__setattr__(self, "key_mask", mask != 0)
 
 
-class AttentionLayer(nn.Module):
+class MultiHeadAttention(nn.Module):
     """Multi-head attention. All heads use one mechanism, or the heads are split among several.
 
     A mechanism with shared queries and keys uses no key projection: k = q/|q| (Reformer, section 2). With
@@ -80,18 +79,6 @@ class AttentionLayer(nn.Module):
         layer: Number of the layer, which selects its entry of `model.attention.pattern`.
         seed: Seed of the initial weights; None leaves matrices uninitialised, for a model that initialises or loads
             them.
-
-    Examples:
-        >>> from megasparse.attention.contract import AttentionContext
-        >>> from megasparse.attention.heads import Padding
-        >>> from megasparse.ops.random import RngContext
-        >>> config = megasparse.load_config("reformer_64k").model
-        >>> layer = megasparse.AttentionLayer(config, layer=1)
-        >>> x = torch.randn(1, 256, config.d_model)  # (batch, length, d_model)
-        >>> context = AttentionContext(1, RngContext.evaluation(seed=0, batch_size=1))
-        >>> out = layer(x, context, Padding()).out  # (batch, length, d_model)
-        >>> bool(out.isfinite().all()) and out.shape == x.shape
-        True
     """
 
     def __init__(self, config: ModelConfig, layer: int, seed: int | None = 0):
@@ -181,13 +168,19 @@ class AttentionLayer(nn.Module):
         if self.query_norm is not None:
             q = self.query_norm(q)
             k = k if self.key_norm is None else self.key_norm(k)
-        q, k, v = self.rotate_and_repeat(q, k, v, first_position)
+        q, k, v = self.rotate_and_repeat(q, k, v, self._rotary_start(first_position, padding))
         mechanisms = {kind: self.mechanism(kind) for kind in self.split}
         yield from split_heads_by_mechanism(
             mechanisms, self.split, (q, k, v), padding, self.causal, context, first_position
         )
 
-    def rotate_and_repeat(self, q: Tensor, k: Tensor, v: Tensor, first_position: int) -> tuple[Tensor, Tensor, Tensor]:
+    def _rotary_start(self, first_position: int, padding: Padding) -> int | Tensor:
+        """Return the first position, see `ops.positions.rotate`."""
+        return first_position
+
+    def rotate_and_repeat(
+        self, q: Tensor, k: Tensor, v: Tensor, first_position: int | Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Apply rotary positions to q and k (B, H or fewer, L, D), and repeat k and v for grouped query heads."""
         if self.rotary is not None:
             q = self.rotary(q, first_position)
@@ -280,7 +273,8 @@ def merge_heads(x: Tensor) -> Tensor:
 
 def projection(width_in: int, width_out: int, biased: bool) -> nn.Linear:
     """Create a Linear without torch's initialisation, which draws from the global generator; biases are 0."""
-    linear = skip_init(Linear, width_in, width_out, bias=biased, device=torch.get_default_device())
+    linear = Linear(width_in, width_out, bias=biased, device="meta")
+    linear.weight = nn.Parameter(torch.empty(width_out, width_in))  # unlike skip_init, this does not import sympy
     if biased:
-        nn.init.zeros_(linear.bias)
+        linear.bias = nn.Parameter(torch.zeros(width_out))
     return linear

@@ -84,6 +84,7 @@ def convert_to_hf(args: argparse.Namespace) -> None:
           --evaluation runs/enwik8/test.json
         megasparse convert to-hf --checkpoint runs/local --to reformer --output export/reformer
         megasparse convert to-hf --checkpoint runs/smollm --to llama --output export/smollm
+        megasparse convert to-hf --checkpoint runs/reviews --output export/reviews
 
     `--to megasparse`, the default, exports any megasparse model. With megasparse installed, AutoModelForCausalLM,
     AutoModelForMaskedLM or AutoModelForSeq2SeqLM load the folder with trust_remote_code=True, as do
@@ -91,12 +92,15 @@ def convert_to_hf(args: argparse.Namespace) -> None:
     transformers and support only models that they can express. The export includes the tokenizer, and the chat
     template of an imported decoder.
 
+    Of a fine-tuned run the best checkpoint by validation is exported: AutoModelForSequenceClassification loads
+    classifiers, with their classes, and models that predict a number, AutoModelForSeq2SeqLM models that write texts.
+
     Both models run on the same text, and OUT is written only if their outputs agree to 1e-4.
     """
     require_checkpoint(args.checkpoint)
     require_paths(args.evaluation)
     quiet_transformers()
-    from megasparse.hub.export import to_hf
+    from megasparse.tasks.exporting import to_hf
 
     print(f"wrote {to_hf(args.checkpoint, args.output, args.to, args.evaluation)}")
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from megasparse.attention.contract import AttentionContext
 from megasparse.attention.cross import CrossAttention, EncoderOutput, SourceKeys
-from megasparse.attention.heads import AttentionLayer, LayerCache
+from megasparse.attention.heads import LayerCache, MultiHeadAttention
 from megasparse.config.schema import GATED, ModelConfig
 from megasparse.errors import ConfigError
 from megasparse.model.branch import (
@@ -44,7 +44,7 @@ class AttentionBranch(Branch):
 
     def __init__(self, config: ModelConfig, layer: int):
         super().__init__(config, layer)
-        self.attention = AttentionLayer(config, layer, seed=None)
+        self.attention = MultiHeadAttention(config, layer, seed=None)
         self.gathered_at_once = self.attention.groups > 1
 
     def update(self, x: Tensor, run: Pass, cache: LayerCache | None = None) -> tuple[Tensor, Tensor | None]:

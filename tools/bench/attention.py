@@ -202,7 +202,7 @@ class Inputs:
 
 
 def _ours(case: Case, heads: Inputs) -> Pass:
-    """Return the pass of a megasparse mechanism as in `AttentionLayer` in training, with its auxiliary loss."""
+    """Return the pass of a megasparse mechanism as in `MultiHeadAttention` in training, with its auxiliary loss."""
     model, kind = case.model, MECHANISMS.get(case.implementation, case.implementation)
     mechanism = build_mechanism(kind, model, model.heads)
     initialise(mechanism, model, case.seed)
