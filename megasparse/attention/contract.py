@@ -292,9 +292,10 @@ class Attention(nn.Module, ABC):
         """Index the newest n tokens. x: (B, n, E). inputs: their queries and keys."""
         return IndexedTokens(inputs, context)
 
-    def choose(self, newest: IndexedTokens, index: Tensor | None, tokens: CachedTokens) -> Tensor | None:
+    def choose(self, newest: IndexedTokens, index: Tensor | None, tokens: CachedTokens) -> tuple[Tensor, ...] | None:
         """Return the keys that the newest n tokens attend to, (B or 1, H or a divisor of H, n, K) token numbers, −1 in
-        empty slots; None if the mechanism does not choose keys. index: (B, L, w), the entries of all tokens.
+        empty slots: a tensor for each part of the softmax that `forward` rounds separately before it merges them. None
+        if the mechanism does not choose keys. index: (B, L, w), the entries of all tokens.
         """
         return None
 

@@ -131,9 +131,9 @@ class LocalAttention(Attention):
         keys = work.chunks(self.chunk) + work.beyond(self.chunk, self.sinks)
         return work.pairs(keys) * (1.5 if self.relative else 1.0)
 
-    def choose(self, newest: IndexedTokens, index: Tensor | None, tokens: CachedTokens) -> Tensor | None:
+    def choose(self, newest: IndexedTokens, index: Tensor | None, tokens: CachedTokens) -> tuple[Tensor, ...] | None:
         whole = self.relative is not None or (tokens.number > 1 and tokens.real is None)
-        return None if whole else tokens.window_and_sinks(self.chunk, self.sinks)[0][:, None]
+        return None if whole else tokens.window_and_sinks(self.chunk, self.sinks)[: 1 + (self.sinks > 0)]
 
     def skipped(self, position: int) -> slice:
         first = -(-self.sinks // self.chunk) * self.chunk

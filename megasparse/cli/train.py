@@ -152,9 +152,10 @@ def plan(args: argparse.Namespace) -> None:
         value = getattr(args, option)
         if value is not None and not (math.isfinite(value) and value > 0):
             raise ConfigError(f"--{option.replace('_', '-')}", f"{show(value)} is not above 0", "Give a number above 0")
-    require_config(args)
-    from megasparse.planning.hardware import hardware, parse_bytes
+    config = require_config(args)
+    from megasparse.planning.hardware import hardware, micro_batches, parse_bytes
 
+    micro_batches(config, args.gpus, args.gpus_per_node)
     gpu = hardware(args.gpu, args.peak_tflops)
     memory = parse_bytes("--gpu-memory", args.gpu_memory) if args.gpu_memory else None
     from megasparse.config.schema import Config

@@ -18,7 +18,6 @@ from megasparse.hub.formats import (
     Format,
     Imported,
     check_only,
-    check_tied,
     hf_sizes,
     model_of,
     not_ours,
@@ -154,7 +153,7 @@ class DecoderFormat(Format):
         ignored = {name: tensors.shape(name) for name in unread}
         read = readers(tensors, weights, stored, ignored)
         if model.tied_embeddings:
-            check_tied(tensors, HEAD, stored[weights[0].theirs])
+            tensors.check_tied(HEAD, stored[weights[0].theirs])
         run, data = {"seed": entry.get("seed", 0)}, {"sequence_length": model.max_length}
         return Imported({"model": section, "run": run, "data": data}, read)
 

@@ -1,9 +1,10 @@
-"""GPUs by name and sizes in bytes, the options of `megasparse plan`; importable without torch."""
+"""The options of `megasparse plan`: GPUs by name, their number, and sizes in bytes; importable without torch."""
 
 import re
 from dataclasses import dataclass, replace
 
 from megasparse.config.messages import show
+from megasparse.config.schema import Config
 from megasparse.errors import ConfigError
 from megasparse.training.reporting import PEAK_TFLOPS
 
@@ -56,3 +57,22 @@ def parse_bytes(option: str, text: str) -> int:
         problem = f"{show(text)} is not a size" if match is None or match[2] else f"{show(text)} needs a unit"
         raise ConfigError(option, problem, "Write a number above 0 and a unit, such as 80GiB or 85.9GB")
     return int(number * units[match[2].lower()])
+
+
+def micro_batches(config: Config, gpus: int, per_node: int) -> int:
+    """Return the number of micro-batches per rank and step. Raises ConfigError if `gpus` does not divide them."""
+    training, sequence = config.training, config.parallel.sequence
+    if gpus > per_node and gpus % per_node:
+        hint = "Give a multiple of it, or another --gpus-per-node"
+        raise ConfigError("--gpus", f"{gpus} is not a multiple of --gpus-per-node = {per_node}", hint)
+    if gpus % sequence:
+        problem = f"{gpus} is not a multiple of parallel.sequence = {sequence}"
+        raise ConfigError("--gpus", problem, "Give a multiple of it, or change parallel.sequence")
+    share = training.micro_batch * (gpus // sequence)
+    if training.global_batch % share:
+        problem = f"{show(gpus)} GPUs process {share} sequences at once, and training.global_batch = "
+        problem += f"{training.global_batch} is not a multiple of {share}"
+        most = training.global_batch // training.micro_batch * sequence
+        hint = f"Use at most {most} GPUs, or raise training.global_batch or parallel.sequence"
+        raise ConfigError("--gpus", problem, hint)
+    return training.global_batch // share

@@ -18,11 +18,10 @@ from typing import Any
 import torch
 
 from megasparse.attention.heads import head_dim
-from megasparse.config.messages import show
 from megasparse.config.schema import Config
 from megasparse.errors import ConfigError
 from megasparse.planning.flops import hardware_flops_by_part, model_flops_per_token
-from megasparse.planning.hardware import GPUS, Hardware
+from megasparse.planning.hardware import GPUS, Hardware, micro_batches
 from megasparse.planning.passes import ConfiguredPass
 from megasparse.planning.states import Memory, MemoryPool, Zero, building, gigabytes, memory
 from megasparse.training.ranks import Ranks, local_ranks
@@ -48,7 +47,7 @@ class Plan:
         """Raises ConfigError if the number of GPUs does not divide the batch, the sequence or the nodes."""
         self.config, self.gpu, self.gpus, self.per_node = config, gpu, gpus, per_node
         self.available = gpu.memory if available is None else available
-        self.micro_batches = _micro_batches(config, gpus, per_node)
+        self.micro_batches = micro_batches(config, gpus, per_node)
         self.zero = Zero.of(config.run.engine, config.deepspeed, gpus > 1)
         self.passes = ConfiguredPass(config)
         self.states = self.passes.states
@@ -226,25 +225,6 @@ def pretraining_pools(config: Config, ranks: Ranks) -> list[MemoryPool]:
     plan = Plan(config, GPUS["A100"], ranks.world_size, local, available_bytes(ranks.device))
     host = plan.memory.host if sum(plan.memory.host.values()) >= plan.building[1] else {"start": plan.building[1]}
     return [*plan.pools, MemoryPool("CPU memory", host, available_bytes(torch.device("cpu")) // local)]
-
-
-def _micro_batches(config: Config, gpus: int, per_node: int) -> int:
-    """Return the number of micro-batches per rank and step."""
-    training, sequence = config.training, config.parallel.sequence
-    if gpus > per_node and gpus % per_node:
-        hint = "Give a multiple of it, or another --gpus-per-node"
-        raise ConfigError("--gpus", f"{gpus} is not a multiple of --gpus-per-node = {per_node}", hint)
-    if gpus % sequence:
-        problem = f"{gpus} is not a multiple of parallel.sequence = {sequence}"
-        raise ConfigError("--gpus", problem, "Give a multiple of it, or change parallel.sequence")
-    share = training.micro_batch * (gpus // sequence)
-    if training.global_batch % share:
-        problem = f"{show(gpus)} GPUs process {share} sequences at once, and training.global_batch = "
-        problem += f"{training.global_batch} is not a multiple of {share}"
-        most = training.global_batch // training.micro_batch * sequence
-        hint = f"Use at most {most} GPUs, or raise training.global_batch or parallel.sequence"
-        raise ConfigError("--gpus", problem, hint)
-    return training.global_batch // share
 
 
 def _seconds(seconds: float) -> str:
