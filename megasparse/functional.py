@@ -93,7 +93,7 @@ def yoso_attention(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
     is_causal: bool = False, enable_gqa: bool = False, **options: Any,
 ) -> Tensor:  # fmt: skip
-    """Sum values by sampled hash collisions and normalise the sum (YOSO), without softmax, scale and dropout."""
+    """Sum values by sampled hash collisions and normalise the sum (YOSO), without a softmax, scale or dropout."""
     return _attend("yoso", _Heads(query, key, value, None, enable_gqa), attn_mask, dropout_p, is_causal, options).out
 
 

@@ -43,7 +43,7 @@ class MegasparseTaskForSequenceClassification(PreTrainedModel):
 
     def __init__(self, config: MegasparseTaskConfig):
         super().__init__(config)
-        with torch.device("cpu"):  # replaced attention is checked by a pass; the loader gives a model without values
+        with torch.device("cpu"):  # not meta: replaced attention is checked with values
             head = HeadConfig.model_validate(config.head)
             self.task = TaskModel(body_of(config.body), config.num_labels or 1, head, False, config.seed)
         self.passes = 0
