@@ -16,6 +16,7 @@ from megasparse.hub.importing import HFModel, adapted
 from megasparse.hub.replace import load_plain, load_replaced, mechanisms, replace_attention, save_replaced
 from megasparse.hub.tensor_file import TensorFile
 from megasparse.model.stack import padding_of
+from megasparse.ops.quantised import Quantised
 from megasparse.ops.random import RngContext
 from megasparse.training.checkpoints.checkpoint import Checkpoint
 from tests.helpers.commands import refused, run
@@ -60,7 +61,7 @@ QUERY = "blocks.1.attention.attention.query"
 def product(checkpoint):
     """The product of the adapter of QUERY, which is added to its weight."""
     a, b = (checkpoint.tensor("weight", f"{QUERY}.lora_{each}.default.weight") for each in "AB")
-    return 32 / 16 * b @ a
+    return 32 / (4 if checkpoint.settings.lora.rslora else 16) * b @ a
 
 
 def at_start(run):
@@ -79,14 +80,33 @@ def test_all_weights_learn_ones_own_books(decoder, tmp_path, capsys):
     assert index["splits"].keys() == {"train", "validation"} and index["settings"]["documents"]
 
 
-def test_adapters_learn_and_are_merged(decoder, tmp_path):
-    config = go_on(tmp_path / "run", decoder, books(tmp_path / "books"))
+def stored_by_bitsandbytes(weight, kind):
+    """The values that transformers' quantised linear layers compute with."""
+    functional = pytest.importorskip("bitsandbytes.functional")
+    if kind == "int8":
+        codes, scales, _ = functional.int8_vectorwise_quant(weight.half())
+        return codes * scales[:, None] / 127
+    codes, state = functional.quantize_4bit(weight, blocksize=64, compress_statistics=True, quant_type=kind)
+    return functional.dequantize_4bit(codes, state)
+
+
+@pytest.mark.parametrize("changes", [{}, {"rslora": True}, {"dora": True}, {"quantized": "nf4", "dora": True},
+                                     {"quantized": "int8"}], ids=str)  # fmt: skip
+def test_adapters_learn_and_are_merged(decoder, tmp_path, changes):
+    if kind := changes.get("quantized"):
+        pytest.importorskip("bitsandbytes")
+    sets = {f"lora.{key}": json.dumps(value) for key, value in changes.items()}
+    texts = books(tmp_path / "books")
+    config = go_on(tmp_path / "run", decoder, texts, **sets)
     stopped = Checkpoint.open(tmp_path / "run" / "checkpoints" / "00000004")
-    names = stopped.manifest["tensors"]["weight"]
-    assert len(names) == 3 * 4 * 2 and all(".lora_" in name for name in names)
+    names, dora = stopped.manifest["tensors"]["weight"], "dora" in changes
+    assert len(names) == 3 * 4 * (2 + dora) and all(".lora_" in name for name in names)
     merged, settings, _, _ = restore(tmp_path / "run")
     assert settings.lora is None and config["lora"]["rank"] == 16
-    with_adapters = adapted(stopped.config)
+    with_adapters = adapted(stopped.config, torch.device("cpu"))
+    assert (type(dict(with_adapters.named_parameters())["blocks.0.feed_forward.feed_forward.up"]) is Quantised) == bool(
+        kind
+    )
     with torch.no_grad():
         for name, weight in with_adapters.named_parameters():
             if name in names:
@@ -97,7 +117,12 @@ def test_adapters_learn_and_are_merged(decoder, tmp_path):
         model.eval().logits(model.streams(tokens[:, :-1], rng, Padding())[0]) for model in (merged, with_adapters)
     ]
     torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-4)  # W + B·A is rounded once more
-    expected = at_start(tmp_path / "run") + product(stopped)
+    frozen = at_start(tmp_path / "run")
+    expected = (stored_by_bitsandbytes(frozen, kind) if kind else frozen) + product(stopped)
+    if dora:
+        norms = stopped.tensor("weight", f"{QUERY}.lora_magnitude_vector.default.weight")
+        expected = norms[:, None] * expected / expected.norm(dim=1, keepdim=True)
+        assert not torch.equal(norms, frozen.norm(dim=1))
     torch.testing.assert_close(dict(merged.named_parameters())[f"{QUERY}.weight"], expected)
     assert product(stopped).abs().max() > 2e-3 and padding.segments is not None
 
