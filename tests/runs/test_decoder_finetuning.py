@@ -5,6 +5,7 @@ from functools import partial
 
 import pytest
 import torch
+from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megasparse.attention.heads import Padding
@@ -125,6 +126,19 @@ def test_adapters_learn_and_are_merged(decoder, tmp_path, changes):
         assert not torch.equal(norms, frozen.norm(dim=1))
     torch.testing.assert_close(dict(merged.named_parameters())[f"{QUERY}.weight"], expected)
     assert product(stopped).abs().max() > 2e-3 and padding.segments is not None
+    exported = tmp_path / "adapter"
+    run(door("convert to-hf"), "--checkpoint", tmp_path / "run", "--to", "peft", "--base", decoder, "--output", exported)
+    theirs = AutoModelForCausalLM.from_pretrained(decoder)
+    with torch.no_grad():
+        for name, weight in theirs.named_parameters():
+            if kind and name.endswith("proj.weight"):
+                weight.copy_(stored_by_bitsandbytes(weight, kind))
+    inputs = torch.cat([torch.full((2, 1), settings.model.start_token), tokens[:, :-1]], dim=1)
+    peft = PeftModel.from_pretrained(theirs, exported).eval()
+    with torch.no_grad(), peft.disable_adapter():
+        assert not torch.allclose(logits[0], peft(inputs).logits, rtol=1e-4, atol=1e-4)
+    with torch.no_grad():
+        torch.testing.assert_close(logits[0], peft(inputs).logits, rtol=1e-4, atol=1e-4)
 
 
 def test_adapters_want_weights_that_they_belong_to(decoder, tmp_path, capsys):

@@ -341,10 +341,10 @@ class Merged(Checkpoint):
         weights = base.manifest["tensors"]["weight"]
         config = {**adapters.manifest["config"], "lora": None}
         super().__init__(adapters.path, {**adapters.manifest, "config": config, "tensors": {"weight": weights}})
-        self._base, self._lora = base, lora
+        self.base, self.lora = base, lora
         rounded = adapters.settings.training.precision == "bf16"
         self._dtype = torch.bfloat16 if rounded else torch.float32
-        self._adapters, self._trained = adapters, adapters.manifest["tensors"]["weight"]
+        self.adapters, self._trained = adapters, adapters.manifest["tensors"]["weight"]
         layers = {name.removesuffix(A) for name in self._trained if name.endswith(A)}
         expected: dict[str, list[int]] = {name: entry["shape"] for name, entry in weights.items()}
         for layer in layers:
@@ -358,30 +358,30 @@ class Merged(Checkpoint):
 
     def read(self, kind: str, name: str, start: int, numel: int) -> Tensor:
         if name in self._trained:
-            return self._adapters.read(kind, name, start, numel)
+            return self.adapters.read(kind, name, start, numel)
         layer = name.removesuffix(".weight")
         adapted = f"{layer}{A}" in self._trained
         if not (adapted or self._is_quantised(name)):
-            return self._base.read(kind, name, start, numel)
+            return self.base.read(kind, name, start, numel)
         values = self.frozen(name)
         if adapted:
-            a, b = (self._adapters.tensor(kind, f"{layer}{part}") for part in (A, B))
-            values.addmm_(b, a, alpha=self._lora.scale)
-        if adapted and self._lora.dora:
-            norms = self._adapters.tensor(kind, f"{layer}{NORMS}")
+            a, b = (self.adapters.tensor(kind, f"{layer}{part}") for part in (A, B))
+            values.addmm_(b, a, alpha=self.lora.scale)
+        if adapted and self.lora.dora:
+            norms = self.adapters.tensor(kind, f"{layer}{NORMS}")
             values *= (norms / values.norm(dim=1))[:, None]
         return values.view(-1)[start : start + numel]
 
     def frozen(self, name: str) -> Tensor:
         """Return a weight as the run computed with it, without its adapter."""
-        values = self._base.tensor("weight", name)
+        values = self.base.tensor("weight", name)
         if not self._is_quantised(name):
             return values
-        assert self._lora.quantized is not None
-        return quantise(values, self._lora.quantized, self._dtype).dequantise().float()
+        assert self.lora.quantized is not None
+        return quantise(values, self.lora.quantized, self._dtype).dequantise().float()
 
     def _is_quantised(self, name: str) -> bool:
-        return self._lora.quantized is not None and is_quantised(name, self._base.shape("weight", name))
+        return self.lora.quantized is not None and is_quantised(name, self.base.shape("weight", name))
 
 
 def merge_adapters(checkpoint: Checkpoint) -> Checkpoint:
