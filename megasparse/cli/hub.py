@@ -9,18 +9,8 @@ from megasparse.config.files import parse_json
 from megasparse.errors import ConfigError, whole
 
 ARCHITECTURES = (
-    "bert",
-    "gpt2",
-    "llama",
-    "megasparse",
-    "mistral",
-    "peft",
-    "qwen2",
-    "qwen3",
-    "reformer",
-    "roberta",
-    "yoso",
-)
+    "bert", "gpt2", "llama", "megasparse", "mistral", "peft", "qwen2", "qwen3", "reformer", "roberta", "yoso",
+)  # fmt: skip
 """Keys of `hub.architectures.FORMATS`, whose import takes seconds, and peft."""
 
 
@@ -114,7 +104,7 @@ def convert_to_hf(args: argparse.Namespace) -> None:
     require_checkpoint(args.checkpoint)
     require_paths(args.evaluation, args.base)
     if (args.to == "peft") != (args.base is not None):
-        raise ConfigError("--base", "belongs to --to peft, which needs it", "Give both or neither")
+        raise ConfigError("--base", f"does not fit --to {args.to}", "Give it with --to peft, and only then")
     quiet_transformers()
     if args.to == "peft":
         from megasparse.hub.adapter_folder import to_peft

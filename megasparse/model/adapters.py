@@ -70,12 +70,12 @@ def add_adapters(
             _initialise(model, name, weight, seed)
 
 
-def quantise_layers(model: nn.Module, config: LoRAConfig, dtype: torch.dtype) -> None:
-    """Quantise the frozen matrices of a model with adapters, in place, if `config` requires it."""
+def quantise_layers(model: nn.Module, config: LoRAConfig, dtype: torch.dtype, device: torch.device) -> None:
+    """Quantise the frozen matrices of a model with adapters, in place and on `device`, if `config` requires it."""
     for name, weight in model.named_parameters():
         if config.quantized is not None and is_quantised(name, weight.shape):
             module, _, part = name.rpartition(".")
-            quantised = nn.Parameter(quantise(weight, config.quantized, dtype), requires_grad=False)
+            quantised = nn.Parameter(quantise(weight.to(device), config.quantized, dtype), requires_grad=False)
             setattr(model.get_submodule(module), part, quantised)
 
 

@@ -6,7 +6,6 @@ per row (Dettmers et al. 2022, without their separate outliers). The codes equal
 
 import math
 from collections.abc import Sequence
-from copy import deepcopy
 from typing import Any, Literal
 
 import torch
@@ -75,12 +74,8 @@ class Quantised(Tensor):
             values = _bitsandbytes().dequantize_4bit(self.codes, scales)
         return values.t() if self.transposed else values
 
-    def _like(self, dtype: torch.dtype | None = None, device: Any = None, turned: bool = False) -> "Quantised":
-        codes, scales = self.codes, self.scales
-        if device is not None and torch.device(device) != codes.device:
-            codes, scales = codes.to(device), deepcopy(scales)
-            scales = scales if scales is None else scales.to(device) or scales  # a QuantState moves in place
-        return Quantised(codes, scales, self.stored, dtype or self.dtype, self.transposed != turned)
+    def _like(self, dtype: torch.dtype | None = None, turned: bool = False) -> "Quantised":
+        return Quantised(self.codes, self.scales, self.stored, dtype or self.dtype, self.transposed != turned)
 
     @classmethod
     def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -89,8 +84,8 @@ class Quantised(Tensor):
             return args[0]._like()
         if function is aten.t.default:
             return args[0]._like(turned=True)
-        if function is aten._to_copy.default and (kwargs.get("dtype") or torch.float32).is_floating_point:
-            return args[0]._like(kwargs.get("dtype"), kwargs.get("device"))
+        if function is aten._to_copy.default and _is_cast(args[0], **kwargs):
+            return args[0]._like(kwargs["dtype"])
         args, kwargs = tree_map_only(Quantised, Quantised.dequantise, (args, kwargs))
         return function(*args, **kwargs)
 
@@ -100,6 +95,10 @@ class Quantised(Tensor):
     @staticmethod
     def __tensor_unflatten__(tensors: Any, context: Any, size: Any, stride: Any) -> "Quantised":
         return Quantised(tensors["codes"], *context)
+
+
+def _is_cast(x: Tensor, dtype: torch.dtype | None = None, device: Any = None, **others: Any) -> bool:
+    return dtype is not None and dtype.is_floating_point and device in (None, x.device)
 
 
 def is_quantised(name: str, shape: Sequence[int]) -> bool:

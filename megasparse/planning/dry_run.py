@@ -139,7 +139,7 @@ def trial_engine(config: Config, ranks: Ranks) -> tuple[Engine, Batch]:
     if config.lora is not None:
         add_adapters(model, config.lora, run.seed)
         dtype = torch.bfloat16 if training.precision == "bf16" else torch.float32
-        quantise_layers(model, config.lora, dtype)
+        quantise_layers(model, config.lora, dtype, ranks.device)
     engine = build_engine(model, config, lambda step, samples: RngContext(run.seed, step, samples, True), ranks)
     tokens = dummy_records(config.model, micro, config.data.sequence_length, run.seed)
     return engine, Batch(tokens, torch.arange(micro))

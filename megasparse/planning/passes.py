@@ -183,7 +183,7 @@ class ConfiguredPass:
                 add_adapters(model, self.config.lora, 0)
         rounded = self.config.training.precision == "bf16"
         if self.config.lora is not None:
-            quantise_layers(model, self.config.lora, torch.bfloat16 if rounded else torch.float32)
+            quantise_layers(model, self.config.lora, torch.bfloat16 if rounded else torch.float32, META)
         if rounded:
             for weight in model.parameters():
                 if weight.dtype == torch.float32:

@@ -102,6 +102,11 @@ def test_adapters_learn_and_are_merged(decoder, tmp_path, changes):
     stopped = Checkpoint.open(tmp_path / "run" / "checkpoints" / "00000004")
     names, dora = stopped.manifest["tensors"]["weight"], "dora" in changes
     assert len(names) == 3 * 4 * (2 + dora) and all(".lora_" in name for name in names)
+    if kind:  # quantised again
+        go_on(tmp_path / "halves", decoder, texts, "--stop-at", "2", **sets)
+        go_on(tmp_path / "halves", decoder, texts, **sets)
+        halves = Checkpoint.open(tmp_path / "halves" / "checkpoints" / "00000004")
+        assert all(torch.equal(stopped.tensor("weight", name), halves.tensor("weight", name)) for name in names)
     merged, settings, _, _ = restore(tmp_path / "run")
     assert settings.lora is None and config["lora"]["rank"] == 16
     with_adapters = adapted(stopped.config, torch.device("cpu"))
@@ -127,7 +132,9 @@ def test_adapters_learn_and_are_merged(decoder, tmp_path, changes):
     torch.testing.assert_close(dict(merged.named_parameters())[f"{QUERY}.weight"], expected)
     assert product(stopped).abs().max() > 2e-3 and padding.segments is not None
     exported = tmp_path / "adapter"
-    run(door("convert to-hf"), "--checkpoint", tmp_path / "run", "--to", "peft", "--base", decoder, "--output", exported)
+    run(
+        door("convert to-hf"), "--checkpoint", tmp_path / "run", "--to", "peft", "--base", decoder, "--output", exported
+    )
     theirs = AutoModelForCausalLM.from_pretrained(decoder)
     with torch.no_grad():
         for name, weight in theirs.named_parameters():
@@ -151,6 +158,17 @@ def test_adapters_want_weights_that_they_belong_to(decoder, tmp_path, capsys):
     (tmp_path / "run" / "start").rename(tmp_path / "elsewhere")
     result = refused(capsys, door("generate"), "--checkpoint", tmp_path / "run")
     assert "contains only adapters" in result and "Copy the whole run folder again" in result
+    saved("llama as SmolLM", tmp_path / "other")  # the same sizes, other weights
+    go_on(tmp_path / "again", tmp_path / "other", texts, "--stop-at", "1")
+    (tmp_path / "again" / "start").rename(tmp_path / "run" / "start")
+    assert "its adapters belong to weights" in refused(capsys, door("generate"), "--checkpoint", tmp_path / "run")
+    resumed = ["decoder_64k", "--start", decoder, "--data", texts, "--set", folder, *sets]
+    assert "its adapters belong to weights" in refused(capsys, door("pretrain"), *resumed)
+    export = ["--checkpoint", tmp_path / "again", "--to", "peft", "--output", tmp_path / "adapter"]
+    (tmp_path / "run" / "start").rename(tmp_path / "again" / "start")
+    message = refused(capsys, door("convert to-hf"), *export, "--base", decoder)
+    assert "is not the weight that the adapters of" in message and not (tmp_path / "adapter").exists()
+    assert "--base: does not fit --to peft" in refused(capsys, door("convert to-hf"), *export)
 
 
 RANKED = {"kind": "ranked", **BAND, "keys": 5, "sketch_heads": 4, "sketch_dim": 4, "buckets": 6, "probes": 2}
