@@ -378,6 +378,7 @@ def adapted(config: Config, device: torch.device) -> nn.Module:
         elif ".mechanisms." not in name:
             values = values.to(dtype)
         put(weight, values)
+        base.close()
     add_adapters(model, lora, config.run.seed)
     return model
 

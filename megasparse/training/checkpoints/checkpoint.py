@@ -234,6 +234,10 @@ class Checkpoint:
                     problem = f"{key} is {stored.get_dtype()} {stored.get_shape()} instead of F32 [{numel}]"
                     raise CheckpointError(self.path / name, problem, FORGED)
 
+    def close(self) -> None:
+        """Unmap the files, whose pages otherwise stay in memory. They are opened again on demand."""
+        self._open_files.clear()
+
     def _file(self, name: str) -> Any:
         if name not in self._open_files:
             try:
