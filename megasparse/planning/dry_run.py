@@ -14,7 +14,7 @@ import torch
 
 from megasparse.config.schema import Config
 from megasparse.data.batches import Batch
-from megasparse.model.adapters import add_adapters
+from megasparse.model.adapters import add_adapters, quantise_layers
 from megasparse.model.build import build_model
 from megasparse.model.encoder import Encoder
 from megasparse.ops.random import RngContext
@@ -138,6 +138,8 @@ def trial_engine(config: Config, ranks: Ranks) -> tuple[Engine, Batch]:
         model.set_word_starts(torch.ones(config.model.vocabulary, dtype=torch.bool))
     if config.lora is not None:
         add_adapters(model, config.lora, run.seed)
+        dtype = torch.bfloat16 if training.precision == "bf16" else torch.float32
+        quantise_layers(model, config.lora, dtype, ranks.device)
     engine = build_engine(model, config, lambda step, samples: RngContext(run.seed, step, samples, True), ranks)
     tokens = dummy_records(config.model, micro, config.data.sequence_length, run.seed)
     return engine, Batch(tokens, torch.arange(micro))

@@ -24,10 +24,11 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from megasparse.config.schema import Config, ModelConfig
-from megasparse.model.adapters import add_adapters
+from megasparse.model.adapters import add_adapters, quantise_layers
 from megasparse.model.build import empty_model
 from megasparse.model.encoder import Encoder
 from megasparse.ops.kernels import Launch, observed
+from megasparse.ops.quantised import Quantised
 from megasparse.ops.random import RngContext
 from megasparse.optimizers import OPTIMIZERS
 from megasparse.planning.states import States
@@ -66,6 +67,8 @@ class LiveBytes(TorchDispatchMode):
         return peak
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if Quantised in types:  # it dequantises its arguments and calls this again
+            return NotImplemented
         result = function(*args, **(kwargs or {}))
         inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         outputs = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
@@ -178,14 +181,17 @@ class ConfiguredPass:
                 model.word_starts = torch.ones(config.vocabulary, dtype=torch.bool)
             if self.config.lora is not None:
                 add_adapters(model, self.config.lora, 0)
-        if self.config.training.precision == "bf16":
+        rounded = self.config.training.precision == "bf16"
+        if self.config.lora is not None:
+            quantise_layers(model, self.config.lora, torch.bfloat16 if rounded else torch.float32, META)
+        if rounded:
             for weight in model.parameters():
-                weight.data = weight.data.bfloat16()
+                if weight.dtype == torch.float32:
+                    weight.data = weight.data.bfloat16()
         return model.train()
 
     @cached_property
     def states(self) -> States:
-        weights = list(self.model.parameters())
         trained = {name: weight for name, weight in self.model.named_parameters() if weight.requires_grad}
         number, largest = sum(w.numel() for w in trained.values()), max(w.numel() for w in trained.values())
         optimizer = OPTIMIZERS[self.config.optimizer.name]
@@ -197,9 +203,12 @@ class ConfiguredPass:
             else:
                 factors += size
         scratch = optimizer.scratch_bytes({name: weight.shape for name, weight in trained.items()})
-        frozen = sum(weight.numel() for weight in weights) - number
+        frozen = [weight for weight in self.model.parameters() if not weight.requires_grad]
+        sizes = [w.stored_bytes if isinstance(w, Quantised) else w.numel() * w.element_size() for w in frozen]
+        frozen_largest = max((w.numel() for w in frozen), default=0)
         rounded = self.config.training.precision == "bf16"
-        return States(number, frozen, largest, moments, rounded, scratch, factors)
+        numbers = sum(w.numel() for w in frozen)
+        return States(number, numbers, largest, moments, rounded, scratch, factors, sum(sizes), frozen_largest)
 
     def _count(self, length: int) -> PassBytes:
         """Count a pass of the configured micro-batch. length: tokens per sequence on this rank."""

@@ -56,6 +56,12 @@ def check(config: RunSettings) -> None:
         raise ConfigError("optimizer.name", problem, 'Set it to "adamw", or remove lora')
     if config.run.engine == "deepspeed":  # the torch engine must work without DeepSpeed installed
         deepspeed_section.check_values(config.deepspeed)
+        if (lora := getattr(config, "lora", None)) is not None and (lora.quantized or lora.dora):
+            stage, key = config.deepspeed.get("zero_optimization", {}).get("stage", 0), "lora.dora"
+            problem = "true is not supported under ZeRO stage 3, which splits the frozen weights"
+            if lora.quantized:
+                key, problem = "lora.quantized", problem.replace("true", show(lora.quantized))
+            require((stage == 3, key, problem, "Set deepspeed.zero_optimization.stage to 2"))
 
 
 def check_run(config: RunSettings) -> None:
@@ -101,6 +107,9 @@ def _initial_models(config: FinetuneConfig) -> list[str]:
 
 
 def _check_start(config: FinetuneConfig) -> None:
+    if config.lora is not None and config.lora.quantized is not None:
+        problem = f"{show(config.lora.quantized)} is not supported in fine-tuning on tasks, only by pretrain"
+        raise ConfigError("lora.quantized", problem, "Set it to null")
     start, names = config.start, _initial_models(config)
     if config.model is None:
         if start.glove is not None:

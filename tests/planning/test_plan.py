@@ -63,6 +63,7 @@ ALLOCATED = {
     ),
     "muon": (32, {"layers": 6, "d_model": 128, "d_ff": 256, "vocabulary": 300}, {"optimizer": {"name": "muon"}}),
     "tiles, adapters": (512, DECODER, {**BF16, "lora": {"targets": ["query", "value", "output"]}}),
+    "nf4": (1024, DECODER, {**BF16, "lora": {"quantized": "nf4", "dora": True}}),
 }  # fmt: skip
 
 
@@ -70,6 +71,8 @@ ALLOCATED = {
 def test_predicted_peaks_are_within_10_percent_of_the_allocations(name, monkeypatch):
     monkeypatch.setenv("MEGASPARSE_OPS", "reference")
     length, model, sections = ALLOCATED[name]
+    if name == "nf4":
+        pytest.importorskip("bitsandbytes")
     sections = {"training": {"global_batch": 1}, **sections}
     sections["training"] = {"global_batch": 1, **sections["training"]}
     config = config_of(length, model, **sections)
