@@ -77,7 +77,9 @@ class Plan:
             rank.device["all-to-all"] = int(exchanged * tokens * model.heads * head_dim(model) * self.states.size)
         rank.device["CUDA context, libraries (assumed)"] = RESERVE
         if model.activations == "checkpoint_cpu":
-            rank.host["offloaded activations"] = int(tokens * model.layers * model.d_model * 4)
+            together, number = model.checkpoint_layers, 2 if model.residual_dtype == "bf16" else 4
+            stored = -(-model.layers // together) + together - 1
+            rank.host["offloaded activations"] = tokens * stored * model.d_model * number
         return rank
 
     @property
