@@ -9,7 +9,7 @@ Attention that needs all queries at once (buckets, sketches, encoders, sequence 
 the whole sequence. B batch, L length, T tokens of a tile, E d_model, H heads, G key heads, D head dim.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -32,9 +32,11 @@ _NAMES = "key", "value"
 class StoredInput:
     """Input (B, L, E) of a layer, in tiles, in CPU memory if `offload`."""
 
-    def __init__(self, x: Tensor, tiles: int, offload: bool):
-        self.device = x.device
-        self.tiles = [_offloaded(tile) for tile in cut(x, tiles)] if offload else cut(x, tiles)
+    def __init__(self, tiles: Iterable[Tensor], offload: bool):
+        self.tiles = []
+        for tile in tiles:
+            self.device = tile.device
+            self.tiles.append(_offloaded(tile) if offload else tile)
 
     def tile(self, number: int) -> Tensor:
         return self.tiles[number].to(self.device, non_blocking=True)
@@ -61,7 +63,7 @@ class Recomputed(Function):
         remember_autocast(ctx, x)
         ctx.blocks, ctx.run = blocks, run
         if any(ctx.needs_input_grad):
-            ctx.input = StoredInput(x, blocks[0].tiles, blocks[0].offload)
+            ctx.input = StoredInput(cut(x, blocks[0].tiles), blocks[0].offload)
             ctx.save_for_backward(source)
         total: Tensor | None = None
         for block in blocks:
@@ -77,9 +79,11 @@ class Recomputed(Function):
         (source,) = ctx.saved_tensors
         blocks, run, inputs = ctx.blocks, ctx.run.undecided(), [ctx.input]
         for block in blocks[:-1]:
-            x, _ = _forward(block, run, source, inputs[-1].whole())
-            inputs.append(StoredInput(x, block.tiles, block.offload))
-            del x
+            if block.runs_in_tiles(run):
+                tiles: Iterable[Tensor] = TiledBlock(block, run).forward(map(inputs[-1].tile, range(block.tiles)), d)
+            else:
+                tiles = cut(_forward(block, run, source, inputs[-1].whole())[0], block.tiles)
+            inputs.append(StoredInput(tiles, block.offload))
         if not run.donated:
             d = d.clone()
         of_weights: list[Tensor] = []
@@ -105,7 +109,10 @@ def recomputed(blocks: Sequence["Block"], run: Pass, source: Tensor | None, x: T
 
 def _forward(block: "Block", run: Pass, source: Tensor | None, x: Tensor) -> tuple[Tensor, Tensor | None]:
     if block.runs_in_tiles(run):
-        return TiledBlock(block, run).forward(x), None
+        tiles, new = cut(x, block.tiles), torch.empty_like(x)
+        for result, tile in zip(cut(new, block.tiles), TiledBlock(block, run).forward(tiles, x), strict=True):
+            result.copy_(tile)
+        return new, None
     auxiliary, out = block.whole(run, None, source, x)
     assert out is not None
     return out, auxiliary
@@ -140,19 +147,17 @@ class TiledBlock:
         heads = self.layer.split.items()
         self.mechanisms = [self.layer.mechanism(kind) for kind, n in heads for _ in range(n // self.layer.group)]
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the output stream."""
-        tiles, out, first = cut(x, self.attention.tiles), torch.empty_like(x), 0
-        keys = self._new_keys(x)
+    def forward(self, tiles: Iterable[Tensor], like: Tensor) -> Iterator[Tensor]:
+        """Yield the tiles of the output stream for those of the input, without gradients. like: a stream (B, L, E)."""
+        keys, first = self._new_keys(like), 0
         leaves = [partial(_narrow, of_head) for of_head in keys]
-        for tile, result in zip(tiles, cut(out, len(tiles)), strict=True):
+        for tile in tiles:
             read = self.attention.read(tile)
             self._store(keys, read, first)
             shares = self.layer.queries(read, self.run.rng.first + first).chunk(len(keys), dim=1)
-            result.copy_(self._add(tile, torch.cat(self._attend(shares, leaves, first), dim=1), first))
+            yield self._add(tile, torch.cat(self._attend(shares, leaves, first), dim=1), first)
             first += tile.shape[1]
             del read, shares
-        return out
 
     def backward(self, stored: StoredInput, d: Tensor, sums: GradientSums) -> None:
         """Overwrite the gradient d (B, L, E) of the output with the gradient of the input, and add to the sums."""

@@ -182,7 +182,7 @@ class Stack(nn.Module):
             x = dropout(x, self.config.dropout, rng.key(-1, "embedding dropout"), rng.rows(x.shape[1], x.device))
         if self.config.residual_dtype == "bf16":
             x = x.bfloat16()
-        recomputed = self.gradient_checkpointing or self.config.activations != "stored"
+        recomputed = self.gradient_checkpointing or self.config.activations == "reversible"
         if recomputed and torch.is_grad_enabled() and any(weight.requires_grad for weight in self.blocks.parameters()):
             x.requires_grad_()  # next to a frozen embedding, a recomputed block would otherwise get no gradients
         return (x, x) if self.config.blocks == "reversible" else (x,)
@@ -227,10 +227,11 @@ class OutputHead(Gathered):
         Norm, logits and softmax are computed for L/tiles positions at a time, in forward and backward.
         """
         weights = dict(self.named_parameters(recurse=False))
+        count = len(streams)  # the graph would keep streams that `score` reads
 
         def score(targets: Tensor, *rest: Tensor) -> Tensor:
-            values = dict(zip(weights, rest[len(streams) :], strict=True))
-            hidden = self._hidden(rest[: len(streams)], values).flatten(0, 1)
+            values = dict(zip(weights, rest[count:], strict=True))
+            hidden = self._hidden(rest[:count], values).flatten(0, 1)
             return self._scores(hidden, targets.flatten(), values, training).unflatten(0, targets.shape)
 
         nats, correct, *cost = tiled(score, (targets, *streams), list(weights.values()), self.tiles).unbind(-1)

@@ -30,6 +30,7 @@ from megasparse.model.encoder import Encoder
 from megasparse.ops.kernels import Launch, observed
 from megasparse.ops.random import RngContext
 from megasparse.optimizers import OPTIMIZERS
+from megasparse.planning.flops import tiled_layers
 from megasparse.planning.states import States
 
 META = torch.device("meta")
@@ -39,6 +40,10 @@ LSH (1 and 18 of them in 2.5 ms), local attention (1 and 6, 1.3 ms) and LHA (345
 with an H200."""
 PERIODS = 7, 8
 """Periods of the pattern in the two shallow models from which the pass of a deeper model is extrapolated linearly."""
+SHORT = 2, 3
+"""The same if layers are recomputed or stored one by one."""
+TILES = 2, 4
+"""Tiles in the two short passes from which a pass of recomputed tiles is extrapolated."""
 VIEWS = {
     *("alias", "as_strided", "detach", "diagonal", "expand", "is_same_size", "lift_fresh", "narrow", "permute"),
     *("promote_types", "select", "slice", "split", "split_with_sizes", "squeeze", "t", "transpose", "unbind"),
@@ -203,24 +208,31 @@ class ConfiguredPass:
 
     def _count(self, length: int) -> PassBytes:
         """Count a pass of the configured micro-batch. length: tokens per sequence on this rank."""
-        model, period = self.config.model, len(self.config.model.attention.pattern)
-        rest = model.layers % period
-        if model.source is not None or model.layers <= max(PERIODS) * period + rest:
+        model, (few, many) = self.config.model, TILES
+        if tiled_layers(model) < 1 or self.config.parallel.sequence > 1 or model.feed_forward_tiles < 2 * many:
+            return self._count_depth(length)
+        share = few / model.feed_forward_tiles
+        short, double = (self._with(tiles=n)._count_depth(int(length * share * n / few)) for n in TILES)
+        return extrapolated(short, double, (1 / share - 2), squares=True)
+
+    def _with(self, tiles: int | None = None, layers: int | None = None) -> "ConfiguredPass":
+        """Return the pass with fewer layers, or with fewer tiles of the same size of a shorter sequence."""
+        model = self.config.model
+        changes = {"layers": layers or model.layers, "checkpoint_layers": 1}  # which changes CPU memory only
+        if tiles is not None:
+            losses = max(1, model.loss_tiles * tiles // model.feed_forward_tiles)
+            changes |= {"feed_forward_tiles": tiles, "loss_tiles": losses}
+        return ConfiguredPass(self.config.model_copy(update={"model": model.model_copy(update=changes)}))
+
+    def _count_depth(self, length: int) -> PassBytes:
+        model = self.config.model
+        period = len(model.attention.pattern)
+        rest, periods = model.layers % period, PERIODS if model.activations == "reversible" else SHORT
+        if model.source is not None or model.layers <= max(periods) * period + rest:
             return self._count_whole(length)
-        depths = [periods * period + rest for periods in PERIODS]
-        shallow = [self.config.model_copy(update={"model": model.model_copy(update={"layers": n})}) for n in depths]
-        few, many = (ConfiguredPass(config)._count_whole(length) for config in shallow)
-        share = (model.layers - depths[1]) / (depths[1] - depths[0])
-
-        def line(low: float, high: float) -> float:
-            return high + (high - low) * share
-
-        # Gradients at the end, and gradients when activations are largest; both grow with depth.
-        first = line(few.peak(0), many.peak(0))
-        last = line(few.peak(int(few.gradients[-1])), many.peak(int(many.gradients[-1])))
-        peak = min(last, max(first, line(few.peak(), many.peak())))
-        of_all = (line(getattr(few, name), getattr(many, name)) for name in ("moved", "by_attention", "host"))
-        return PassBytes(np.array([peak - first]), np.array([first]), *of_all)
+        depths = [number * period + rest for number in periods]
+        few, many = (self._with(layers=depth)._count_whole(length) for depth in depths)
+        return extrapolated(few, many, (model.layers - depths[1]) / (depths[1] - depths[0]))
 
     def _count_whole(self, length: int) -> PassBytes:
         model, config, batch = self.model, self.config.model, self.config.training.micro_batch
@@ -232,6 +244,28 @@ class ConfiguredPass:
         rng = RngContext(0, 0, torch.arange(batch, device=META), training=True)
         with torch.random.fork_rng([]), META, as_on_a_gpu():
             return count_pass(model, lambda: model(tokens, rng)[0])
+
+
+def extrapolated(few: PassBytes, many: PassBytes, times: float, squares: bool = False) -> PassBytes:
+    """Extrapolate linearly: `times` the difference of two passes is added to the second. squares: the second pass is
+    twice as long, and the bytes moved may grow quadratically.
+    """
+
+    def line(low: float, high: float) -> float:
+        return high + (high - low) * times
+
+    def moved(low: float, high: float) -> float:
+        if not squares:
+            return line(low, high)
+        length = times + 2  # in units of the first pass: a·n + b·n²
+        return low * length + (high - 2 * low) / 2 * length * (length - 1)
+
+    # Gradients at the end, and gradients when activations are largest; both grow with depth.
+    first = line(few.peak(0), many.peak(0))
+    last = line(few.peak(int(few.gradients[-1])), many.peak(int(many.gradients[-1])))
+    peak = min(last, max(first, line(few.peak(), many.peak())))
+    of_all = (moved(getattr(few, name), getattr(many, name)) for name in ("moved", "by_attention", "host"))
+    return PassBytes(np.array([peak - first]), np.array([first]), *of_all)
 
 
 def dummy_records(model: ModelConfig, batch: int, length: int, seed: int) -> Tensor:
