@@ -41,8 +41,8 @@ class StoredInput:
     def tile(self, number: int) -> Tensor:
         return self.tiles[number].to(self.device, non_blocking=True)
 
-    def whole(self) -> Tensor:
-        return torch.cat([self.tile(number) for number in range(len(self.tiles))], dim=1)
+    def __iter__(self) -> Iterator[Tensor]:
+        return map(self.tile, range(len(self.tiles)))
 
 
 def _offloaded(x: Tensor) -> Tensor:
@@ -80,9 +80,9 @@ class Recomputed(Function):
         blocks, run, inputs = ctx.blocks, ctx.run.undecided(), [ctx.input]
         for block in blocks[:-1]:
             if block.runs_in_tiles(run):
-                tiles: Iterable[Tensor] = TiledBlock(block, run).forward(map(inputs[-1].tile, range(block.tiles)), d)
+                tiles: Iterable[Tensor] = TiledBlock(block, run).forward(inputs[-1], d)
             else:
-                tiles = cut(_forward(block, run, source, inputs[-1].whole())[0], block.tiles)
+                tiles = cut(_forward(block, run, source, torch.cat(list(inputs[-1]), dim=1))[0], block.tiles)
             inputs.append(StoredInput(tiles, block.offload))
         if not run.donated:
             d = d.clone()
@@ -93,7 +93,7 @@ class Recomputed(Function):
             if block.runs_in_tiles(run):
                 TiledBlock(block, run).backward(inputs.pop(), d, sums)
             else:
-                d, of_source = _backward(block, run, source, inputs.pop().whole(), (d, d_auxiliary), sums)
+                d, of_source = _backward(block, run, source, torch.cat(list(inputs.pop()), dim=1), (d, d_auxiliary), sums)
                 if of_source is not None:
                     d_source = of_source if d_source is None else d_source.add_(of_source)
             of_weights = [*sums.gradients().values(), *of_weights]
@@ -162,9 +162,9 @@ class TiledBlock:
     def backward(self, stored: StoredInput, d: Tensor, sums: GradientSums) -> None:
         """Overwrite the gradient d (B, L, E) of the output with the gradient of the input, and add to the sums."""
         keys, first, count = self._new_keys(d), 0, len(stored.tiles)
-        for number in range(count):
-            self._store(keys, self.attention.read(stored.tile(number)), first)
-            first += stored.tiles[number].shape[1]
+        for tile in stored:
+            self._store(keys, self.attention.read(tile), first)
+            first += tile.shape[1]
         of_keys = [GradientSums({name: x.requires_grad_() for name, x in of_head.items()}) for of_head in keys]
         for number, d_tile in reversed(list(enumerate(cut(d, count)))):
             first -= d_tile.shape[1]

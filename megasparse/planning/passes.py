@@ -42,8 +42,8 @@ PERIODS = 7, 8
 """Periods of the pattern in the two shallow models from which the pass of a deeper model is extrapolated linearly."""
 SHORT = 2, 3
 """The same if layers are recomputed or stored one by one."""
-TILES = 2, 4
-"""Tiles in the two short passes from which a pass of recomputed tiles is extrapolated."""
+SHORTEST = 8192
+"""Tokens of the shorter of two passes from which a pass of many recomputed tiles is extrapolated."""
 VIEWS = {
     *("alias", "as_strided", "detach", "diagonal", "expand", "is_same_size", "lift_fresh", "narrow", "permute"),
     *("promote_types", "select", "slice", "split", "split_with_sizes", "squeeze", "t", "transpose", "unbind"),
@@ -172,7 +172,7 @@ class ConfiguredPass:
     def __init__(self, config: Config):
         # Dropout of attention probabilities cannot be counted without kernels; its blocks do not need more memory.
         self.config = _without_attention_dropout(config)
-        self.count = cache(self._count)
+        self.count, self._whole, self._reduced = cache(self._count), cache(self._count_whole), cache(self._with)
 
     @cached_property
     def model(self) -> Any:
@@ -208,12 +208,30 @@ class ConfiguredPass:
 
     def _count(self, length: int) -> PassBytes:
         """Count a pass of the configured micro-batch. length: tokens per sequence on this rank."""
-        model, (few, many) = self.config.model, TILES
-        if tiled_layers(model) < 1 or self.config.parallel.sequence > 1 or model.feed_forward_tiles < 2 * many:
-            return self._count_depth(length)
-        share = few / model.feed_forward_tiles
-        short, double = (self._with(tiles=n)._count_depth(int(length * share * n / few)) for n in TILES)
-        return extrapolated(short, double, (1 / share - 2), squares=True)
+        model, period = self.config.model, len(self.config.model.attention.pattern)
+        rest, periods = model.layers % period, PERIODS if model.activations == "reversible" else SHORT
+        if model.source is not None or model.layers <= max(periods) * period + rest:
+            return self._count_long(length)
+        few, many = (self._reduced(layers=number * period + rest) for number in periods)
+        share = (model.layers - max(periods) * period - rest) / ((periods[1] - periods[0]) * period)
+        return extrapolated(few._count_long(length), many._count_long(length), share)
+
+    def _count_long(self, length: int) -> PassBytes:
+        """Count a pass of all layers; of many recomputed tiles from two short passes with tiles of the same size."""
+        configured, tiles = self.config.data.sequence_length, self.config.model.feed_forward_tiles
+        tile = -(-configured // tiles)
+        few = max(2, SHORTEST // tile)
+        if tiled_layers(self.config.model) < 1 or self.config.parallel.sequence > 1 or tiles < 4 * few:
+            return self._count_whole(length)
+        short, double = (self._reduced(tiles=number)._whole(number * tile) for number in (few, 2 * few))
+        times = length / (few * tile)  # in units of the first pass
+
+        def moved(name: str) -> float:  # a·n + b·n²
+            first, second = getattr(short, name), getattr(double, name)
+            return float(first * times + (second - 2 * first) / 2 * times * (times - 1))
+
+        beside = double.beside + (double.beside - short.beside) * (times - 2)
+        return PassBytes(short.gradients, beside, moved("moved"), moved("by_attention"), moved("host"))
 
     def _with(self, tiles: int | None = None, layers: int | None = None) -> "ConfiguredPass":
         """Return the pass with fewer layers, or with fewer tiles of the same size of a shorter sequence."""
@@ -223,16 +241,6 @@ class ConfiguredPass:
             losses = max(1, model.loss_tiles * tiles // model.feed_forward_tiles)
             changes |= {"feed_forward_tiles": tiles, "loss_tiles": losses}
         return ConfiguredPass(self.config.model_copy(update={"model": model.model_copy(update=changes)}))
-
-    def _count_depth(self, length: int) -> PassBytes:
-        model = self.config.model
-        period = len(model.attention.pattern)
-        rest, periods = model.layers % period, PERIODS if model.activations == "reversible" else SHORT
-        if model.source is not None or model.layers <= max(periods) * period + rest:
-            return self._count_whole(length)
-        depths = [number * period + rest for number in periods]
-        few, many = (self._with(layers=depth)._count_whole(length) for depth in depths)
-        return extrapolated(few, many, (model.layers - depths[1]) / (depths[1] - depths[0]))
 
     def _count_whole(self, length: int) -> PassBytes:
         model, config, batch = self.model, self.config.model, self.config.training.micro_batch
@@ -246,25 +254,17 @@ class ConfiguredPass:
             return count_pass(model, lambda: model(tokens, rng)[0])
 
 
-def extrapolated(few: PassBytes, many: PassBytes, times: float, squares: bool = False) -> PassBytes:
-    """Extrapolate linearly: `times` the difference of two passes is added to the second. squares: the second pass is
-    twice as long, and the bytes moved may grow quadratically.
-    """
+def extrapolated(few: PassBytes, many: PassBytes, times: float) -> PassBytes:
+    """Add `times` the difference of two passes to the second."""
 
     def line(low: float, high: float) -> float:
         return high + (high - low) * times
-
-    def moved(low: float, high: float) -> float:
-        if not squares:
-            return line(low, high)
-        length = times + 2  # in units of the first pass: a·n + b·n²
-        return low * length + (high - 2 * low) / 2 * length * (length - 1)
 
     # Gradients at the end, and gradients when activations are largest; both grow with depth.
     first = line(few.peak(0), many.peak(0))
     last = line(few.peak(int(few.gradients[-1])), many.peak(int(many.gradients[-1])))
     peak = min(last, max(first, line(few.peak(), many.peak())))
-    of_all = (moved(getattr(few, name), getattr(many, name)) for name in ("moved", "by_attention", "host"))
+    of_all = (line(getattr(few, name), getattr(many, name)) for name in ("moved", "by_attention", "host"))
     return PassBytes(np.array([peak - first]), np.array([first]), *of_all)
 
 

@@ -256,6 +256,8 @@ def _check_stack(model: ModelConfig) -> None:
         (blocks != model.blocks, "model.activations",
          f'"{model.activations}" needs {blocks} blocks, but model.blocks = "{model.blocks}"',
          f'Set model.activations to {fitting}, or model.blocks to "{blocks}"'),
+        (model.checkpoint_layers > 1 and not model.activations.startswith("checkpoint"), "model.checkpoint_layers",
+         f'{model.checkpoint_layers} needs model.activations = "checkpoint" or "checkpoint_cpu"', "Set it to 1"),
         (bert and model.residual_dtype == "bf16", "model.residual_dtype",
          'bf16, but model.style = "bert" normalises its stream after each addition, in fp32', 'Set it to "fp32"'),
         (layers > model.layers, "model.attention.pattern",
