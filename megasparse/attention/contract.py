@@ -209,7 +209,7 @@ class Attention(nn.Module, ABC):
 
     @property
     def attends_prefix(self) -> bool:
-        """True if `attend_prefix` is defined: outputs of a tile of queries need only keys and values of their prefix."""
+        """True if `attend_prefix` is defined: a tile of queries needs only the keys and values of its prefix."""
         return False
 
     def attend_prefix(

@@ -11,7 +11,7 @@ the whole sequence. B batch, L length, T tokens of a tile, E d_model, H heads, G
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,9 +21,8 @@ from megasparse.model.branch import Pass, cut
 from megasparse.ops.operator import Function, autocast_off, remember_autocast
 from megasparse.ops.tiled import GradientSums
 
-if TYPE_CHECKING:
-    from megasparse.model.block import Block
-
+Block = Any
+"""`model.block.Block`, which imports this file."""
 Leaf = Callable[..., Tensor]
 """Function of a key head: (name, dim, start, count) -> part of its keys or values."""
 _NAMES = "key", "value"
@@ -58,7 +57,7 @@ class Recomputed(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, blocks: Sequence["Block"], run: Pass, source: Tensor | None, x: Tensor, *weights: Tensor
+        ctx: Any, blocks: Sequence[Block], run: Pass, source: Tensor | None, x: Tensor, *weights: Tensor
     ) -> tuple[Tensor, Tensor | None]:
         remember_autocast(ctx, x)
         ctx.blocks, ctx.run = blocks, run
@@ -93,21 +92,23 @@ class Recomputed(Function):
             if block.runs_in_tiles(run):
                 TiledBlock(block, run).backward(inputs.pop(), d, sums)
             else:
-                d, of_source = _backward(block, run, source, torch.cat(list(inputs.pop()), dim=1), (d, d_auxiliary), sums)
+                d, of_source = _backward(
+                    block, run, source, torch.cat(list(inputs.pop()), dim=1), (d, d_auxiliary), sums
+                )
                 if of_source is not None:
                     d_source = of_source if d_source is None else d_source.add_(of_source)
             of_weights = [*sums.gradients().values(), *of_weights]
         return None, None, d_source, d, *of_weights
 
 
-def recomputed(blocks: Sequence["Block"], run: Pass, source: Tensor | None, x: Tensor) -> tuple[Tensor | None, Tensor]:
+def recomputed(blocks: Sequence[Block], run: Pass, source: Tensor | None, x: Tensor) -> tuple[Tensor | None, Tensor]:
     """Run consecutive blocks on a stream x (B, L, E). Returns the auxiliary loss or None, and the new stream."""
-    weights = [weight for block in blocks for weight in block.parameters() if weight.requires_grad]
+    weights = [w for block in blocks for w in block.parameters() if w.requires_grad and torch.is_grad_enabled()]
     out, auxiliary = Recomputed.apply(blocks, run, source, x, *weights)
     return auxiliary, out
 
 
-def _forward(block: "Block", run: Pass, source: Tensor | None, x: Tensor) -> tuple[Tensor, Tensor | None]:
+def _forward(block: Block, run: Pass, source: Tensor | None, x: Tensor) -> tuple[Tensor, Tensor | None]:
     if block.runs_in_tiles(run):
         tiles, new = cut(x, block.tiles), torch.empty_like(x)
         for result, tile in zip(cut(new, block.tiles), TiledBlock(block, run).forward(tiles, x), strict=True):
@@ -119,7 +120,7 @@ def _forward(block: "Block", run: Pass, source: Tensor | None, x: Tensor) -> tup
 
 
 def _backward(
-    block: "Block", run: Pass, source: Tensor | None, x: Tensor, grads: tuple[Tensor, Tensor | None], sums: GradientSums
+    block: Block, run: Pass, source: Tensor | None, x: Tensor, grads: tuple[Tensor, Tensor | None], sums: GradientSums
 ) -> tuple[Tensor, Tensor | None]:
     """Return the gradients of a whole sequence x and of the source, for those of the output and the auxiliary loss."""
     leaves = [y.detach().requires_grad_() for y in (x, source) if y is not None]
@@ -141,7 +142,7 @@ def _take(sums: GradientSums, outputs: Sequence[Tensor], grads: Sequence[Tensor]
 class TiledBlock:
     """One pass of a decoder's block, tile by tile. Keys and values are a dict per key head, (B, 1, L, D) each."""
 
-    def __init__(self, block: "Block", run: Pass):
+    def __init__(self, block: Block, run: Pass):
         self.attention, self.feed_forward, self.run = block.attention, block.feed_forward, run
         self.layer = block.attention.attention
         heads = self.layer.split.items()

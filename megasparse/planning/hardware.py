@@ -18,7 +18,7 @@ UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12} | {
 @dataclass(frozen=True)
 class Hardware:
     """One GPU: dense bf16 `peak` in FLOP/s, `memory` in bytes, `bandwidth` in bytes/s, and the fraction of the peak
-    that products `reach`. host: bytes/s of a node's CPU memory, shared by its GPUs. link: bytes/s between the two, one way.
+    that products `reach`. host: bytes/s of a node's CPU memory, shared by its GPUs. link: bytes/s between the two.
     """
 
     name: str

@@ -108,8 +108,8 @@ class Plan:
         return [MemoryPool("GPU memory", parts, self.available)]
 
     def fitted(self, host: int | None) -> "Plan":
-        """Return the plan with the largest tiles that fit the GPU and the fewest layers recomputed together whose inputs
-        fit `host` bytes of a node's CPU memory, None for any; itself if layers are not recomputed tile by tile.
+        """Return the plan with the largest tiles that fit the GPU, and the fewest layers recomputed together whose
+        inputs fit `host` bytes of a node's CPU memory, None for any; itself if layers are not recomputed tile by tile.
         """
         model, length, plan = self.config.model, self.config.data.sequence_length, self
         if self.config.parallel.sequence > 1 or tiled_layers(model.model_copy(update={"feed_forward_tiles": 2})) < 1:

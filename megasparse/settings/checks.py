@@ -77,6 +77,10 @@ def check_run(config: RunSettings) -> None:
         "Make it a multiple of training.micro_batch times the number of ranks",
     ))  # fmt: skip
     deepspeed_section.check_keys(config.deepspeed)
+    model, stage = getattr(config, "model", None), config.deepspeed.get("zero_optimization", {}).get("stage")
+    if model is not None and model.checkpoint_layers > 1 and stage == 3 and config.run.engine == "deepspeed":
+        problem = f"{model.checkpoint_layers}, but ZeRO 3 gathers the weights of one layer at a time"
+        raise ConfigError("model.checkpoint_layers", problem, "Set it to 1, or use a lower stage")
 
 
 BUCKETS = ("s3://", "gs://", "az://", "file:///")
