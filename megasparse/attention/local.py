@@ -3,9 +3,11 @@ encoder also to the next chunk.
 """
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megasparse.attention.cache import Cache, CachedTokens, KeyValueCache
@@ -115,6 +117,29 @@ class LocalAttention(Attention):
             sinks = sink_attention(self.sinks, inputs, part, scale=scale, chunk=self.chunk)
             out, lse = merge([(out, lse), sinks])
         return AttentionOutput(out, None, {}, None if part.pair_shard is None else lse)
+
+    @property
+    def attends_prefix(self) -> bool:
+        return self.relative is None
+
+    def attend_prefix(
+        self, q: Tensor, keys: Callable[[int, int], Sequence[Tensor]], position: int, document: int
+    ) -> Tensor:
+        start = max(0, position // self.chunk - 1) * self.chunk
+        stop = position + q.shape[2]
+        k, v = keys(start, stop)
+        segments = None  # a mask would move the borders of chunks
+        if document > start:
+            segments = (torch.arange(start, stop, device=q.device) >= document).long().expand(len(q), -1)
+        padded = F.pad(q, (0, 0, position - start, 0))
+        near = AttentionInputs(padded, k, v, None, segments, True).in_buckets(None, self._rule(True))
+        out, lse = (x[:, :, position - start :] for x in near)
+        if self.sinks:
+            k, v = keys(document, min(document + self.sinks, stop))
+            scale = self.spec.head_dim**-0.5
+            sinks = cached_sinks(k.shape[2], q, k, v, position, scale=scale, chunk=self.chunk, first=document)
+            out, _ = merge([(out, lse), sinks])
+        return out
 
     def _rule(self, causal: bool, pair_shard: tuple[int, int] | None = None) -> BucketedAttentionSpec:
         window = Window("chunk", self.chunk, ahead=not causal)

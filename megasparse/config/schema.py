@@ -142,7 +142,11 @@ class ModelConfig(Section):
     stored streams of a reversible stack, and rounds each stream to 8 bits in every layer (docs/lab/streams.md)."""
     activations: Literal["reversible", "stored", "checkpoint", "checkpoint_cpu"] = "reversible"
     """Activations for the backward: recomputed from the output (reversible blocks only), stored, or recomputed from
-    each layer's stored input (ordinary blocks only; `checkpoint_cpu` stores the inputs in CPU memory)."""
+    each layer's stored input (ordinary blocks only; `checkpoint_cpu` stores the inputs in CPU memory). With
+    `feed_forward_tiles`, decoders recompute layers of full and local attention tile by tile."""
+    checkpoint_layers: Positive = 1
+    """Layers recomputed together, of which only the first one's input is stored. More need less memory for inputs, and
+    above 1 another forward of all layers."""
     dropout: Rate = 0.0
     """Dropout rate after the embedding, after each attention, and inside (not with `style` bert) and after each
     feed-forward."""

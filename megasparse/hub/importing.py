@@ -317,12 +317,19 @@ def identity(name: str) -> dict[str, str]:
 # Runs that start from the weights of another model
 
 
-def base_values(source: str | Path) -> dict[str, Any]:
+def base_values(source: str | Path, weights: bool = True) -> dict[str, Any]:
     """Return the base of a configuration that starts from `source`: its model and tokenizer.
+
+    weights: False reads only config.json of a decoder, and returns its model without the tokenizer.
 
     Raises HubError and CheckpointError if there is no such model.
     """
-    if (model := _hf_model(path := Path(source))) is not None:
+    path = Path(source)
+    if not weights and (path / "config.json").is_file():
+        values = read_config(path)
+        if (name := values.get("model_type")) in DECODERS:
+            return {"model": cast(Any, format_named(name)).model_section(values, path / "config.json")}
+    if (model := _hf_model(path)) is not None:
         config = model.config
     else:
         checkpoint = find_checkpoint(path)
