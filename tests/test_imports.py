@@ -15,16 +15,17 @@ ROOT = Path(__file__).parents[1]
 
 MAY_IMPORT = {
     "errors": set(),
-    "files": {"errors"},
+    "system": set(),
+    "files": {"errors", "system"},
     "ops": {"errors"},
     "optimizers": {"errors"},
     "config": {"errors", "files", "optimizers"},
-    "data": {"errors", "files"},
+    "data": {"errors", "system", "files"},
     "attention": {"errors", "ops", "config"},
     "settings": {"errors", "optimizers", "config", "attention"},
     "functional": {"errors", "ops", "config", "attention", "settings"},
     "layer": {"errors", "ops", "config", "attention", "settings", "functional"},
-    "training": {"errors", "files", "optimizers", "config", "data", "settings"},
+    "training": {"errors", "system", "files", "optimizers", "config", "data", "settings"},
     "model": {"errors", "files", "ops", "config", "attention"},
 }
 ALL_BELOW = set(MAY_IMPORT)

@@ -27,7 +27,6 @@ from megasparse.config.schema import Config, ModelConfig
 from megasparse.model.adapters import add_adapters, quantise_layers
 from megasparse.model.build import empty_model
 from megasparse.model.encoder import Encoder
-from megasparse.ops.kernels import Launch, observed
 from megasparse.ops.quantised import Quantised
 from megasparse.ops.random import RngContext
 from megasparse.optimizers import OPTIMIZERS
@@ -133,6 +132,8 @@ def count_pass(model: nn.Module, forward: Callable[[], Tensor]) -> PassBytes:
 
     Gradients of the model are None afterwards.
     """
+    from megasparse.ops.kernels import Launch, observed  # imports Triton, which exists on Linux only
+
     names = {id(weight): name for name, weight in model.named_parameters()}
     sizes, peaks, ends, moved, kernels = [0], [], set(), {True: 0, False: 0}, [0]
     counter = LiveBytes()

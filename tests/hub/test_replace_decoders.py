@@ -276,7 +276,7 @@ def test_a_cache_holds_key_heads_and_a_small_index(attention):
     for token in tokens[:, 1490:].split(1, dim=1):
         logits(model, input_ids=token, past_key_values=cache, use_cache=True)
     assert layer.keys.shape == (1, 2, 1500, 64) and layer.keys.data_ptr() == first  # nothing was copied
-    held = sum(x.untyped_storage().nbytes() for x in (layer.keys, layer.values, layer.indexer_keys))
+    held = sum(x.untyped_storage().nbytes() for x in (layer.keys, layer.values, layer.index))
     assert held <= 1.2 * 2 * layer.keys.nbytes
 
 
