@@ -1,7 +1,4 @@
-"""Attention inside buckets, and decoding from each bucket's last keys, shared by all hashed mechanisms.
-
-B batch, H heads, R rounds, L length, D head dim, N buckets, M chunk.
-"""
+"""Attention inside buckets, and decoding from each bucket's last keys, shared by all hashed mechanisms."""
 
 import json
 from abc import abstractmethod
@@ -94,8 +91,10 @@ class BandCache(Cache):
     def append(self, inputs: AttentionInputs, code: Tensor, position: int) -> None:
         """Append the new token, whose key is in the buckets code (B, H, R, 1)."""
         self.tokens.put(inputs.k, inputs.v, position)
-        rank, chunk = self.size.gather(-1, code), self.last.shape[-1]  # (B, H, R, 1): earlier keys of the bucket
-        self.codes[..., position], self.rank[..., position] = code[..., 0], rank[..., 0]
+        rank = self.size.gather(-1, code)  # (B, H, R, 1): earlier keys of the bucket
+        chunk = self.last.shape[-1]
+        self.codes[..., position] = code[..., 0]
+        self.rank[..., position] = rank[..., 0]
         slot = code * chunk + rank % chunk
         self.last.flatten(-2).scatter_(-1, slot, torch.full_like(slot, position))
         self.size.scatter_add_(-1, code, torch.ones_like(code))

@@ -92,10 +92,10 @@ class CachedTokens:
         rank = self.rank[:, -self.number :, None]
         start = rank + 1
         numbers = torch.arange(sinks, device=rank.device)
-        near = rank[..., :0]
+        window = rank[..., :0]
         if chunk is not None:
             start = (rank // chunk - 1).clamp_min(0) * chunk
-            near = start + torch.arange(2 * chunk, device=rank.device)
-            near = near.masked_fill(near > rank, -1)
+            window = start + torch.arange(2 * chunk, device=rank.device)
+            window = window.masked_fill(window > rank, -1)
         first = numbers.masked_fill(numbers >= start, -1)
-        return self.at(near)[:, None], self.at(first)[:, None], start[:, None]
+        return self.at(window)[:, None], self.at(first)[:, None], start[:, None]

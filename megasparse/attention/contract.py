@@ -1,7 +1,12 @@
-"""Interface of attention mechanisms. B batch, L length, H heads, D head dim, E width of the layer's input."""
+"""Interface of attention mechanisms.
+
+Letters in all files: B batch, L length (Lq queries, Lk keys), H heads, D head dim, R rounds, N buckets, M chunk, E
+width of the layer's input, K keys of a query, d width of a sketch, S sampled queries, n tokens of a document, W
+clusters, V vocabulary.
+"""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple, TypeVar, cast
 
@@ -206,6 +211,19 @@ class Attention(nn.Module, ABC):
 
         The auxiliary loss is already weighted: it is the term that is added to the model's objective.
         """
+
+    @property
+    def attends_prefix(self) -> bool:
+        """True if `attend_prefix` is defined: a tile of queries needs only the keys and values of its prefix."""
+        return False
+
+    def attend_prefix(
+        self, q: Tensor, keys: Callable[[int, int], Sequence[Tensor]], position: int, document: int
+    ) -> Tensor:
+        """Attend causally from queries (B, H, n, D) at positions from `position` on, all in the document that starts at
+        token `document`. keys: returns the keys and values (B, H, m, D) of positions start … stop − 1.
+        """
+        raise self._lacks("cannot attend from a tile of queries", "attend_prefix")
 
     def part_of(self, part: SequencePart, heads: int) -> SequencePart:
         """Return a rank's part of the sequences and of `heads` heads of this mechanism, inside attention."""

@@ -17,7 +17,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megasparse.errors import HubError, one_line
-from megasparse.files import open_file, read_file, sync_folder
+from megasparse.files import open_file, read_file
+from megasparse.system import sync_folder
 
 LAYERS = {"layers", "num_hidden_layers", "num_layers", "n_layer", "n_layers", "encoder_layers", "decoder_layers"}
 """Keys of config.json for the number of layers."""

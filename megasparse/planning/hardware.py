@@ -19,7 +19,7 @@ UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12} | {
 @dataclass(frozen=True)
 class Hardware:
     """One GPU: dense bf16 `peak` in FLOP/s, `memory` in bytes, `bandwidth` in bytes/s, and the fraction of the peak
-    that products `reach`. host: bytes/s of a node's CPU memory, shared by its GPUs.
+    that products `reach`. host: bytes/s of a node's CPU memory, shared by its GPUs. link: bytes/s between the two.
     """
 
     name: str
@@ -28,14 +28,16 @@ class Hardware:
     bandwidth: float = 2.04e12
     reach: float = 0.55
     host: float = 410e9
+    link: float = 25e9
 
 
 GPUS = {
     "A100": Hardware("A100", PEAK_TFLOPS["A100"] * 1e12),
-    "H100": Hardware("H100", PEAK_TFLOPS["H100"] * 1e12, bandwidth=3.35e12, reach=REACH, host=614e9),
-    "H200": Hardware("H200", PEAK_TFLOPS["H200"] * 1e12, 141 * 10**9, 4.8e12, REACH, 614e9),
+    "H100": Hardware("H100", PEAK_TFLOPS["H100"] * 1e12, bandwidth=3.35e12, reach=REACH, host=614e9, link=50e9),
+    "H200": Hardware("H200", PEAK_TFLOPS["H200"] * 1e12, 141 * 10**9, 4.8e12, REACH, 614e9, 50e9),
 }
-"""From NVIDIA's data sheets of SXM modules (A100: 80 GB); 16 channels of DDR4-3200 or DDR5-4800 per node."""
+"""From NVIDIA's data sheets of SXM modules (A100: 80 GB); 16 channels of DDR4-3200 or DDR5-4800 per node; 80 % of
+PCIe 4 or 5 with 16 lanes."""
 
 
 def hardware(name: str, peak_tflops: float | None) -> Hardware:

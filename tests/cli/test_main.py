@@ -14,6 +14,7 @@ import pytest
 from megasparse.cli.main import COMMANDS, command_of, main, parser_of
 from megasparse.errors import report_user_errors
 from megasparse.settings.load import load_config
+from tests.helpers.cases import together
 
 ROOT = Path(__file__).parents[2]
 QUICKSTART = str(ROOT / "configs" / "quickstart.json")
@@ -154,7 +155,7 @@ def test_a_configuration_with_umlauts_is_printed_as_json_in_ascii():
     assert printed.stdout.isascii() and json.loads(printed.stdout)["run"]["directory"] == "rüns"
 
 
-@pytest.mark.parametrize("name", COMMANDS)
+@together("name", COMMANDS)
 def test_the_help_of_a_subcommand_has_examples_that_it_accepts(name, capsys):
     code, shown, _ = ended(capsys, *name.split(), "--help")
     assert code == 0
@@ -194,7 +195,7 @@ def test_a_door_works_from_any_folder_and_under_deepspeed(tmp_path):
     assert module.stdout == found.stdout
 
 
-@pytest.mark.parametrize(
+@together(
     ("words", "message"),
     [
         (["pretrain", "quickstart", "--set", "training.steps=x"], "training.steps: "),

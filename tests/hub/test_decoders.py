@@ -23,6 +23,7 @@ from megasparse.hub.tokenizer_files import chat_files
 from megasparse.ops.random import RngContext
 from megasparse.runs.api import load_checkpoint
 from megasparse.settings.load import build_config
+from tests.helpers.cases import together
 from tests.helpers.models import random_tokens
 from tests.helpers.tokenizers import byte_level, written
 
@@ -160,7 +161,7 @@ def test_old_files_of_gpt2_are_read(tmp_path, buffer):
     assert torch.equal(weights["embedding.weight"], model.transformer.wte.weight)
 
 
-@pytest.mark.parametrize(
+@together(
     ("name", "change", "problem"),
     [
         ("llama", {"hidden_act": "relu"}, "hidden_act is 'relu'"),
@@ -220,7 +221,7 @@ DAMAGES = {
 }
 
 
-@pytest.mark.parametrize("damage", [*DAMAGES, *QUANTISED])
+@together("damage", [*DAMAGES, *QUANTISED])
 def test_all_ways_in_reject_incomplete_unread_and_quantised_weights(tmp_path, damage):
     model, plain, replaced = saved("llama", tmp_path / "plain"), tmp_path / "plain", tmp_path / "replaced"
     save_replaced(
@@ -250,7 +251,7 @@ def test_a_folder_without_its_tokenizer_is_rejected(tmp_path):
         HFModel.open(tmp_path)
 
 
-@pytest.mark.parametrize(
+@together(
     ("to", "changes", "key"),
     [
         ("llama", {}, "model.blocks"),

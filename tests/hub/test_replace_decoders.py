@@ -30,6 +30,7 @@ from megasparse.hub import replace
 from megasparse.hub.replace import ADAPTER, load_replaced, mechanisms, replace_attention, save_replaced
 from megasparse.hub.replaced_layer import IndexedLayer, Mechanisms
 from megasparse.planning.passes import as_on_a_gpu
+from tests.helpers.cases import together
 from tests.helpers.launches import Counts, LaunchCounter
 from tests.hub import test_replace
 
@@ -116,14 +117,14 @@ def logits(model, **given):
     return model(**{"use_cache": False, **given}).logits
 
 
-@pytest.mark.parametrize("left", [False, True])
 @pytest.mark.parametrize("kind", CONFIGS)
-def test_full_attention_is_huggingfaces(kind, left):
-    model, given = build(kind), inputs(left=left)
-    theirs = logits(model, **given)
-    real = given["attention_mask"].bool()
+def test_full_attention_is_huggingfaces(kind):
+    model, sides = build(kind), [inputs(left=left) for left in (False, True)]
+    expected = [logits(model, **given) for given in sides]
     assert replace_attention(model, {"kind": "full"}) is model
-    assert torch.allclose(theirs[real], logits(model, **given)[real], atol=1e-10) and theirs.std() > 0.1
+    for given, theirs in zip(sides, expected, strict=True):
+        real = given["attention_mask"].bool()
+        assert torch.allclose(theirs[real], logits(model, **given)[real], atol=1e-10) and theirs.std() > 0.1
 
 
 @pytest.mark.parametrize("kind", FURTHER)
@@ -275,7 +276,7 @@ def test_a_cache_holds_key_heads_and_a_small_index(attention):
     for token in tokens[:, 1490:].split(1, dim=1):
         logits(model, input_ids=token, past_key_values=cache, use_cache=True)
     assert layer.keys.shape == (1, 2, 1500, 64) and layer.keys.data_ptr() == first  # nothing was copied
-    held = sum(x.untyped_storage().nbytes() for x in (layer.keys, layer.values, layer.indexer_keys))
+    held = sum(x.untyped_storage().nbytes() for x in (layer.keys, layer.values, layer.index))
     assert held <= 1.2 * 2 * layer.keys.nbytes
 
 
@@ -359,7 +360,7 @@ def test_a_step_unlike_the_whole_pass_is_an_error_before_the_model_is_used(monke
         replace_attention(build(dtype=torch.float32), LOCAL)
 
 
-@pytest.mark.parametrize(
+@together(
     ("kind", "changes", "old", "message"),
     [
         ("Llama", {}, "scaling", "missing 1 required keyword-only argument: 'scaling'"),
@@ -519,7 +520,7 @@ def test_a_model_that_was_not_replaced_is_not_loaded_as_one(tmp_path):
         logits(model, **inputs())
 
 
-@pytest.mark.parametrize(
+@together(
     ("kind", "changes", "attention", "length", "message"),
     [
         ("Llama", {}, {"kind": "lha", "window": "top_k"}, None, "attention.lha: a decoder would attend to later"),

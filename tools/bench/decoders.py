@@ -405,7 +405,7 @@ def speed(
             row[part] = median(values)
             row[f"{part}_ratio"] = median(x / y for x, y in zip(values, seconds["SDPA"][part], strict=True))
         row["turn_to_alone"] = median(x / y for x, y in zip(parts["turn"], parts["turn_alone"], strict=True))
-        tensors = ("keys", "values", "indexer_keys")
+        tensors = ("keys", "values", "index")
         held = (getattr(layer, key, None) for layer in caches[name].layers for key in tensors)
         rows.append(row | {"cache_bytes": sum(x.untyped_storage().nbytes() for x in held if x is not None)})
     return rows
