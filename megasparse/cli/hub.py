@@ -8,8 +8,10 @@ from megasparse.cli.arguments import add_checkpoint, require_checkpoint, require
 from megasparse.config.files import parse_json
 from megasparse.errors import ConfigError, whole
 
-ARCHITECTURES = ("bert", "gpt2", "llama", "megasparse", "mistral", "qwen2", "qwen3", "reformer", "roberta", "yoso")
-"""Keys of `hub.architectures.FORMATS`, whose import takes seconds."""
+ARCHITECTURES = (
+    "bert", "gpt2", "llama", "megasparse", "mistral", "peft", "qwen2", "qwen3", "reformer", "roberta", "yoso",
+)  # fmt: skip
+"""Keys of `hub.architectures.FORMATS`, whose import takes seconds, and peft."""
 
 
 def quiet_transformers() -> None:
@@ -74,6 +76,8 @@ def add_convert_to_hf(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--to", choices=ARCHITECTURES, default="megasparse", help="architecture (%(default)s)")
     card = "result of `megasparse evaluate --json` for the model card; by default all results in the run's folder"
     parser.add_argument("--evaluation", type=Path, metavar="FILE", help=card)
+    base = "with --to peft: folder of the Hugging Face model that the run started from"
+    parser.add_argument("--base", type=Path, metavar="DIR", help=base)
 
 
 def convert_to_hf(args: argparse.Namespace) -> None:
@@ -84,6 +88,8 @@ def convert_to_hf(args: argparse.Namespace) -> None:
           --evaluation runs/enwik8/test.json
         megasparse convert to-hf --checkpoint runs/local --to reformer --output export/reformer
         megasparse convert to-hf --checkpoint runs/smollm --to llama --output export/smollm
+        megasparse convert to-hf --checkpoint runs/reviews --output export/reviews
+        megasparse convert to-hf --checkpoint runs/decoder_64k --to peft --base models/SmolLM2 --output export/adapters
 
     `--to megasparse`, the default, exports any megasparse model. With megasparse installed, AutoModelForCausalLM,
     AutoModelForMaskedLM or AutoModelForSeq2SeqLM load the folder with trust_remote_code=True, as do
@@ -91,12 +97,25 @@ def convert_to_hf(args: argparse.Namespace) -> None:
     transformers and support only models that they can express. The export includes the tokenizer, and the chat
     template of an imported decoder.
 
+    Of a fine-tuned run the best checkpoint by validation is exported: AutoModelForSequenceClassification loads
+    classifiers, with their classes, and models that predict a number, AutoModelForSeq2SeqLM models that write texts.
+
+    `--to peft` writes only the adapters of a run with `lora`, as adapter_config.json and adapter_model.safetensors,
+    which peft, transformers and vLLM load on top of DIR. The other formats merge them with the weights.
+
     Both models run on the same text, and OUT is written only if their outputs agree to 1e-4.
     """
     require_checkpoint(args.checkpoint)
-    require_paths(args.evaluation)
+    require_paths(args.evaluation, args.base)
+    if (args.to == "peft") != (args.base is not None):
+        raise ConfigError("--base", f"does not fit --to {args.to}", "Give it with --to peft, and only then")
     quiet_transformers()
-    from megasparse.hub.export import to_hf
+    if args.to == "peft":
+        from megasparse.hub.adapter_folder import to_peft
+
+        print(f"wrote {to_peft(args.checkpoint, args.output, args.base)}")
+        return
+    from megasparse.tasks.exporting import to_hf
 
     print(f"wrote {to_hf(args.checkpoint, args.output, args.to, args.evaluation)}")
 

@@ -1,5 +1,6 @@
 """The typed schema of a run's JSON file. Every default of the project lives here and nowhere else."""
 
+import math
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -141,7 +142,11 @@ class ModelConfig(Section):
     stored streams of a reversible stack, and rounds each stream to 8 bits in every layer (docs/lab/streams.md)."""
     activations: Literal["reversible", "stored", "checkpoint", "checkpoint_cpu"] = "reversible"
     """Activations for the backward: recomputed from the output (reversible blocks only), stored, or recomputed from
-    each layer's stored input (ordinary blocks only; `checkpoint_cpu` stores the inputs in CPU memory)."""
+    each layer's stored input (ordinary blocks only; `checkpoint_cpu` stores the inputs in CPU memory). With
+    `feed_forward_tiles`, decoders recompute layers of full and local attention tile by tile."""
+    checkpoint_layers: Positive = 1
+    """Layers recomputed together, of which only the first one's input is stored. More need less memory for inputs, and
+    above 1 another forward of all layers."""
     dropout: Rate = 0.0
     """Dropout rate after the embedding, after each attention, and inside (not with `style` bert) and after each
     feed-forward."""
@@ -297,11 +302,22 @@ class LoRAConfig(Section):
     rank: Positive = 8
     """Rank of the adapters."""
     alpha: Annotated[float, Field(gt=0.0)] = 16.0
-    """Adapters are scaled by alpha/rank."""
+    """Adapters are scaled by alpha/rank, or alpha/√rank with `rslora`."""
+    rslora: bool = False
+    """Scale by alpha/√rank (rsLoRA, Kalajdzievski 2023)."""
+    dora: bool = False
+    """Learn the norm of every row of the sum W + α/r·B·A, too (DoRA, Liu et al. 2024)."""
+    quantized: Literal["nf4", "int8"] | None = None
+    """Store the frozen matrices of the layers in 4 bits (NF4, double quantisation) or 8 bits (a scale per row), with
+    bitsandbytes; they are dequantised to compute. Only `pretrain` supports it."""
     dropout: Rate = 0.0
     """Dropout rate of the input of the adapters."""
     targets: list[str] = Field(default=["query", "value"], min_length=1)
     """Last parts of the names of the linear layers, such as query, key, value and output in BERT and megasparse."""
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
 
 class ParallelConfig(Section):

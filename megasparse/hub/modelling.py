@@ -468,7 +468,7 @@ class MegasparseForSeq2SeqLM(MegasparseWriter):
         if tokens.shape[1] > longest:
             raise ValueError(f"{tokens.shape[1]} tokens are more than the encoder's maximum of {longest}")
         mask = tokens != self._padding if mask is None else mask
-        rows = AlignedRows(tokens, mask, self._padding)
+        rows = AlignedRows(tokens, mask, self.settings.padding_token or 0)
         answer = targets and targets._replace(answer=True)
         states, auxiliary, _ = self.model.encoder(rows.tokens, rng, rows.real, answer)
         return SourceOutput(rows.restore(states), attention_mask=mask if rows.padded else None), auxiliary

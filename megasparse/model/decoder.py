@@ -173,7 +173,8 @@ class EncoderDecoder(Causal):
         shared = self.embedding.weight if config.source.shared_embedding else None
         self.encoder = SourceEncoder(encoder_part(config), shared)
         weights = [mechanism.task_weight for _, mechanism in self.encoder.mechanisms()]
-        self.source_length, self.task_weight = config.source.length, min(self.task_weight, *weights)
+        self.source_length = config.source.length
+        self.task_weight = min(self.task_weight, *weights)
 
     def count_scored(self, tokens: Tensor, sequence: ProcessGroup | None = None) -> Tensor:
         part = SequencePart.of(sequence)

@@ -5,6 +5,7 @@ from functools import partial
 
 import pytest
 import torch
+from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megasparse.attention.heads import Padding
@@ -18,6 +19,7 @@ from megasparse.hub.importing import HFModel, adapted
 from megasparse.hub.replace import load_plain, load_replaced, mechanisms, replace_attention, save_replaced
 from megasparse.hub.tensor_file import TensorFile
 from megasparse.model.stack import padding_of
+from megasparse.ops.quantised import Quantised
 from megasparse.ops.random import RngContext
 from megasparse.training.checkpoints.checkpoint import Checkpoint
 from tests.data.corpora.test_chats import CHATML, conversation, lines_in
@@ -63,7 +65,7 @@ QUERY = "blocks.1.attention.attention.query"
 def product(checkpoint):
     """The product of the adapter of QUERY, which is added to its weight."""
     a, b = (checkpoint.tensor("weight", f"{QUERY}.lora_{each}.default.weight") for each in "AB")
-    return 32 / 16 * b @ a
+    return 32 / (4 if checkpoint.settings.lora.rslora else 16) * b @ a
 
 
 def at_start(run):
@@ -82,14 +84,38 @@ def test_all_weights_learn_ones_own_books(decoder, tmp_path, capsys):
     assert index["splits"].keys() == {"train", "validation"} and index["settings"]["documents"]
 
 
-def test_adapters_learn_and_are_merged(decoder, tmp_path):
-    config = go_on(tmp_path / "run", decoder, books(tmp_path / "books"))
+def stored_by_bitsandbytes(weight, kind):
+    """The values that transformers' quantised linear layers compute with."""
+    functional = pytest.importorskip("bitsandbytes.functional")
+    if kind == "int8":
+        codes, scales, _ = functional.int8_vectorwise_quant(weight.half())
+        return codes * scales[:, None] / 127
+    codes, state = functional.quantize_4bit(weight, blocksize=64, compress_statistics=True, quant_type=kind)
+    return functional.dequantize_4bit(codes, state)
+
+
+@pytest.mark.parametrize("changes", [{}, {"rslora": True}, {"dora": True}, {"quantized": "nf4", "dora": True},
+                                     {"quantized": "int8"}], ids=str)  # fmt: skip
+def test_adapters_learn_and_are_merged(decoder, tmp_path, changes):
+    if kind := changes.get("quantized"):
+        pytest.importorskip("bitsandbytes")
+    sets = {f"lora.{key}": json.dumps(value) for key, value in changes.items()}
+    texts = books(tmp_path / "books")
+    config = go_on(tmp_path / "run", decoder, texts, **sets)
     stopped = Checkpoint.open(tmp_path / "run" / "checkpoints" / "00000004")
-    names = stopped.manifest["tensors"]["weight"]
-    assert len(names) == 3 * 4 * 2 and all(".lora_" in name for name in names)
+    names, dora = stopped.manifest["tensors"]["weight"], "dora" in changes
+    assert len(names) == 3 * 4 * (2 + dora) and all(".lora_" in name for name in names)
+    if kind:  # quantised again
+        go_on(tmp_path / "halves", decoder, texts, "--stop-at", "2", **sets)
+        go_on(tmp_path / "halves", decoder, texts, **sets)
+        halves = Checkpoint.open(tmp_path / "halves" / "checkpoints" / "00000004")
+        assert all(torch.equal(stopped.tensor("weight", name), halves.tensor("weight", name)) for name in names)
     merged, settings, _, _ = restore(tmp_path / "run")
     assert settings.lora is None and config["lora"]["rank"] == 16
-    with_adapters = adapted(stopped.config)
+    with_adapters = adapted(stopped.config, torch.device("cpu"))
+    assert (type(dict(with_adapters.named_parameters())["blocks.0.feed_forward.feed_forward.up"]) is Quantised) == bool(
+        kind
+    )
     with torch.no_grad():
         for name, weight in with_adapters.named_parameters():
             if name in names:
@@ -100,9 +126,29 @@ def test_adapters_learn_and_are_merged(decoder, tmp_path):
         model.eval().logits(model.streams(tokens[:, :-1], rng, Padding())[0]) for model in (merged, with_adapters)
     ]
     torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-4)  # W + B·A is rounded once more
-    expected = at_start(tmp_path / "run") + product(stopped)
+    frozen = at_start(tmp_path / "run")
+    expected = (stored_by_bitsandbytes(frozen, kind) if kind else frozen) + product(stopped)
+    if dora:
+        norms = stopped.tensor("weight", f"{QUERY}.lora_magnitude_vector.default.weight")
+        expected = norms[:, None] * expected / expected.norm(dim=1, keepdim=True)
+        assert not torch.equal(norms, frozen.norm(dim=1))
     torch.testing.assert_close(dict(merged.named_parameters())[f"{QUERY}.weight"], expected)
     assert product(stopped).abs().max() > 2e-3 and padding.segments is not None
+    exported = tmp_path / "adapter"
+    run(
+        door("convert to-hf"), "--checkpoint", tmp_path / "run", "--to", "peft", "--base", decoder, "--output", exported
+    )
+    theirs = AutoModelForCausalLM.from_pretrained(decoder)
+    with torch.no_grad():
+        for name, weight in theirs.named_parameters():
+            if kind and name.endswith("proj.weight"):
+                weight.copy_(stored_by_bitsandbytes(weight, kind))
+    inputs = torch.cat([torch.full((2, 1), settings.model.start_token), tokens[:, :-1]], dim=1)
+    peft = PeftModel.from_pretrained(theirs, exported).eval()
+    with torch.no_grad(), peft.disable_adapter():
+        assert not torch.allclose(logits[0], peft(inputs).logits, rtol=1e-4, atol=1e-4)
+    with torch.no_grad():
+        torch.testing.assert_close(logits[0], peft(inputs).logits, rtol=1e-4, atol=1e-4)
 
 
 def test_adapters_want_weights_that_they_belong_to(decoder, tmp_path, capsys):
@@ -115,6 +161,17 @@ def test_adapters_want_weights_that_they_belong_to(decoder, tmp_path, capsys):
     (tmp_path / "run" / "start").rename(tmp_path / "elsewhere")
     result = refused(capsys, door("generate"), "--checkpoint", tmp_path / "run")
     assert "contains only adapters" in result and "Copy the whole run folder again" in result
+    saved("llama as SmolLM", tmp_path / "other")  # the same sizes, other weights
+    go_on(tmp_path / "again", tmp_path / "other", texts, "--stop-at", "1")
+    (tmp_path / "again" / "start").rename(tmp_path / "run" / "start")
+    assert "its adapters belong to weights" in refused(capsys, door("generate"), "--checkpoint", tmp_path / "run")
+    resumed = ["decoder_64k", "--start", decoder, "--data", texts, "--set", folder, *sets]
+    assert "its adapters belong to weights" in refused(capsys, door("pretrain"), *resumed)
+    export = ["--checkpoint", tmp_path / "again", "--to", "peft", "--output", tmp_path / "adapter"]
+    (tmp_path / "run" / "start").rename(tmp_path / "again" / "start")
+    message = refused(capsys, door("convert to-hf"), *export, "--base", decoder)
+    assert "is not the weight that the adapters of" in message and not (tmp_path / "adapter").exists()
+    assert "--base: does not fit --to peft" in refused(capsys, door("convert to-hf"), *export)
 
 
 RANKED = {"kind": "ranked", **BAND, "keys": 5, "sketch_heads": 4, "sketch_dim": 4, "buckets": 6, "probes": 2}

@@ -116,11 +116,6 @@ class HuggingFace(RecordCorpus):
     def open(
         self, locations: Sequence[str], member: str | None, downloads: Path, settings: CorpusSettings, workers: int
     ) -> RecordSource:
-        """Find the dataset's files and read their column once.
-
-        Raises DataError if files are missing or cannot be read, or there are several configurations; ConfigError for
-        the column.
-        """
         (location,) = locations
         parts = find_parts(locations, None, downloads, "raw", self.SUFFIXES)
         # `datasets` keeps results of map and filter next to the dataset
