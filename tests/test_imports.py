@@ -25,7 +25,7 @@ MAY_IMPORT = {
     "settings": {"errors", "optimizers", "config", "attention"},
     "functional": {"errors", "ops", "config", "attention", "settings"},
     "layer": {"errors", "ops", "config", "attention", "settings", "functional"},
-    "training": {"errors", "system", "files", "optimizers", "config", "data", "settings"},
+    "training": {"errors", "system", "files", "ops", "optimizers", "config", "data", "settings"},
     "model": {"errors", "files", "ops", "config", "attention"},
 }
 ALL_BELOW = set(MAY_IMPORT)
