@@ -169,11 +169,12 @@ class DecoderFormat(Format):
         return network(input_ids=read, use_cache=False).logits.float()
 
     def comparable(self, config: Config) -> Config:
-        """Return the configuration with full attention. Rounding changes the keys that a query selects now and then,
-        and in a model of many layers every later logit.
+        """Return the configuration with full attention and fp32 residual streams. Rounding changes the keys that a
+        query selects now and then, and in a model of many layers every later logit.
         """
         attention = config.model.attention.model_copy(update={"pattern": ["full"]})
-        return config.model_copy(update={"model": config.model.model_copy(update={"attention": attention})})
+        changes = {"attention": attention, "residual_dtype": "fp32"}
+        return config.model_copy(update={"model": config.model.model_copy(update=changes)})
 
     # Differences between the families
 

@@ -257,7 +257,8 @@ def with_template(folder):
 def test_packed_conversations_are_learned_as_transformers_reads_each_alone(chatting, tmp_path):
     """The scored tokens are the answers, and their losses those of each conversation by itself."""
     length, chats = 192, lines_in(tmp_path / "chats.jsonl", CHATS)
-    settings = {"model.max_length": length, "data.sequence_length": length, "lora": "null"}
+    sizes = {"model.max_length": length, "data.sequence_length": length}
+    settings = {**sizes, "lora": "null", "model.residual_dtype": "fp32"}
     go_on(tmp_path / "run", chatting, chats, "--stop-at", "1", **{**settings, "optimizer.learning_rate": 1e-9})
     config = restore(tmp_path / "run")[1]
     model, theirs = HFModel.open(chatting).build(config), AutoModelForCausalLM.from_pretrained(chatting).eval()

@@ -50,7 +50,7 @@ QUOTED = re.compile("(\ufdd0[^\ufdd1]*\ufdd1)")
 """Name of a special token in a message, which is text, between two characters that no text contains."""
 KEY = 4
 """Characters by which the end of a turn is searched."""
-FORM = 'Write {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}'
+FORM = 'write {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}'
 MARK = "or mark the answers in the chat template with {% generation %}"
 
 
@@ -271,7 +271,7 @@ class Renderer:
         try:
             if GENERATION.search(tokenizer.get_chat_template(None, tools)):
                 if quoted != plain:
-                    raise Invalid("a message contains the name of a special token", "Remove it from the text")
+                    raise Invalid("a message contains the name of a special token", "remove it from the text")
                 options = {"return_assistant_tokens_mask": True, "tokenizer_kwargs": {"split_special_tokens": False}}
                 both = tokenizer.apply_chat_template(messages, tools=tools, **options)
                 return np.array(both["input_ids"]), np.array(both["assistant_masks"], dtype=bool)
@@ -280,13 +280,13 @@ class Renderer:
         except Invalid:
             raise
         except Exception as error:  # templates raise errors of any type
-            hint = "Change the conversation to roles and contents that the template accepts"
+            hint = "change the conversation to roles and contents that the template accepts"
             raise Invalid(f"the chat template fails: {one_line(str(error))}", hint) from None
         ids, first, end = _encoded(tokenizer, whole)
         scored = np.zeros(len(ids), dtype=bool)
         for start, stop in spans:
             if any(((first < border) & (border < end)).any() for border in (start, stop)):
-                hint = f"Remove white space at the start of answers, {MARK}"
+                hint = f"remove white space at the start of answers, {MARK}"
                 raise Invalid("a token contains the end of a prompt and the start of an answer", hint)
             scored |= (start <= first) & (first < stop)
         return ids, scored
@@ -307,7 +307,7 @@ def _span(render: Callable[..., str], whole: str, number: int) -> tuple[int, int
                 return start, start + len(turn) - cut
             cut = turn.find(key, cut + 1)
     reason = "the chat template renders messages otherwise when others follow, so its answers cannot be located"
-    raise Invalid(reason, f"Split it into conversations that end with an answer, {MARK}")
+    raise Invalid(reason, f"split it into conversations that end with an answer, {MARK}")
 
 
 def _encoded(tokenizer: Any, text: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -341,20 +341,20 @@ def _messages(record: Mapping[str, Any]) -> list[dict[str, Any]]:
     for message in messages:
         role, content = message.get("role"), message.get("content")
         if not isinstance(role, str) or role not in PRECEDING:
-            raise Invalid(f"unknown role {one_line(repr(role), 40)}", f"Use {', '.join(PRECEDING)}")
+            raise Invalid(f"unknown role {one_line(repr(role), 40)}", f"use {', '.join(PRECEDING)}")
         if before not in PRECEDING[role]:
             position = f"follows one of the role {before}" if before else "is the first"
-            hint = "Order the roles as system, user, assistant, user, ..."
+            hint = "order the roles as system, user, assistant, user, ..."
             raise Invalid(f"a message of the role {role} {position}", hint)
         if isinstance(content, list):
             texts: list[Any] = [part.get("text") if isinstance(part, dict) else part for part in content]
             content = "".join(texts) if all(isinstance(text, str) for text in texts) else texts
         if not isinstance(content, str | None):
-            raise Invalid(f"the content of a message of the role {role} is not text", "Keep its text only")
+            raise Invalid(f"the content of a message of the role {role} is not text", "keep its text only")
         if not (content or "").strip() and not message.get("tool_calls"):
-            raise Invalid(f"a message of the role {role} is empty", "Fill it, or remove the conversation")
+            raise Invalid(f"a message of the role {role} is empty", "fill it, or remove the conversation")
         checked.append({**message, "content": content})
         before = role
     if all(message["role"] != "assistant" for message in checked):
-        raise Invalid("no message of the role assistant, whose tokens are learned", "Add the answer to learn")
+        raise Invalid("no message of the role assistant, whose tokens are learned", "add the answer to learn")
     return checked

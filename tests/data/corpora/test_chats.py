@@ -163,22 +163,22 @@ def test_reasoning_that_a_template_drops_from_earlier_answers_does_not_hide_them
 
 
 GOOD = conversation("How far?", "Far.")
-ORDER = "Order the roles as system, user, assistant"
+ORDER = "order the roles as system, user, assistant"
 BAD = {
     "not JSON": (b'{"messages": [}', "not JSON", "write one object per line"),
-    "no conversation": ({"dialogue": []}, 'no "messages", "prompt" and "completion", or "text"', 'Write {"messages"'),
-    "no list": ({"messages": "hello"}, "its messages are not a list of objects", 'Write {"messages"'),
-    "no assistant": (conversation("How far?"), "no message of the role assistant", "Add the answer to learn"),
+    "no conversation": ({"dialogue": []}, 'no "messages", "prompt" and "completion", or "text"', 'write {"messages"'),
+    "no list": ({"messages": "hello"}, "its messages are not a list of objects", 'write {"messages"'),
+    "no assistant": (conversation("How far?"), "no message of the role assistant", "add the answer to learn"),
     "twice": (
         {"messages": GOOD["messages"][:1] * 2 + GOOD["messages"][1:]},
         "a message of the role user follows one of the role user", ORDER,
     ),
     "answer first": ({"messages": GOOD["messages"][1:]}, "a message of the role assistant is the first", ORDER),
-    "unknown role": ({"messages": [{"role": "human", "content": "x"}]}, "unknown role 'human'", "Use system, user"),
-    "empty": (conversation("How far?", " \n"), "a message of the role assistant is empty", "Fill it, or remove"),
-    "image": (conversation([{"type": "image_url"}], "x"), "a message of the role user is not text", "Keep its text"),
+    "unknown role": ({"messages": [{"role": "human", "content": "x"}]}, "unknown role 'human'", "use system, user"),
+    "empty": (conversation("How far?", " \n"), "a message of the role assistant is empty", "fill it, or remove"),
+    "image": (conversation([{"type": "image_url"}], "x"), "a message of the role user is not text", "keep its text"),
     "half a surrogate": (json.dumps(conversation("\ud800", "x")).encode(), "half a surrogate pair", ""),
-    "template": (conversation("How far?", "Far.", system="Hm"), "the chat template fails: no system", "Change the"),
+    "template": (conversation("How far?", "Far.", system="Hm"), "the chat template fails: no system", "change the"),
     "boundary": (conversation("How far?", "\n\nFar."), "a token contains the end of a prompt", "{% generation %}"),
 }  # fmt: skip
 REFUSING = CHATML.replace(
