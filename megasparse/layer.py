@@ -169,7 +169,7 @@ class AttentionLayer(MultiHeadAttention):
         self._differentiated = True
 
     def _numbers(self) -> list[int]:
-        """Return seed and step. Reads the buffer only if it was replaced, because that waits for the device."""
+        """Return seed and step. The buffer is read only after it was replaced, because that waits for the device."""
         if self._read is not self.draws:
             self._state, self._read = self.draws.tolist(), self.draws
         return self._state

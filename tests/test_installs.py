@@ -4,10 +4,11 @@ import re
 from importlib.metadata import requires
 from pathlib import Path
 
-import pytest
 import tomllib
 from packaging.requirements import Requirement
 from packaging.version import Version
+
+from tests.helpers.cases import together
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -34,7 +35,7 @@ def required(extra):
             yield found
 
 
-@pytest.mark.parametrize("torch", TRITON)
+@together("torch", TRITON)
 def test_the_triton_of_a_cuda_build_of_torch_is_allowed(torch):
     """2.13.0: a fresh installation. 2.11.0: a machine on which `tools/bench/gpu_check.py` runs."""
     (own,) = (found for found in CORE if found.name == "triton")
@@ -51,7 +52,7 @@ def test_the_pinned_torch_has_a_known_triton():
             assert found.specifier.contains(TRITON[pin(torch)])  # of a CUDA build; a CPU build has none
 
 
-@pytest.mark.parametrize("extra", sorted(PROJECT["optional-dependencies"]))
+@together("extra", sorted(PROJECT["optional-dependencies"]))
 def test_no_extra_pins_another_version_than_the_rest(extra):
     """Each pinned name has one pin, so that the resolver accepts every extra with the requirements."""
     pins = {}

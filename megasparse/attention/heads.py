@@ -1,7 +1,4 @@
-"""The attention layer: project the input to heads, run their mechanisms, project back. Also the layer's decoding cache.
-
-B batch, L length, H heads, D head dim, E width.
-"""
+"""The attention layer, and its decoding cache: project the input to heads, run their mechanisms, project back."""
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
@@ -166,12 +163,9 @@ class MultiHeadAttention(nn.Module):
         self, x: Tensor, first_position: int, padding: Padding, context: AttentionContext
     ) -> Iterator[tuple[str, AttentionInputs, AttentionContext]]:
         """Yield each mechanism's heads and context."""
-        q, v = (split_heads(part(x), self.head_dim) for part in (self.query, self.value))
-        k = q[:, :0] if self.key is None else split_heads(self.key(x), self.head_dim)
-        if self.query_norm is not None:
-            q = self.query_norm(q)
-            k = k if self.key_norm is None else self.key_norm(k)
-        q, k, v = self.rotate_and_repeat(q, k, v, self._rotary_start(first_position, padding))
+        start = self._rotary_start(first_position, padding)
+        q, k, v = self.queries(x, start), *self.keys_and_values(x, start)
+        q, k, v = self.repeat(q, q[:, :0] if k is None else k, v)
         mechanisms = {kind: self.mechanism(kind) for kind in self.split}
         yield from split_heads_by_mechanism(
             mechanisms, self.split, (q, k, v), padding, self.causal, context, first_position
@@ -181,13 +175,27 @@ class MultiHeadAttention(nn.Module):
         """Return the first position, see `ops.positions.rotate`."""
         return first_position
 
-    def rotate_and_repeat(
-        self, q: Tensor, k: Tensor, v: Tensor, first_position: int | Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Apply rotary positions to q and k (B, H or fewer, L, D), and repeat k and v for grouped query heads."""
-        if self.rotary is not None:
-            q = self.rotary(q, first_position)
-            k = self.rotary(k, first_position)
+    def queries(self, x: Tensor, first_position: int | Tensor) -> Tensor:
+        """Return the normalised and rotated queries (B, H, L, D) of x (B, L, E)."""
+        q = split_heads(self.query(x), self.head_dim)
+        return self.rotate(q if self.query_norm is None else self.query_norm(q), first_position)
+
+    def keys_and_values(self, x: Tensor, first_position: int | Tensor) -> tuple[Tensor | None, Tensor]:
+        """Return the normalised and rotated keys, None if all mechanisms share them with queries, and the values:
+        (B, G, L, D).
+        """
+        v = split_heads(self.value(x), self.head_dim)
+        if self.key is None:
+            return None, v
+        k = split_heads(self.key(x), self.head_dim)
+        return self.rotate(k if self.key_norm is None else self.key_norm(k), first_position), v
+
+    def rotate(self, x: Tensor, first_position: int | Tensor) -> Tensor:
+        return x if self.rotary is None else self.rotary(x, first_position)
+
+    @staticmethod
+    def repeat(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Repeat keys and values (B, H or fewer, L, D) for grouped query heads."""
         times = q.shape[1] // v.shape[1]
         return (q, k, v) if times == 1 else (q, k.repeat_interleave(times, dim=1), v.repeat_interleave(times, dim=1))
 

@@ -82,7 +82,7 @@ class MegasparseFormat(Format):
         files = {**CODE, **chat_files(config, longest)}
         if model.kind != "encoder":
             settings = json.loads(files.get(GENERATION, "{}"))
-            ends = {"eos_token_id": model.document_separator} if model.document_separator is not None else {}
+            ends = {"eos_token_id": model.end_token} if model.end_token is not None else {}
             files[GENERATION] = json.dumps(ends | settings | generation(config), indent=2) + "\n"
         return Exported(hf_config, lambda: ((PREFIX + name, weight(name)) for name in names), files)
 

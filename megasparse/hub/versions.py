@@ -21,7 +21,6 @@ def require_transformers() -> None:
     requirement = f"transformers>={TESTED_TRANSFORMERS[0]},<={TESTED_TRANSFORMERS[-1]}"
     try:
         import transformers
-        from transformers.cache_utils import DynamicIndexedLayer  # noqa: F401
     except ImportError:
         problem = "is not installed" if importlib.util.find_spec("transformers") is None else "has another version"
         raise HubError("transformers", problem, f'Install it: pip install "{requirement}"') from None

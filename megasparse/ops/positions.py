@@ -1,4 +1,4 @@
-"""Functions of positions: sinusoids and rotations of pairs. B batch, L length, H heads, D head dim."""
+"""Functions of positions: sinusoids and rotations of pairs."""
 
 import math
 from dataclasses import dataclass

@@ -23,6 +23,7 @@ from megasparse import errors
 from megasparse.config.schema import RunConfig
 from megasparse.errors import HANG, NO_LAUNCHER, ConfigError, UserError, leave, rank_variable
 from megasparse.files import Progress, silent
+from megasparse.system import usable_cores
 from megasparse.training.stopping.watchdog import START
 
 POLL = 0.05
@@ -181,7 +182,7 @@ def start_ranks(run: RunConfig, sequence: int = 1) -> Ranks:
         os.environ["DS_ACCELERATOR"] = "cpu"
         local = local_ranks(world_size)
         if "OMP_NUM_THREADS" not in os.environ:
-            torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // max(1, local)))
+            torch.set_num_threads(max(1, usable_cores() // max(1, local)))
     else:
         torch.cuda.set_device(device)
     if run.deterministic:

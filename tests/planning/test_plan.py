@@ -28,6 +28,7 @@ from megasparse.settings.load import build_config, load_config
 from megasparse.training.engines import build_engine
 from megasparse.training.ranks import Ranks, start_ranks
 from tests.helpers import commands
+from tests.helpers.cases import together
 from tests.helpers.peak_memory import allocated_peak
 from tests.helpers.run_ranks import run_ranks
 from tools.bench.training import models
@@ -62,6 +63,7 @@ ALLOCATED = {
     ),
     "muon": (32, {"layers": 6, "d_model": 128, "d_ff": 256, "vocabulary": 300}, {"optimizer": {"name": "muon"}}),
     "tiles, adapters": (512, DECODER, {**BF16, "lora": {"targets": ["query", "value", "output"]}}),
+    "nf4": (1024, DECODER, {**BF16, "lora": {"quantized": "nf4", "dora": True}}),
 }  # fmt: skip
 
 
@@ -69,6 +71,8 @@ ALLOCATED = {
 def test_predicted_peaks_are_within_10_percent_of_the_allocations(name, monkeypatch):
     monkeypatch.setenv("MEGASPARSE_OPS", "reference")
     length, model, sections = ALLOCATED[name]
+    if name == "nf4":
+        pytest.importorskip("bitsandbytes")
     sections = {"training": {"global_batch": 1}, **sections}
     sections["training"] = {"global_batch": 1, **sections["training"]}
     config = config_of(length, model, **sections)
@@ -113,7 +117,7 @@ def test_a_deep_model_is_continued_from_shallow_ones(model):
 STATES = States(trained=1000, frozen=0, largest=100, moments=8000, rounded=True)
 
 
-@pytest.mark.parametrize(("stage", "each"), [(0, 2 + 12), (1, 2 + 12 / 4), (2, 2 + 12 / 4), (3, (2 + 12) / 4)])
+@together(("stage", "each"), [(0, 2 + 12), (1, 2 + 12 / 4), (2, 2 + 12 / 4), (3, (2 + 12) / 4)])
 def test_states_equal_the_zero_paper(stage, each):
     """Rajbhandari et al. 2019, figure 1: 2Ψ + 12Ψ of bf16 weights and Adam's fp32 numbers, shared by 4 ranks."""
     device = memory(STATES, Zero(stage), 4, passing=0, again=0, accumulated=False).device
@@ -212,7 +216,7 @@ def test_a_published_step_is_predicted_within_20_percent():
     assert plan.step_seconds == pytest.approx(2 * 8192 / 5762, rel=0.2)
 
 
-@pytest.mark.parametrize("text", ["80", "80 gigs", "GiB", "-1GiB", "0GB"])
+@together("text", ["80", "80 gigs", "GiB", "-1GiB", "0GB"])
 def test_sizes_need_a_number_and_a_unit(text):
     with pytest.raises(ConfigError, match=r"--gpu-memory: .*Write a number above 0 and a unit, such as 80GiB"):
         parse_bytes("--gpu-memory", text)
