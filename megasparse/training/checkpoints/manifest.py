@@ -77,6 +77,7 @@ class _Manifest(TypedDict):
     tokenizer: dict[str, str]
     files: dict[Annotated[str, Field(pattern=r"^rank-[0-9]{5,}\.safetensors$")], _File]
     tensors: dict[str, dict[str, _Tensor]]
+    versions: NotRequired[dict[str, str]]
 
 
 _FIELDS = TypeAdapter(_Manifest)
