@@ -35,7 +35,7 @@ def bytes_of(tensors: Iterable[Tensor], device: torch.device) -> tuple[int, int]
 
 def trim_memory() -> None:
     """Return freed memory to the system, which glibc otherwise keeps."""
-    with suppress(AttributeError, OSError):  # no glibc
+    with suppress(AttributeError, OSError, TypeError):  # no glibc
         ctypes.CDLL(None).malloc_trim(0)
 
 
