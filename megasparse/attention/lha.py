@@ -4,7 +4,7 @@ The loss of the hash functions is the divergence of their buckets from the atten
 takes O(S·L + U·N) time and memory: a bucket's members are approximated as the tokens whose score exceeds a threshold,
 which is estimated from U tokens, so the scores of all tokens are not needed.
 
-B batch, H heads, L length, D head dim, N buckets, M chunk, W clusters, S sampled queries, C sampled keys, U tokens.
+C sampled keys, U tokens of the thresholds.
 """
 
 import math
@@ -21,7 +21,7 @@ from torch.nn.utils import skip_init
 from megasparse.attention.band import BandAttention, check_band
 from megasparse.attention.contract import AttentionContext, AttentionInputs, AttentionOutput, Buckets, MechanismSpec
 from megasparse.attention.documents import Document, attend_in_clusters, clusters_by_document, documents
-from megasparse.attention.far_attention import Near, best_far, collision_loss, drawn_positions
+from megasparse.attention.far_attention import InWindow, best_far, collision_loss, drawn_positions
 from megasparse.attention.flops import Flops, product
 from megasparse.attention.lha_hash import (
     HashFunctions,
@@ -246,7 +246,8 @@ class LHAAttention(BandAttention):
         flat = [*weights[0], *weights[1]]
         learn = torch.is_grad_enabled() and any(w.requires_grad for w in flat)
         kl, others = _Divergence.apply(examples, functions, _real(inputs), learn, *flat)
-        (queries, keys), (attended, negative) = kl.detach().unbind(), others.unbind()
+        queries, keys = kl.detach().unbind()
+        attended, negative = others.unbind()
         statistics = {
             "kl_queries": queries,
             "kl_keys": keys,
@@ -284,7 +285,8 @@ class LHAAttention(BandAttention):
             q = torch.cat([hash_learning.at_tokens(all_q, draws.tokens), q], dim=2)
             first = SAMPLED_KEYS
             k = torch.cat([draws.k, k], dim=2)
-        q, k = at_least_fp32(q), at_least_fp32(k)  # of the drawn keys, then, from `first` on, of the U tokens
+        q = at_least_fp32(q)  # of the drawn keys, then, from `first` on, of the U tokens
+        k = at_least_fp32(k)
         queries = slice(first, first + min(SAMPLES, length))
         drawn = slice(min(SAMPLED_KEYS, length))
         keys = slice(first, first + drawn.stop)
@@ -322,8 +324,8 @@ class LHAAttention(BandAttention):
         key = context.rng.key(context.layer, "lha sample")
         width = self.window.chunk
         queries = drawn_positions(key, inputs.q.shape[2], SAMPLES, inputs.q.device)
-        near: Near | None = (lambda q, k: (q - k).abs() < width) if self.local else None
-        share, best = best_far(inputs, queries, self.sinks, near, self.rule["scale"])
+        in_window: InWindow | None = (lambda q, k: (q - k).abs() < width) if self.local else None
+        share, best = best_far(inputs, queries, self.sinks, in_window, self.rule["scale"])
         q = inputs.q.detach()
         k = inputs.k.detach()
         best_keys = k.gather(2, best.flatten(2).unsqueeze(-1).expand(-1, -1, -1, k.shape[3]))  # (B, H, S·K, D)

@@ -1,6 +1,6 @@
 """YOSO attention: a sum of values, weighted by sampled hash collisions (You Only Sample (Almost) Once).
 
-B batch, H heads, L length, D head dim, m hashes, τ code bits, S kernel size.
+m hashes, τ code bits, S kernel size.
 """
 
 import math

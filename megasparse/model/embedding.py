@@ -115,7 +115,7 @@ class Embedding(nn.Module):
             tokens = F.pad(tokens, (1, 0), value=self.start_token)
         x = F.embedding(tokens, self.weight)
         if first == 0 and self.start is not None:
-            x = torch.cat([self.start.expand(tokens.shape[0], 1, -1), x], dim=1)
+            x = torch.cat([self.start.expand(tokens.shape[0], 1, -1), x], dim=1)  # (B, 1 + n, E)
         elif self.start is not None and torch.is_grad_enabled():
             x = x + 0.0 * self.start  # with sequence parallelism, ZeRO expects its gradient on every rank
         x = at_least_fp32(x)

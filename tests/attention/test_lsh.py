@@ -7,7 +7,7 @@ from transformers.models.reformer.configuration_reformer import ReformerConfig
 from transformers.models.reformer.modeling_reformer import LSHSelfAttention
 
 from megasparse.attention.contract import AttentionContext, AttentionInputs
-from megasparse.attention.heads import AttentionLayer, Padding, build_mechanism
+from megasparse.attention.heads import MultiHeadAttention, Padding, build_mechanism
 from megasparse.attention.lsh import LSHAttentionConfig, lsh_buckets
 from megasparse.attention.observation import calls
 from megasparse.errors import ConfigError
@@ -43,7 +43,7 @@ def same_layers(causal, rounds):
     size = {"hidden_size": WIDTH, "num_attention_heads": HEADS, "attention_head_size": WIDTH // HEADS}
     reference = LSHSelfAttention(ReformerConfig(is_decoder=causal, **size, **hashing)).double().eval()
     _hash_as_ours(reference, [BUCKETS], 0, 5)
-    layer = AttentionLayer(settings(causal, **AS_HUGGINGFACE, rounds=rounds), 0)
+    layer = MultiHeadAttention(settings(causal, **AS_HUGGINGFACE, rounds=rounds), 0)
     with torch.no_grad():
         layer.query.weight.copy_(reference.query_key.weight)
         layer.value.weight.copy_(reference.value.weight)

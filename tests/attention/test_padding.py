@@ -5,7 +5,7 @@ import torch
 
 from megasparse.attention import full
 from megasparse.attention.contract import AttentionContext, Targets
-from megasparse.attention.heads import AttentionLayer, Padding
+from megasparse.attention.heads import MultiHeadAttention, Padding
 from megasparse.model.build import build_model
 from megasparse.ops.random import RngContext
 from tests.helpers.models import EVERY, Single, by_path, known_tokens, named, random_tokens, small, strict_names
@@ -36,7 +36,7 @@ def test_masks_of_full_attention_are_made_for_some_queries_at_a_time(name, monke
 @by_path("name", strict_names())
 def test_an_attention_layer_alone_trains_with_a_mask_of_integers(name):
     config = small(attention=named(name))
-    layer, tokens = AttentionLayer(config, layer=0), known_tokens(2, 40)
+    layer, tokens = MultiHeadAttention(config, layer=0), known_tokens(2, 40)
     x, mask = torch.randn(2, 40, config.d_model, generator=torch.Generator().manual_seed(0)), torch.ones(2, 40).long()
     mask[1, 30:] = 0
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.01)

@@ -190,4 +190,4 @@ def test_missing_transformers_is_one_line(tmp_path, monkeypatch, capsys):
 
 
 def test_the_help_lists_all_architectures_without_importing_them():
-    assert list(ARCHITECTURES) == sorted(FORMATS)
+    assert list(ARCHITECTURES) == sorted([*FORMATS, "peft"])

@@ -81,6 +81,8 @@ prepare-data images --source configs --output runs/nope
 prepare-data enwik8 --source LICENSE --output runs/nope
 train-tokenizer words --source nope --output runs/nope/words.txt
 plan quickstrat --gpus 8
+plan quickstart --gpus 3 --gpus-per-node 2
+plan quickstart --gpus 2
 plan quickstart --gpus 8 --gpu A10
 plan quickstart --gpus 8 --gpu-memory 80GG
 plan quickstart --gpus 8 --set training.stepz=10
@@ -119,6 +121,26 @@ for line in sys.stdin.read().splitlines():
         (tmp_path / name).symlink_to(ROOT / name)
     done = start(program=("-c", code), cwd=tmp_path, text="\n".join(line for line, _ in expected))
     assert done.stdout.splitlines() == [f"{line};{code};False" for line, code in expected], done.stderr
+
+
+def test_help_and_wrong_paths_of_tools_do_not_import_torch():
+    paths = [path for path in ROOT.glob("tools/**/*.py") if "ArgumentParser(" in path.read_text(encoding="utf-8")]
+    lines = [f"{path} --help" for path in paths]
+    lines += [f"{ROOT}/tools/retrieval.py --model nope --json nope.json"]
+    lines += [f"{ROOT}/tools/study_attention.py hashes --checkpoint nope"]
+    code = """
+import os, runpy, sys
+sys.stdout = open(os.devnull, "w")
+for line in sys.stdin.read().splitlines():
+    sys.argv = line.split()
+    try:
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    except SystemExit as end:
+        print(line, end.code, "torch" in sys.modules, sep=";", file=sys.__stdout__)
+"""
+    done = start(program=("-c", code), text="\n".join(lines))
+    codes = [0] * len(paths) + [2, 2]
+    assert done.stdout.splitlines() == [f"{line};{code};False" for line, code in zip(lines, codes, strict=True)]
 
 
 def test_a_terminal_in_ascii_shows_every_help():

@@ -64,6 +64,13 @@ COLUMNS = "does not fit. It must be a list whose values are a text in double quo
         (BERT, ["head.pooling=max"], 'head.pooling: "max"'),
         (BERT, ["training.global_batch=12"], "training.global_batch: 12 is not a multiple of training.micro_batch = 8"),
         (BERT, ["lora.targets=[]"], "lora.targets: []"),
+        (BERT, ["lora.rank=0"], "lora.rank: 0"),
+        (BERT, ["lora.quantized=nf4"], 'lora.quantized: "nf4" is not supported in fine-tuning on tasks'),
+        (
+            {**BERT, "run": {"engine": "deepspeed"}, "deepspeed": {"zero_optimization": {"stage": 3}}},
+            ["lora.dora=true"],
+            "lora.dora: true is not supported under ZeRO stage 3",
+        ),
         (BERT, ["run.seed=99999999999999999999"], "run.seed: "),
         (BERT, ["task.limit=3000000000"], "task.limit: 3000000000 is too large"),
         (BERT, ["data.path=x"], "data: "),

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from megasparse.attention.contract import AttentionContext, AttentionInputs, RecomputeCache, Targets
-from megasparse.attention.heads import AttentionLayer, build_mechanism
+from megasparse.attention.heads import MultiHeadAttention, build_mechanism
 from megasparse.config.attention import MECHANISMS, AttentionConfig
 from megasparse.config.schema import ModelConfig, PositionsConfig
 from megasparse.model.embedding import NgramEmbedding
@@ -230,10 +230,10 @@ def with_tables(model: Any) -> Any:
     return model
 
 
-def layer_of(name: str, dropout: float = 0.0, **changes: Any) -> AttentionLayer:
+def layer_of(name: str, dropout: float = 0.0, **changes: Any) -> MultiHeadAttention:
     """An attention layer of random weights, in a decoder where the mechanism can be in one."""
     kind = {} if can_be_causal(kind_of(name)) else {"kind": "encoder", "vocabulary": 260}
-    layer = AttentionLayer(small(attention=named(name, dropout), **kind, **changes), layer=0)
+    layer = MultiHeadAttention(small(attention=named(name, dropout), **kind, **changes), layer=0)
     randomise(layer, 1 / 6)
     return layer
 

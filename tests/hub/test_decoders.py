@@ -201,6 +201,11 @@ def test_a_tied_weight_may_be_stored_under_the_name_of_the_head_only(tmp_path, n
     save_file(tensors, path, {"format": "pt"})
     with pytest.raises(HubError, match=f"contains no tensor {embedding}"):
         HFModel.open(tmp_path)
+    head = model.lm_head.weight.detach()
+    save_file(tensors | {embedding: head.clone(), "lm_head.weight": 2 * head}, path, {"format": "pt"})
+    for load in (HFModel.open, load_plain):
+        with pytest.raises(HubError, match=f"lm_head.weight and {embedding} differ, but are tied"):
+            load(tmp_path)
 
 
 UP = "model.layers.{}.mlp.up_proj.weight"

@@ -259,9 +259,9 @@ def test_the_command_skips_rows_that_exist_and_names_a_wrong_file(plain, tmp_pat
     shares = {"0.75 ± 0.22 of 4": plain, "0.00 ± 0.00 of 4": other, "0.00 ± 0.00 of 2": plain}
     printed = [f"{folder} {{'keys': '{share}'}}" for share, folder in shares.items()]
     assert capsys.readouterr().out.splitlines()[2:] == printed
-    assert "cannot be read" in refused(capsys, retrieval, *words, "--text", tmp_path / "none.txt")
+    assert "no such file or folder" in refused(capsys, retrieval, *words, "--text", tmp_path / "none.txt")
     assert "contains no text" in refused(capsys, retrieval, *words, "--text", tmp_path / "empty.txt")
-    assert "no such folder" in refused(capsys, retrieval, "--model", tmp_path / "none", *words)
+    assert "no such file or folder" in refused(capsys, retrieval, "--model", tmp_path / "none", *words)
 
 
 def test_questions_are_answered_from_the_cache_as_from_the_whole_text(plain):
@@ -325,7 +325,7 @@ def test_gpu_check_sees_a_wrong_or_unsteady_operator(monkeypatch):
 
 def test_every_operator_with_kernels_is_checked_and_recorded():
     names = {path.stem.removesuffix("_kernels") for path in (ROOT / "megasparse/ops").glob("*_kernels.py")}
-    checks = {"hashing": "angular_hash", "sketch": "sketched_attention", "local_attention": "relative_local_attention"}
+    checks = {"hashing": "angular_hash", "sketch": "sketched_attention"}
     checks |= {"normalize": "unit_keys", "random": "random_bits"}
     cases = {"hashing": "angular_hash", "normalize": "unit_keys", "random": "random_numbers"}
     assert len(names) > 8
