@@ -132,7 +132,7 @@ class YOSOAttention(Attention):
 
     def forward(self, x: Tensor, inputs: AttentionInputs, context: AttentionContext) -> AttentionOutput:
         q, k = self._unit(inputs)
-        v = F.pad(inputs.v, (0, q.shape[3] - inputs.v.shape[3]))  # kernels need equal widths
+        v = inputs.v
         mask = inputs.key_mask
         spec = HashTableAttentionSpec(self.code_bits, inputs.causal, self.config.chunk)
         if self.config.expectation:
@@ -141,7 +141,7 @@ class YOSOAttention(Attention):
             hashes = self.rounds(context.rng)
             codes = self.codes(q, hashes, context), self.codes(k, hashes, context)
             out, matches = hash_table_attention(q, k, v, *codes, spec, mask, inputs.segments)
-        out = unit_vectors(out[..., : inputs.v.shape[3]], inputs.q.dtype if self.convolution is None else None)
+        out = unit_vectors(out, inputs.q.dtype if self.convolution is None else None)
         if self.convolution is not None:
             out = out + self.convolution(inputs.v, mask, inputs.segments, inputs.causal, context.part)
         real = mask.sum() if mask is not None else matches[:, 0].numel()

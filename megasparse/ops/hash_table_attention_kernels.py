@@ -352,9 +352,13 @@ def hash_table_attention(
     Strided tensors are copied once.
     """
     group = groups(q[:, :1], k[:, :1], key_mask, segments)
-    if v.shape[3] > q.shape[3]:  # pad keys, because products of values and keys are square
-        q, k = (F.pad(x, (0, v.shape[3] - x.shape[3])) for x in (q, k))
-    return _HashTableAttention.apply(q, k, v, q_codes, k_codes, group, spec)
+    width = v.shape[3]
+    if width > q.shape[3]:  # pad keys or values, because their products are square
+        q, k = (F.pad(x, (0, width - x.shape[3])) for x in (q, k))
+    elif width < q.shape[3]:
+        v = F.pad(v, (0, q.shape[3] - width))
+    out, matches = _HashTableAttention.apply(q, k, v, q_codes, k_codes, group, spec)
+    return out[..., :width], matches
 
 
 class _HashTableAttention(Function):
