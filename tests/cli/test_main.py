@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+import megasparse
 from megasparse.cli.main import COMMANDS, command_of, main, parser_of
 from megasparse.errors import report_user_errors
 from megasparse.settings.load import load_config
@@ -245,6 +246,11 @@ def test_unknown_options_are_rejected_and_groups_are_listed(capsys):
     main(["convert"])
     shown = capsys.readouterr().out
     assert "convert to-hf" in shown and "convert from-hf" in shown and "pretrain " not in shown.split("examples")[0]
+
+
+def test_the_version_is_printed(capsys):
+    main(["--version"])
+    assert capsys.readouterr().out == f"megasparse {megasparse.__version__}\n"
 
 
 def test_configs_lists_what_can_be_run(capsys):

@@ -208,6 +208,7 @@ def test_the_scaling_of_rotary_positions_is_read(tmp_path, scaling):
         ({"llama.rope.scale_linear": 2.0}, "llama.rope.scale_linear is 2.0, which an import would lose"),
         ({"llama.rope.dimension_count": 4}, "rope.dimension_count is 4, but megasparse supports only .* head, 8"),
         ({"llama.attention.sliding_window": 64}, "sliding_window is 64, but megasparse supports no window below 256"),
+        ({"llama.attention.causal": False}, "llama.attention.causal is False"),
         ({"llama.attention.scale": 0.3}, "llama.attention.scale is 0.3"),
         ({"llama.final_logit_softcapping": 30.0}, "llama.final_logit_softcapping is 30.0"),
         ({"llama.logit_scale": 0.5}, "llama.logit_scale is 0.5"),

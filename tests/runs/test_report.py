@@ -13,7 +13,7 @@ from torch.utils.tensorboard import SummaryWriter
 import megasparse.attention  # noqa: F401  (registers the mechanisms)
 from megasparse.cli.main import door
 from megasparse.config.schema import Config
-from megasparse.runs.report import page, read_board, read_run, read_series, thinned
+from megasparse.runs.report import page, read_board, read_run, read_series, thinned, ticks
 from tests.helpers.commands import refused
 
 main = door("report")
@@ -88,6 +88,7 @@ def test_a_run_in_full(tmp_path):
     assert result.charts() == ["loss, nats/token", "evaluation/bits_per_dim", "model/attention/lha/kl_keys"]
     assert "2 of " in result.text and re.search(r"00000020.*best</td>", text)
     assert re.search(r"learning_rate</td><td>0.125</td><td>0.0", text)
+    assert ticks(0.3, 2.1) == [0.5, 1.0, 1.5, 2.0] and ticks(950, 1400) == [1000, 1100, 1200, 1300, 1400]
 
 
 @pytest.mark.parametrize("missing", ["metrics", "config", "steps"])

@@ -12,10 +12,8 @@ from contextlib import contextmanager
 from datetime import datetime, timedelta
 from pathlib import Path
 
-import mlflow
 import pytest
 import torch
-import wandb
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megasparse.config.schema import Config
@@ -227,6 +225,8 @@ def write(config, steps):
 
 
 def test_mlflow_has_every_step_once_and_a_restart_continues_the_run(tmp_path, monkeypatch):
+    import mlflow  # takes seconds
+
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"file://{tmp_path}/tracking")
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     config = tiny_config(tmp_path / "run", logging={"sink": "mlflow"})
@@ -244,6 +244,8 @@ def test_mlflow_has_every_step_once_and_a_restart_continues_the_run(tmp_path, mo
 
 
 def test_wandb_has_every_step_offline_under_one_name(tmp_path, monkeypatch):
+    import wandb  # takes seconds
+
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
     config = tiny_config(tmp_path / "run", logging={"sink": "wandb"})
