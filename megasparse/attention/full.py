@@ -1,8 +1,11 @@
 """Full softmax attention with torch's scaled_dot_product_attention."""
 
+from collections.abc import Callable, Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
 from torch.utils.checkpoint import checkpoint
 
 from megasparse.attention.cache import KeyValueCache
@@ -80,6 +83,19 @@ class FullAttention(KeyValueAttention):
         else:
             out = F.scaled_dot_product_attention(inputs.q, inputs.k, inputs.v, is_causal=inputs.causal)
         return AttentionOutput(out, None, {})
+
+    @property
+    def attends_prefix(self) -> bool:
+        return not (self.shared_qk or self.changes_keys)
+
+    def attend_prefix(
+        self, q: Tensor, keys: Callable[[int, int], Sequence[Tensor]], position: int, document: int
+    ) -> Tensor:
+        k, v = keys(document, position + q.shape[2])
+        # A plan's meta tensors cannot be given a bias; their memory does not depend on the alignment.
+        aligned = q.is_meta or q.shape[2] == k.shape[2]
+        bias = None if aligned else causal_lower_right(q.shape[2], k.shape[2])
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, is_causal=aligned)
 
     def _shared(self, inputs: AttentionInputs) -> Tensor:
         q = inputs.q

@@ -61,7 +61,7 @@ class HashFunctions(nn.Module):
             return (projection,), (projection,)
         weights: dict[str, Weights] = {}
         for side, names in self.names.items():
-            parameters = [self.get_parameter(name) for name in names]
+            parameters: list[Tensor] = [getattr(self, name) for name in names]  # tensors in a functional call
             parts = [context.part.local_part(p.clone() if hasattr(p, "ds_tensor") else p, 0) for p in parameters]
             weights[side] = tuple(parts)
         return weights["query"], weights["key"]

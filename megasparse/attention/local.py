@@ -3,9 +3,11 @@ encoder also to the next chunk.
 """
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megasparse.attention.cache import Cache, CachedTokens, KeyValueCache
@@ -116,6 +118,29 @@ class LocalAttention(Attention):
             out, lse = merge([(out, lse), sinks])
         return AttentionOutput(out, None, {}, None if part.pair_shard is None else lse)
 
+    @property
+    def attends_prefix(self) -> bool:
+        return self.relative is None
+
+    def attend_prefix(
+        self, q: Tensor, keys: Callable[[int, int], Sequence[Tensor]], position: int, document: int
+    ) -> Tensor:
+        start = max(0, position // self.chunk - 1) * self.chunk
+        stop = position + q.shape[2]
+        k, v = keys(start, stop)
+        segments = None  # a mask would move the borders of chunks
+        if document > start:
+            segments = (torch.arange(start, stop, device=q.device) >= document).long().expand(len(q), -1)
+        padded = F.pad(q, (0, 0, position - start, 0))
+        near = AttentionInputs(padded, k, v, None, segments, True).in_buckets(None, self._rule(True))
+        out, lse = (x[:, :, position - start :] for x in near)
+        if self.sinks:
+            k, v = keys(document, min(document + self.sinks, stop))
+            scale = self.spec.head_dim**-0.5
+            sinks = cached_sinks(k.shape[2], q, k, v, position, scale=scale, chunk=self.chunk, first=document)
+            out, _ = merge([(out, lse), sinks])
+        return out
+
     def _rule(self, causal: bool, pair_shard: tuple[int, int] | None = None) -> BucketedAttentionSpec:
         window = Window("chunk", self.chunk, ahead=not causal)
         scale = self.spec.head_dim**-0.5
@@ -131,9 +156,9 @@ class LocalAttention(Attention):
         keys = work.chunks(self.chunk) + work.beyond(self.chunk, self.sinks)
         return work.pairs(keys) * (1.5 if self.relative else 1.0)
 
-    def choose(self, newest: IndexedTokens, index: Tensor | None, tokens: CachedTokens) -> Tensor | None:
+    def choose(self, newest: IndexedTokens, index: Tensor | None, tokens: CachedTokens) -> tuple[Tensor, ...] | None:
         whole = self.relative is not None or (tokens.number > 1 and tokens.real is None)
-        return None if whole else tokens.window_and_sinks(self.chunk, self.sinks)[0][:, None]
+        return None if whole else tokens.window_and_sinks(self.chunk, self.sinks)[: 1 + (self.sinks > 0)]
 
     def skipped(self, position: int) -> slice:
         first = -(-self.sinks // self.chunk) * self.chunk

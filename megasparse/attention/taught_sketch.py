@@ -196,22 +196,15 @@ class TaughtSketch(Attention):
         newest = self.index(x, inputs, context, position)
         self._store(cache, newest, position)
         tokens = CachedTokens.of(position + 1, 1, None, x.device)
-        chosen = self.choose(newest, cache.sketch[:, : position + 1], tokens)
+        *_, chosen = self.choose(newest, cache.sketch[:, : position + 1], tokens)
         q = inputs.q
         k = cache.heads.k
         v = cache.heads.v
-        scale = self.window_spec.scale
+        out, lse = gathered_attention(q, k, v, chosen, scale=self.window_spec.scale)
         if not self.config.local:
-            return gathered_attention(q, k, v, chosen, scale=scale)[0]
+            return out
         # Round the window and the other keys separately, as `_attend`: another rounding flips keys of later layers.
-        sizes = [
-            chosen.shape[-1] - 2 * self.window_spec.window.chunk - self.config.sinks,
-            2 * self.window_spec.window.chunk,
-        ]
-        keys, _, sinks = chosen.split([*sizes, self.config.sinks], dim=-1)
-        chosen = torch.cat([keys, sinks], dim=-1)
-        in_window = cached_window(q, k, v, k.shape[2], position, self.window_spec)
-        return merge([in_window, gathered_attention(q, k, v, chosen, scale=scale)])[0]
+        return merge([cached_window(q, k, v, k.shape[2], position, self.window_spec), (out, lse)])[0]
 
     def _store(self, cache: SketchCache, newest: IndexedTokens, position: int) -> None:
         """Store the newest tokens, from `position` on."""
@@ -224,20 +217,21 @@ class TaughtSketch(Attention):
         queries, keys = self.sketches(x, inputs, context)
         return IndexedTokens(inputs, context, keys.transpose(1, 2).flatten(2), queries)
 
-    def choose(self, newest: IndexedTokens, index: Tensor | None, tokens: CachedTokens) -> Tensor:
+    def choose(self, newest: IndexedTokens, index: Tensor | None, tokens: CachedTokens) -> tuple[Tensor, ...]:
         assert index is not None and newest.queries is not None
         keys = index.unflatten(2, (newest.queries.shape[1], -1)).transpose(1, 2)  # (B, S, L, d)
         masked = newest.inputs._replace(key_mask=tokens.real)
         chosen = self._choose((newest.queries, keys), masked, newest.context, index.shape[1] - tokens.number)
         sinks = self.config.sinks
         chunk = self.window_spec.window.chunk if self.config.local else None
-        extra, start = tokens.window_and_sinks(chunk, sinks)
+        near, first, start = tokens.window_and_sinks(chunk, sinks)
         rank = chosen
         if tokens.real is not None:
             position = chosen.clamp_min(0).long().flatten(1)
             rank = tokens.rank.expand(len(chosen), -1).gather(1, position).view(chosen.shape)
-        chosen = chosen.masked_fill((rank < sinks) | (rank >= start[:, None]), -1)
-        return torch.cat([chosen, extra[:, None].expand(*chosen.shape[:2], -1, -1)], dim=-1)
+        chosen = chosen.masked_fill((rank < sinks) | (rank >= start), -1)
+        chosen = torch.cat([chosen, first.expand(*chosen.shape[:2], -1, -1)], dim=-1)
+        return (chosen,) if chunk is None else (near, chosen)
 
     @torch.no_grad()
     def _choose(

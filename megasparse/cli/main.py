@@ -28,6 +28,7 @@ COMMANDS = {
     "convert from-hf": ("hub", "turn a Hugging Face model into a checkpoint"),
     "replace-attention": ("hub", "replace the attention of a Hugging Face encoder or decoder"),
     "teach": ("hub", "teach a replaced model's hashes or sketches its own attention"),
+    "check-model": ("hub", "check a Hugging Face decoder for leaks of later tokens, padding and other documents"),
     "compare": ("train", "train and evaluate several attention mechanisms alike"),
 }
 """Subcommand -> (module in megasparse.cli, purpose), in the order of `megasparse --help`. For example, `convert to-hf`

@@ -14,6 +14,7 @@ import numpy as np
 from megasparse.data.index_file import AGAIN, INDEX_FILE, TAR_HEADER, Shard, tar_stride
 from megasparse.errors import DataError
 from megasparse.files import file_sha256, open_regular
+from megasparse.system import read_at
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -113,7 +114,7 @@ class ShardFile:
             part = view[: self._sample_bytes - inside]
             offset = sample * tar_stride(self._sample_bytes) + TAR_HEADER + inside
             try:
-                count = os.preadv(self.descriptor, [part], offset)
+                count = read_at(self.descriptor, part, offset)
             except OSError as error:
                 raise unreadable(self.path, error) from None
             if count < len(part):

@@ -11,7 +11,7 @@ from megasparse.data.tokenizers import BEGIN, MASK, NAMED, PADDING, SEPARATOR, T
 from megasparse.data.tokenizers.huggingface import alphabet
 from megasparse.data.tokenizers.sentence_piece import GRID
 from megasparse.data.tokenizers.simple import END, UNKNOWN
-from megasparse.errors import HubError, one_line
+from megasparse.errors import HubError
 from megasparse.files import read_file
 
 FILE, SETTINGS, GENERATION = "tokenizer.json", "tokenizer_config.json", "generation_config.json"
@@ -152,16 +152,6 @@ def found_tokenizer(folder: Path, named: str | None) -> str:
     return str(file) if of_text else "bytes"
 
 
-def load_tokenizer(folder: str | Path) -> Any:
-    """Load the tokenizer of a folder with transformers. Raises HubError."""
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, ImportError) as error:
-        raise HubError(folder, f"its tokenizer cannot be loaded ({one_line(str(error))})", "Save it there") from None
-
-
 def _ended(values: dict[str, Any], longest: int, end: int) -> Files:
     """Return the files of a tokenizer.json that adds `end` after every text."""
     values = with_end(values, end)
@@ -274,8 +264,8 @@ def with_start(values: dict[str, Any], token: int, name: str) -> dict[str, Any]:
     """
     added = values["added_tokens"]
     size = max([len(values["model"]["vocab"]), *(entry["id"] + 1 for entry in added)])
-    gap = [_added(unused, f"[unused{unused}]") for unused in range(size, token)]
-    added = [*added, *gap, _added(token, name)]
+    gap = [special_token(unused, f"[unused{unused}]") for unused in range(size, token)]
+    added = [*added, *gap, special_token(token, name)]
     return {**values, "added_tokens": added, "post_processor": _template(token, name, "^A", "^AB")}
 
 
@@ -285,7 +275,7 @@ def with_end(values: dict[str, Any], token: int) -> dict[str, Any]:
     assert name is not None
     added = values["added_tokens"]
     if not any(entry["id"] == token for entry in added):
-        added = [*added, _added(token, name)]
+        added = [*added, special_token(token, name)]
     return {**values, "added_tokens": added, "post_processor": _template(token, name, "A^", "A^B^")}
 
 
@@ -321,7 +311,7 @@ def _content(
         "version": "1.0",
         "truncation": None,
         "padding": None,
-        "added_tokens": [_added(number, name) for name, number in special.items()],
+        "added_tokens": [special_token(number, name) for name, number in special.items()],
         "normalizer": normalizer,
         "pre_tokenizer": pre_tokenizer,
         "post_processor": None,
@@ -330,7 +320,7 @@ def _content(
     }
 
 
-def _added(number: int, name: str) -> dict[str, Any]:
+def special_token(number: int, name: str) -> dict[str, Any]:
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
     return {"id": number, "content": name, **flags}
 

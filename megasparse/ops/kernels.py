@@ -9,6 +9,7 @@ contiguous dimension, because vectorised loads need to know that these are multi
 """
 
 import contextlib
+import os
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -17,17 +18,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
+INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "y", "on", "yes", "true"))
 """True if kernels run in Triton's interpreter, on a CPU."""
 
-if INTERPRETED.value:  # it calls int() on loop bounds, 1-element arrays, an error since numpy 2.4
+if INTERPRETED.value:  # Triton 3.6 and 3.7 call int() on loop bounds, 1-element arrays, an error since numpy 2.4
     from triton.runtime import interpreter
 
     _prepare = interpreter._patch_lang_tensor
 
-    def _prepare_tensors(tensor: Any, scope: Any) -> None:
-        _prepare(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+    def _prepare_tensors(tensor: Any, *scope: Any) -> None:  # scope: since Triton 3.6
+        _prepare(tensor, *scope)
+        change = scope[0].set_attr if scope else setattr
+        change(tensor, "__index__", lambda self: self.handle.data.item())
 
     interpreter._patch_lang_tensor = _prepare_tensors
 

@@ -78,6 +78,10 @@ class GradientSums:
         if name in self.weights:
             self._used.append((self.weights[name], self._sums[name]))
 
+    def total(self, name: str) -> Tensor:
+        """Return the sum of a weight so far, in fp32 or wider."""
+        return self._sums[name]
+
     def take(self, outputs: Sequence[Tensor], grads: Sequence[Tensor], inputs: Sequence[Any]) -> tuple[Tensor, ...]:
         """Return the gradients of `inputs`, None for the unused. Gradients of the leaves since the last `take` are
         added to the sums.

@@ -9,6 +9,7 @@ import pytest
 from megasparse.cli.main import main
 from megasparse.errors import ConfigError, UserError
 from megasparse.runs.comparison import ArmRun, call, load, plot, runs_of, table
+from tests.helpers.cases import together
 from tests.helpers.commands import refusal
 
 ROOT = Path(__file__).parents[2]
@@ -104,7 +105,7 @@ def test_wrong_requests(tmp_path, capsys):
     assert "--jobs: 0 is not a whole number of 1 or more" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "configs/comparisons").glob("*.json")), ids=lambda path: path.stem)
+@together("path", sorted((ROOT / "configs/comparisons").glob("*.json")))
 def test_every_shipped_comparison_loads(path):
     for comparison in load(path).values():
         assert len(runs_of(comparison, Path("runs"))) == len(comparison["arms"])

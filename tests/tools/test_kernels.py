@@ -12,6 +12,7 @@ import pytest
 import triton
 from packaging.requirements import Requirement
 
+from tests.helpers.cases import together
 from tools.bench.kernel_cases import CASES, HEAD_DIMS, ONE, ONE_WIDTH
 from tools.bench.kernels import SHARED_MEMORY
 from tools.bench.sass import instructions, reuses
@@ -117,7 +118,7 @@ LOOP = """
 """
 
 
-@pytest.mark.parametrize(
+@together(
     "before,pending,after,products",
     [
         ("FADD R23, R24, R36", "0x1", "MOV R36, R1", 0),  # at most the later group is pending

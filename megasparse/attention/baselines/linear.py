@@ -56,7 +56,7 @@ class LinearAttention(Attention):
                 v = v.masked_fill(~real, 0.0)
             total = k.transpose(-1, -2) @ v  # (B, H, F, D)
             weight = q @ k.sum(2).unsqueeze(-1)  # (B, H, L, 1)
-            keys = k.shape[2] if inputs.key_mask is None else inputs.key_mask.sum(-1).view(-1, 1, 1, 1)
+            keys = k.shape[2] if inputs.key_mask is None else inputs.key_mask.sum(-1).clamp_min(1).view(-1, 1, 1, 1)
             return (q @ total / torch.maximum(weight, weight.new_tensor(1e-3) * keys)).to(inputs.q.dtype)
 
         return AttentionOutput(attend_each(inputs, attend), None, {})

@@ -24,7 +24,8 @@ from typing import Any
 from torch import Tensor
 
 from megasparse.errors import CheckpointError, StorageError, TrainingError, UserError
-from megasparse.files import LOCK_FILE, read_file, sync_folder
+from megasparse.files import LOCK_FILE, read_file
+from megasparse.system import sync_folder
 from megasparse.training.checkpoints.bucket import Uploads
 from megasparse.training.checkpoints.checkpoint import StateOwner
 from megasparse.training.checkpoints.manifest import (
@@ -269,6 +270,7 @@ class Saver:
             "world_size": self.ranks.world_size,
             "config": json.loads(self.config.model_dump_json()),
             "data_fingerprint": self.run.data_fingerprint,
+            "base": self.run.base,
             "tokenizer": self.run.tokenizer,
             "versions": versions(),
             "files": {part["file"]: {"bytes": part["bytes"], "sha256": part["sha256"]} for part in parts},

@@ -1,38 +1,33 @@
-"""Check a causal language model of transformers on random tokens: no logit may depend on later tokens, padding, other
-rows of a batch or other documents packed into the row, and decoding from a cache must give the logits of a whole pass.
+"""Check a causal language model of transformers, or of a run, for leaks of later tokens, padding and other documents.
 
-    python tools/check_model.py --model models/SmolLM2-135M
-    python tools/check_model.py --length 512 --model export/quickstart
+Every check compares the logits of two ways to compute them that must agree, in a run the nats of the tokens. A
+difference is relative to the standard deviation of these. Rounding gives about 1e-6 in fp32, a leak usually more than
+1e-2; 0 means the same bits.
 
-Prints PASS or FAIL with the largest difference, relative to the standard deviation of the logits (rounding gives about
-1e-6 in fp32, a leak usually more than 1e-2), and the first token that differs by more than rounding. A failed check
-ends the command with exit code 2. Weights are loaded in fp32. Models of transformers, exports and models with replaced
-attention are supported. Code in the folder is never executed.
+L tokens of a row.
 """
 
-import argparse
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers.utils.logging import disable_progress_bar, set_verbosity_error
+from transformers import AutoTokenizer
 
 from megasparse.config.files import parse_json
-from megasparse.errors import ConfigError, HubError, UserError, report_user_errors
-from megasparse.files import read_file
+from megasparse.errors import HubError, one_line
+from megasparse.files import UNSCORED, read_file
 from megasparse.hub.architectures import hf_class
 from megasparse.hub.replace import load_whole
 from megasparse.hub.replaced_layer import cache_name
+from megasparse.model.stack import padding_of
+from megasparse.ops.random import RngContext
 
 TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
-"""Largest relative difference of a passed check, by the dtype of the weights. Logits (L, V) are compared in fp32."""
+"""Largest relative difference of a passed check, by the dtype of the weights. Logits are compared in fp32."""
 
 
 class CheckResult(NamedTuple):
@@ -79,15 +74,58 @@ def check_model(model: Any, length: int = 64, seed: int = 0) -> list[CheckResult
             broken = not isinstance(error, TypeError | ValueError | AttributeError | NotImplementedError | HubError)
             results.append(CheckResult(name, False if broken else None, torch.inf if broken else 0.0, None, note))
             continue
-        difference, position = 0.0, None
-        for first, a, b in pairs:  # logits (L, V) of the tokens from position `first` on
-            moved = ((a - b).abs() / scale).amax(-1).nan_to_num(nan=torch.inf)
-            difference = max(difference, float(moved.max()))
-            wrong = (moved > tolerance).nonzero()
-            if len(wrong) and (position is None or first + int(wrong[0]) < position):
-                position = first + int(wrong[0])
-        results.append(CheckResult(name, position is None, difference, position))
+        results.append(_compared(name, pairs, scale, tolerance))
     return results
+
+
+def _compared(name: str, pairs: Iterable[tuple[int, Tensor, Tensor]], scale: float, tolerance: float) -> CheckResult:
+    difference, position = 0.0, None
+    for first, a, b in pairs:  # logits (L, V) of the tokens from position `first` on
+        moved = ((a - b).abs() / scale).amax(-1).nan_to_num(nan=torch.inf)
+        difference = max(difference, float(moved.max()))
+        wrong = (moved > tolerance).nonzero()
+        if len(wrong) and (position is None or first + int(wrong[0]) < position):
+            position = first + int(wrong[0])
+    return CheckResult(name, position is None, difference, position)
+
+
+@torch.no_grad()
+def check_batch(model: Any, tokens: Tensor, seed: int = 0) -> list[CheckResult]:
+    """Check a megasparse decoder on a batch as it is trained on: no token's nats may depend on later tokens, nor on
+    other documents. Documents are replaced by the bits of their numbers, so that each pair is apart in some pass.
+
+    Args:
+        model: The decoder in evaluation mode.
+        tokens: (B, L) int64, with the marks of its shards.
+        seed: Seed of the random tokens that replace others.
+    """
+    config, length = model.config, tokens.shape[1]
+    special = {config.separator_id, config.padding_token}
+    ids = torch.tensor([token for token in range(config.vocabulary) if token not in special], device=tokens.device)
+    draws = torch.randint(len(ids), tokens.shape, generator=torch.Generator().manual_seed(seed)).to(tokens.device)
+    fixed = (tokens == config.document_separator) | (tokens == config.padding_token)
+    others = torch.where(fixed, tokens, ids[draws] + tokens - tokens % UNSCORED)
+
+    def nats(read: Tensor) -> Tensor:
+        scores: Tensor = model.token_scores(read, RngContext.evaluation(seed, len(read))).nats
+        return scores.double()
+
+    whole, places = nats(tokens), torch.arange(length, device=tokens.device)
+
+    def without(replaced: Tensor, kept: Tensor) -> tuple[int, Tensor, Tensor]:
+        """Compare the tokens `kept` if the others are `replaced`."""
+        moved = torch.where(kept, nats(torch.where(replaced, others, tokens)), whole)
+        return 0, moved.T, whole.T  # (L, B)
+
+    later = (
+        without((places >= t).expand_as(tokens), places < t) for t in (1, length // 4, length // 2 + 1, length - 1)
+    )
+    segments = padding_of(tokens, config).segments
+    numbers = torch.zeros_like(tokens) if segments is None else segments
+    bits = range(int(numbers.max()).bit_length())
+    apart = (without(chosen, ~chosen) for k in bits for one in (numbers >> k & 1 == 1,) for chosen in (one, ~one))
+    scale, tolerance = float(whole.std()), TOLERANCE[next(model.parameters()).dtype]
+    return [_compared("later tokens", later, scale, tolerance), _compared("packed documents", apart, scale, tolerance)]
 
 
 def _logits(model: Any, tokens: Tensor, **inputs: Any) -> Tensor:
@@ -185,6 +223,14 @@ def load_model(folder: Path) -> Any:
     return load_whole(loader, folder, dtype=torch.float32)
 
 
+def load_tokenizer(folder: str | Path) -> Any:
+    """Load the tokenizer of a folder with transformers. Raises HubError."""
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, ImportError) as error:
+        raise HubError(folder, f"its tokenizer cannot be loaded ({one_line(str(error))})", "Save it there") from None
+
+
 def table(results: list[CheckResult]) -> str:
     """Return a table of PASS and FAIL with the largest differences and first positions."""
     lines = [f"{'check':24}{'':6}{'difference':>12}  first token"]
@@ -194,25 +240,3 @@ def table(results: list[CheckResult]) -> str:
         position = "" if result.position is None else f"  {result.position}"
         lines.append(f"{result.name:24}{verdict:6}{figures}{position}".rstrip())
     return "\n".join(lines)
-
-
-@report_user_errors
-def main(words: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, required=True, metavar="DIR", help="folder of a causal language model")
-    parser.add_argument("--length", type=int, default=64, help="tokens per row (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the tokens (default: %(default)s)")
-    args = parser.parse_args(words)
-    if args.length < 8:
-        raise ConfigError("--length", f"{args.length} is too short", "Give 8 or more")
-    disable_progress_bar()
-    set_verbosity_error()
-    results = check_model(load_model(args.model), args.length, args.seed)
-    print(table(results))
-    failed = [result.name for result in results if result.passed is False]
-    if failed:
-        raise UserError(f"{args.model}: fails {len(failed)} of {len(results)} checks: {', '.join(failed)}")
-
-
-if __name__ == "__main__":
-    main()
