@@ -130,7 +130,15 @@ def test_tiles_and_recomputed_layers_are_chosen_for_a_card_and_its_host(tmp_path
     sizes = {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 9, "num_attention_heads": 4}
     values = {"model_type": "llama", "vocab_size": 300, "num_key_value_heads": 2, "max_position_embeddings": 512}
     (tmp_path / "config.json").write_text(json.dumps({**values, **sizes}))
-    words = ("decoder_64k", "--start", str(tmp_path), "--set", "model.max_length=512", "--set", "data.sequence_length=512")
+    words = (
+        "decoder_64k",
+        "--start",
+        str(tmp_path),
+        "--set",
+        "model.max_length=512",
+        "--set",
+        "data.sequence_length=512",
+    )
 
     def planned(host, memory):
         words_of_memory = ("--gpu-memory", f"{memory}B", "--host-memory", f"{host}B", "--json")
