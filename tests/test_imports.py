@@ -163,7 +163,7 @@ REACHED = {
     "evaluate": ("runs.api", RUNS | {"evaluation"}),
     "generate": ("evaluation.texts", RUNS | {"evaluation"}),
     "predict": ("tasks.run", RUNS | {"evaluation", "tasks"}),
-    "prepare-data": ("data.prepare", {"cli", "config", "errors", "files", "data", "optimizers"}),
+    "prepare-data": ("data.prepare", {"cli", "config", "errors", "system", "files", "data", "optimizers"}),
     "compare": ("runs.comparison", RUNS),
     "report": ("runs.report", RUNS),
     "plan": ("planning.plan", RUNS | {"planning"}),

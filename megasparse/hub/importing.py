@@ -64,6 +64,7 @@ from megasparse.training.checkpoints.manifest import (
 from megasparse.training.checkpoints.rank_file import RankFile, durable, make_folder
 from megasparse.training.engines.contract import put
 from megasparse.training.ranks import Ranks
+from megasparse.training.reporting.memory import trim_memory
 
 DRAWS_COMPARED = 3
 """Number of random inputs, one of which must agree."""
@@ -389,7 +390,9 @@ def adapted(config: Config, device: torch.device) -> nn.Module:
         elif ".mechanisms." not in name:
             values = values.to(dtype)
         put(weight, values)
+        del values
         base.close()
+        trim_memory()
     add_adapters(model, lora, config.run.seed)
     return model
 

@@ -162,6 +162,12 @@ class MegasparsePreTrainedModel(PreTrainedModel):
                 for name, x in loaded.items():
                     values[name].copy_(x)
 
+    def mark_tied_weights_as_initialized(self, loading_info: Any) -> None:
+        """Keep the names of missing weights that are tied, which transformers removes in code outside its package."""
+        missing = {*loading_info.missing_keys}
+        super().mark_tied_weights_as_initialized(loading_info)
+        loading_info.missing_keys = missing
+
     def run(self, rows: AlignedRows, targets: Targets | None) -> tuple[tuple[Tensor, ...], Tensor]:
         """Return the final streams, (B, n, E), or (B, n + 1, E) for a decoder, and the auxiliary losses."""
         self.check_length(rows.tokens.shape[1])

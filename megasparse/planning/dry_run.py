@@ -1,7 +1,6 @@
 """A few trial steps of a configuration on synthetic tokens, in one process."""
 
 import contextlib
-import ctypes
 import statistics
 import time
 from collections.abc import Iterator
@@ -24,7 +23,7 @@ from megasparse.system import usable_cores
 from megasparse.training.engines import build_engine
 from megasparse.training.engines.contract import Engine
 from megasparse.training.ranks import Ranks, start_ranks
-from megasparse.training.reporting.memory import peak_bytes, resident_bytes
+from megasparse.training.reporting.memory import peak_bytes, resident_bytes, trim_memory
 
 
 @dataclass(frozen=True)
@@ -150,8 +149,7 @@ def reset_peak(device: torch.device) -> int:
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         return torch.cuda.memory_allocated(device)
-    with contextlib.suppress(AttributeError, OSError, TypeError):  # return free memory to the system (only glibc)
-        ctypes.CDLL(None).malloc_trim(0)
+    trim_memory()
     with contextlib.suppress(OSError):  # if the kernel does not allow it, earlier peaks of the process are included
         Path("/proc/self/clear_refs").write_text("5")
     return resident_bytes()

@@ -236,12 +236,13 @@ class ConfiguredPass:
         short, double = (self._reduced(tiles=number)._whole(number * tile) for number in (few, 2 * few))
         times = length / (few * tile)  # in units of the first pass
 
-        def moved(name: str) -> float:  # a·n + b·n²
-            first, second = getattr(short, name), getattr(double, name)
-            return float(first * times + (second - 2 * first) / 2 * times * (times - 1))
-
-        beside = double.beside + (double.beside - short.beside) * (times - 2)
-        return PassBytes(short.gradients, beside, moved("moved"), moved("by_attention"), moved("host"))
+        names = "beside", "moved", "by_attention", "host"
+        beside, moved, *others = (
+            getattr(double, name) + (getattr(double, name) - getattr(short, name)) * (times - 2) for name in names
+        )
+        # Gradients of keys are added tile by tile to longer and longer prefixes: a·n + b·n².
+        grown = short.moved * times + (double.moved - 2 * short.moved) / 2 * times * (times - 1)
+        return PassBytes(short.gradients, beside, max(moved, grown), *others)
 
     def _with(self, tiles: int | None = None, layers: int | None = None) -> "ConfiguredPass":
         """Return the pass with fewer layers, or with fewer tiles of the same size of a shorter sequence."""

@@ -268,7 +268,11 @@ def _loopback(limit: timedelta) -> dict[str, Any]:
         with socket.create_server(("127.0.0.1", port)) as server:
             port = server.getsockname()[1]
             listening = server.detach()
-    store = torch.distributed.TCPStore("127.0.0.1", port, size, rank == 0, limit, master_listen_fd=listening)
+    options: dict[str, Any] = {"master_listen_fd": listening}
+    try:
+        store = torch.distributed.TCPStore("127.0.0.1", port, size, rank == 0, limit, **options)
+    except NotImplementedError:  # libuv accepts no open socket in torch 2.7
+        store = torch.distributed.TCPStore("127.0.0.1", port, size, rank == 0, limit, **options, use_libuv=False)
     return {"store": store, "rank": rank, "world_size": size}
 
 

@@ -232,6 +232,20 @@ def test_missing_weights_are_initialised_and_the_rest_is_read(tmp_path):
         assert torch.equal(again.state_dict()[name], expected), name
 
 
+@pytest.mark.parametrize("kind", ["decoder", "encoder_decoder"])
+def test_a_missing_tied_embedding_is_reported(kind, tmp_path):
+    config = decoder("local").model_copy(update={"tied_embeddings": True}) if kind == "decoder" else small_pair()
+    hf = wrapped(MegasparseForCausalLM if kind == "decoder" else MegasparseForSeq2SeqLM, config)
+    hf.save_pretrained(tmp_path)
+    for missing in (set(), {"model.embedding.weight"}):
+        weights = load_file(tmp_path / "model.safetensors")
+        save_file(
+            {n: w for n, w in weights.items() if n not in missing}, tmp_path / "model.safetensors", {"format": "pt"}
+        )
+        _, info = type(hf).from_pretrained(tmp_path, output_loading_info=True)
+        assert missing <= info["missing_keys"] and bool(missing) == bool(info["missing_keys"])
+
+
 def test_bad_inputs_are_rejected_in_one_line():
     hf = wrapped(MegasparseForCausalLM, decoder("local"))
     with pytest.raises(ValueError, match="128 tokens are more than the model's maximum of 127"):

@@ -393,6 +393,9 @@ def test_an_untested_version_prints_one_line_once(monkeypatch, capsys):
     hub.require_transformers()
     hub.require_transformers()
     assert capsys.readouterr().err.count("transformers: 9.1.0 is not tested with megasparse") == 1
+    monkeypatch.setattr(transformers, "__version__", "4.57.6")
+    with pytest.raises(HubError, match=r"4\.57\.6 is too old. Install it: pip install .transformers>="):
+        hub.require_transformers()
 
 
 @pytest.mark.parametrize(

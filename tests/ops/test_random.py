@@ -1,6 +1,9 @@
+import hashlib
+
 import pytest
 import torch
 
+from megasparse.data.order import permutation
 from megasparse.ops.random import (
     RngContext,
     add_dropout,
@@ -15,6 +18,15 @@ from megasparse.ops.random import (
     rotations,
 )
 from tests.helpers.operators import DEVICE
+
+
+def test_draws_are_the_same_bits_under_every_version_of_torch():
+    """Across versions: keys, bits, orders of samples. Within a version only: whatever torch computes, such as normal
+    numbers (logarithms and cosines), initial weights (torch.randn), sums and products."""
+    bits = random_bits(derive(0, "x"), torch.arange(50), 33)
+    digests = [hashlib.sha256(x.tobytes()).hexdigest()[:16] for x in (bits.cpu().numpy(), permutation(1000, 3, 1))]
+    assert derive(1, "a", 2) == 13600048505179461908
+    assert digests == ["664502d494bdee5a", "214347fe4a1df3d0"]
 
 
 def test_keys_differ_by_every_part_and_by_type():

@@ -259,9 +259,9 @@ def test_the_command_skips_rows_that_exist_and_names_a_wrong_file(plain, tmp_pat
     shares = {"0.75 ± 0.22 of 4": plain, "0.00 ± 0.00 of 4": other, "0.00 ± 0.00 of 2": plain}
     printed = [f"{folder} {{'keys': '{share}'}}" for share, folder in shares.items()]
     assert capsys.readouterr().out.splitlines()[2:] == printed
-    assert "cannot be read" in refused(capsys, retrieval, *words, "--text", tmp_path / "none.txt")
+    assert "no such file or folder" in refused(capsys, retrieval, *words, "--text", tmp_path / "none.txt")
     assert "contains no text" in refused(capsys, retrieval, *words, "--text", tmp_path / "empty.txt")
-    assert "no such folder" in refused(capsys, retrieval, "--model", tmp_path / "none", *words)
+    assert "no such file or folder" in refused(capsys, retrieval, "--model", tmp_path / "none", *words)
 
 
 def test_questions_are_answered_from_the_cache_as_from_the_whole_text(plain):
