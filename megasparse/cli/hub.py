@@ -97,7 +97,8 @@ def convert_to_hf(args: argparse.Namespace) -> None:
     template of an imported decoder.
 
     `--to peft` writes only the adapters of a run with `lora`, as adapter_config.json and adapter_model.safetensors,
-    which peft, transformers and vLLM load on top of DIR. The other formats merge them with the weights.
+    which peft, transformers and vLLM load on top of DIR; only peft reads DoRA's norms. The other formats merge adapters
+    with the weights, as they were quantised in training.
 
     Both models run on the same text, and OUT is written only if their outputs agree to 1e-4.
     """
