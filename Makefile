@@ -5,6 +5,7 @@
 # make cluster      run tests on two simulated hosts and Slurm; as root, with openssh-server, pdsh, slurm-wlm and munge
 # make docs         build the documentation in site/            make clean    delete the virtual environment and caches
 # make constraints  resolve constraints.txt, the versions of all packages in .venv, to the newest releases
+# make matrix       run a short tier under the oldest, middle and newest versions of the libraries (ROWS=newest: one)
 #
 # TORCH_INDEX=https://download.pytorch.org/whl/cpu selects PyTorch's CPU build (200 MB instead of several GB).
 # PYTHON=python3.12 selects the interpreter of the virtual environment. JOBS=8: 8 test processes (default: 2).
@@ -20,7 +21,7 @@ TORCH := $(shell grep -o '^torch==[^ ]*' constraints.txt)
 # Print the output of a command only if it fails.
 quiet = @output=$$($(1) 2>&1) || { echo "$$output"; exit 1; }
 
-.PHONY: quickstart test test-all checks docs kernels soak cluster clean install constraints
+.PHONY: quickstart test test-all checks docs kernels soak cluster clean install constraints matrix
 
 quickstart: .venv/installed
 	@$(BIN)/megasparse quickstart
@@ -74,9 +75,14 @@ install: .venv/installed
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $@
 
-# Python 3.10 runs without transformers. torch's own requirements fix the packages of CUDA.
-constraints:
+.cache/uv/bin/uv:
 	@$(PYTHON) -m venv .cache/uv && .cache/uv/bin/python -m pip install --quiet --disable-pip-version-check uv
+
+matrix: .cache/uv/bin/uv
+	@.cache/uv/bin/python tools/matrix.py $(if $(ROWS),--only $(ROWS))
+
+# The tests need Python 3.11. torch's own requirements fix the packages of CUDA.
+constraints: .cache/uv/bin/uv
 	@printf '%s\n' '.[compress]' '.[dev]; python_version >= "3.11"' | .cache/uv/bin/uv pip compile - --quiet --upgrade \
 	  --universal --python-version 3.10 --no-annotate --no-emit-package megasparse \
 	  --custom-compile-command "make constraints" --output-file constraints.txt >/dev/null

@@ -5,7 +5,6 @@ paths from outside the package with `open_file`, `read_file`, `write_file` and `
 """
 
 import errno
-import fcntl
 import hashlib
 import json
 import os
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import IO, Any, NoReturn
 
 from megasparse.errors import DataError
+from megasparse.system import NO_LINKS, OPEN_FLAGS, after_fork_in_child, lock_file, sync_folder, write_at
 
 Progress = Callable[[str], None]
 """Called with a description of the current work whenever it advances."""
@@ -29,6 +29,10 @@ def silent(doing: str) -> None:
     """Ignore progress; a `Progress`."""
 
 
+UNSCORED = 1 << 24
+"""Mark of a token that is not predicted, added to its id in shards of conversations. Ids are below it."""
+CONVERSATION_END = 2 * UNSCORED
+"""Mark of the token between two conversations, which is not predicted either."""
 LARGEST = 1 << 28
 """Default limit of `read_file` in bytes."""
 NOT_REGULAR = "this is not a regular file"
@@ -42,9 +46,9 @@ def open_regular(path: str | os.PathLike[str], flags: int = os.O_RDONLY) -> int:
     Raises OSError without blocking, also for a named pipe, a device and a folder.
     """
     writes = flags & (os.O_WRONLY | os.O_RDWR)
-    flags |= os.O_NOFOLLOW if writes else 0
+    flags |= OPEN_FLAGS | (NO_LINKS if writes else 0)
     try:
-        descriptor = os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK, 0o644)
+        descriptor = os.open(path, flags, 0o644)
     except OSError as error:
         raise OSError(error.errno, REASONS.get(error.errno or 0, error.strerror), os.fspath(path)) from None
     status = os.fstat(descriptor)
@@ -132,15 +136,6 @@ PARTIAL = ".partial"
 """Suffix of a file's name while it is written; a crash may leave such a file."""
 
 
-def sync_folder(folder: Path) -> None:
-    """Sync a folder, so that renames in it survive a crash."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 class FileLock:
     """An exclusive lock (flock) on the file at `path` until `release`, or until this process ends.
 
@@ -154,7 +149,7 @@ class FileLock:
     def __init__(self, path: Path):
         self.descriptor = open_regular(path, os.O_RDWR | os.O_CREAT)
         try:
-            fcntl.flock(self.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock_file(self.descriptor)
         except OSError:
             os.close(self.descriptor)
             raise
@@ -200,7 +195,7 @@ def _close_in_child() -> None:
         lock.release()
 
 
-os.register_at_fork(after_in_child=_close_in_child)
+after_fork_in_child(_close_in_child)
 
 
 class JsonLines:
@@ -254,7 +249,7 @@ class JsonLines:
                 raise OSError(errno.ESTALE, "the file is shorter than its written lines", str(self.path))
             os.ftruncate(descriptor, self._length)  # drops the rest of a failed write
             while written < len(self._waiting):
-                written += os.pwrite(descriptor, self._waiting[written:], self._length + written)
+                written += write_at(descriptor, self._waiting[written:], self._length + written)
         except OSError:
             with suppress(OSError):  # or when it works again
                 os.ftruncate(descriptor, self._length or 0)

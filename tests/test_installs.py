@@ -1,63 +1,43 @@
-"""The pins of pyproject.toml go together: with CUDA builds of torch, and with the Python versions that are named."""
+"""The ranges of pyproject.toml admit what users have: CUDA builds of torch, and the versions of constraints.txt."""
 
 import re
-from importlib.metadata import requires
 from pathlib import Path
 
 import pytest
 import tomllib
 from packaging.requirements import Requirement
-from packaging.version import Version
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-TRITON = {"2.11.0": "3.6.0", "2.13.0": "3.7.1"}
-"""What PyPI's torch, its CUDA build, requires, by its version: Requires-Dist of the wheel. Its CPU build requires none.
+TRITON = {"2.7.0": "3.3.0", "2.11.0": "3.6.0", "2.13.0": "3.7.1", "2.15.0": "3.9.0"}
+"""The triton that PyPI's torch, its CUDA build, requires, by its version: Requires-Dist of the wheel. Its CPU build
+requires none.
 """
 CORE = [Requirement(line) for line in PROJECT["dependencies"]]
+EXTRAS = [Requirement(line) for lines in PROJECT["optional-dependencies"].values() for line in lines]
 
 
-def pin(requirement):
-    """The version that a requirement pins, or None."""
-    match = re.fullmatch(r"==([^*]+)", str(requirement.specifier))
-    return match and match[1]
+@pytest.mark.parametrize("version", TRITON)
+def test_the_triton_of_a_cuda_build_of_torch_is_allowed(version):
+    torch, triton = (next(found for found in CORE if found.name == name) for name in ("torch", "triton"))
+    assert torch.specifier.contains(version) and triton.specifier.contains(TRITON[version])
 
 
-def required(extra):
-    """The requirements of an extra, including the extras that it names."""
-    for line in PROJECT["optional-dependencies"][extra]:
-        found = Requirement(line)
-        if found.name == PROJECT["name"]:
-            for other in sorted(found.extras):
-                yield from required(other)
-        else:
-            yield found
+def test_only_linux_requires_deepspeed_fairscale_and_triton():
+    limited = {found.name for found in CORE if found.marker and not found.marker.evaluate({"sys_platform": "darwin"})}
+    assert limited == {"deepspeed", "fairscale", "triton"}
+    assert all(found.marker is None or found.marker.evaluate({"sys_platform": "linux"}) for found in CORE)
 
 
-@pytest.mark.parametrize("torch", TRITON)
-def test_the_triton_of_a_cuda_build_of_torch_is_allowed(torch):
-    """2.13.0: a fresh installation. 2.11.0: a machine on which `tools/bench/gpu_check.py` runs."""
-    (own,) = (found for found in CORE if found.name == "triton")
-    assert own.specifier.contains(TRITON[torch])
-    assert own.marker.evaluate({"sys_platform": "linux"})
+def test_no_requirement_pins_a_library_of_users():
+    """Installing megasparse replaces no library of its users within a major version."""
+    pinned = {found.name for found in [*CORE, *EXTRAS] if re.search(r"==", str(found.specifier))}
+    assert pinned == {"kubeflow-trainer-api", "reformer-pytorch"}  # of development and comparisons only
 
 
-def test_the_pinned_torch_has_a_known_triton():
-    (torch,) = (found for found in CORE if found.name == "torch")
-    assert pin(torch) in TRITON
-    installed = [Requirement(line) for line in requires("torch") or ()]
-    for found in installed:
-        if found.name == "triton" and (found.marker is None or found.marker.evaluate()):
-            assert found.specifier.contains(TRITON[pin(torch)])  # of a CUDA build; a CPU build has none
-
-
-@pytest.mark.parametrize("extra", sorted(PROJECT["optional-dependencies"]))
-def test_no_extra_pins_another_version_than_the_rest(extra):
-    """Each pinned name has one pin, so that the resolver accepts every extra with the requirements."""
-    pins = {}
-    for found in [*CORE, *required(extra)]:
-        if pin(found):
-            assert pins.setdefault(found.name, pin(found)) == pin(found), found.name
-    for found in [*CORE, *required(extra)]:
-        if found.name in pins:
-            assert found.specifier.contains(Version(pins[found.name])), found
+def test_the_constraints_are_within_the_ranges():
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    versions = dict(line.split(" ;")[0].split("==") for line in lines if not line.startswith("#"))
+    for found in (*CORE, *EXTRAS):
+        if found.name in versions:
+            assert found.specifier.contains(versions[found.name], prereleases=True), found

@@ -2,11 +2,11 @@
 
 import argparse
 import inspect
-import os
 from pathlib import Path
 from typing import Any
 
 from megasparse.errors import ConfigError, DataError, positive
+from megasparse.system import usable_cores
 
 COMMON = {"command", "corpus", "source", "member", "output", "sample_bytes", "shard_bytes", "workers"}
 WORKER_BYTES = 8 << 20
@@ -50,7 +50,7 @@ def prepare_data(args: argparse.Namespace) -> None:
     from megasparse.data.index import Index
 
     options = {key: value for key, value in vars(args).items() if key not in COMMON}
-    cores = len(os.sched_getaffinity(0))
+    cores = usable_cores()
     corpus, downloads = CORPORA[args.corpus], args.output / ".download"
     source = corpus.open(args.source, getattr(args, "member", None), downloads, options, args.workers or cores)
     from megasparse.data.prepare import prepare
@@ -67,7 +67,7 @@ def prepare_data(args: argparse.Namespace) -> None:
         records = f"{split.tokens // index.record:,} records, " if index.record else ""
         size = f"{split.tokens:,} tokens in {split.samples:,} samples, {len(split.shards)} shards{words}"
         print(f"  {name}: {records}{size}")
-    if not isinstance(source, RecordSource):
+    if not isinstance(source, RecordSource) or index.record:  # conversations, which `about` reports
         return
     report = write_report(source, index.file.splits, args.output / "report.json")
     print(f"  {report['records']:,} records in {report['files']:,} files")

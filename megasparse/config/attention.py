@@ -109,7 +109,7 @@ def _rebuild(schema: type[BaseModel], rebuilt: dict[type[BaseModel], bool]) -> b
     if schema not in rebuilt:
         annotations = [field.annotation for field in schema.model_fields.values()]
         inside = [part for annotation in annotations for part in (annotation, *get_args(annotation))]
-        sections = [part for part in inside if isinstance(part, type) and issubclass(part, Section)]
+        sections = [part for part in inside if isinstance(part, type(Section)) and issubclass(part, Section)]
         rebuilt[schema] = any([_rebuild(part, rebuilt) for part in sections]) or schema is AttentionConfig
         if rebuilt[schema] and schema.__pydantic_complete__:
             schema.model_rebuild(force=True)

@@ -8,6 +8,7 @@ second or two.
 import logging
 import sys
 import warnings
+from contextlib import suppress
 from typing import Any
 
 from pydantic import BaseModel, Field, ValidationError
@@ -126,7 +127,8 @@ def import_deepspeed() -> Any:
     # (1.5 s per process) for an optimizer that megasparse does not use.
     decorator, compiler.compile = compiler.compile, lambda: lambda function: function
     try:
-        import deepspeed.runtime.zero.muon.muon_optimizer
+        with suppress(ModuleNotFoundError):  # before DeepSpeed 0.17.5
+            import deepspeed.runtime.zero.muon.muon_optimizer
     finally:
         compiler.compile = decorator
     return deepspeed

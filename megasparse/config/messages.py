@@ -89,7 +89,7 @@ def _real_location(location: Location, values: Any) -> list[int | str]:
 
 def _models_in(annotation: object) -> Iterator[type[BaseModel]]:
     for kind in (annotation, *get_args(annotation)):
-        if isinstance(kind, type) and issubclass(kind, BaseModel):
+        if isinstance(kind, type(BaseModel)) and issubclass(kind, BaseModel):
             yield kind
 
 

@@ -14,6 +14,7 @@ import numpy as np
 from megasparse.data.index_file import AGAIN, INDEX_FILE, TAR_HEADER, Shard, tar_stride
 from megasparse.errors import DataError
 from megasparse.files import file_sha256, open_regular
+from megasparse.system import read_at
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -68,13 +69,7 @@ def unreadable(path: Path, error: OSError) -> DataError:
 
 
 class ShardFile:
-    """One open, verified shard.
-
-    Args:
-        path: its path on this machine.
-        shard: its entry in the index.
-        sample_bytes: size of every sample but the last.
-    """
+    """One open, verified shard. sample_bytes: size of every sample but the last."""
 
     def __init__(self, path: Path, shard: Shard, sample_bytes: int):
         self.path, self.shard, self._sample_bytes = path, shard, sample_bytes
@@ -103,10 +98,8 @@ class ShardFile:
             _verified[key] = signature
 
     def read(self, start: int, stop: int) -> "Tensor":
-        """Return tokens start..stop of the shard: int64 (stop - start,). 0 <= start < stop <= its tokens.
-
-        Raises:
-            DataError: the file was damaged since it was opened, or cannot be read.
+        """Return tokens start..stop of the shard: int64 (stop - start,). 0 <= start < stop <= its tokens. Raises
+        DataError if the file was damaged since it was opened, or cannot be read.
         """
         import torch
 
@@ -121,7 +114,7 @@ class ShardFile:
             part = view[: self._sample_bytes - inside]
             offset = sample * tar_stride(self._sample_bytes) + TAR_HEADER + inside
             try:
-                count = os.preadv(self.descriptor, [part], offset)
+                count = read_at(self.descriptor, part, offset)
             except OSError as error:
                 raise unreadable(self.path, error) from None
             if count < len(part):

@@ -6,7 +6,6 @@ Each shard is fetched whole into a cache on this machine, which its processes an
     .lock         held while a process makes room and fetches a shard
 """
 
-import fcntl
 import hashlib
 import importlib
 import os
@@ -28,6 +27,7 @@ from megasparse.data.index_file import Shard
 from megasparse.data.shard_file import ShardFile
 from megasparse.errors import ConfigError, DataError, FileError, UserError, one_line, without_secrets
 from megasparse.files import LOCK_FILE, PARTIAL, FileLock, Progress, open_file, replacing, silent
+from megasparse.system import lock_file
 
 STALL_SECONDS = 30.0  # without data before a connection is considered broken
 ATTEMPTS = 8
@@ -219,7 +219,7 @@ class ShardCache:
                     raise
                 with suppress(OSError):
                     self.path(shard).unlink()
-        fcntl.flock(file.descriptor, fcntl.LOCK_SH)
+        lock_file(file.descriptor, shared=True)
         with suppress(OSError):  # another user's: its last use is its time of access
             os.utime(file.descriptor, ns=(time.time_ns(), os.fstat(file.descriptor).st_mtime_ns))
         return file
@@ -253,7 +253,7 @@ class ShardCache:
         for _, path, freed in sorted(entries):
             if room < size and path not in keep:
                 with suppress(BlockingIOError, FileNotFoundError, PermissionError), open_file(path, "r+b") as file:
-                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    lock_file(file.fileno())
                     path.unlink()
                     room += freed
         if room < size:

@@ -39,6 +39,7 @@ from megasparse.hub.tokenizer_files import FILE, GENERATION, SPECIAL, Files, com
 from megasparse.hub.versions import require_transformers
 from megasparse.model.adapters import add_adapters
 from megasparse.model.build import Model, build_model, deferred_model, empty_model, initial_weight
+from megasparse.model.embedding import lengthened
 from megasparse.ops.quantised import is_quantised, quantise
 from megasparse.settings.load import build_config
 from megasparse.training.checkpoints.bucket import Bucket
@@ -219,6 +220,9 @@ def _with_special(folder: Path, sections: dict[str, Any]) -> dict[str, Any]:
 VOCABULARY = ("embedding.weight", "head.weight", "head.bias")
 """Weights with one row per token."""
 
+POSITIONS = ("embedding.positions.table", "embedding.positions.axes.0")
+"""Weights with one row per position, or per cell of the slowest axis."""
+
 Readers = Mapping[str, Callable[[], Tensor]]
 """Readers of weights by name."""
 FIRST = Path("checkpoints", "00000000")
@@ -314,12 +318,19 @@ def identity(name: str) -> dict[str, str]:
 # Runs that start from the weights of another model
 
 
-def base_values(source: str | Path) -> dict[str, Any]:
+def base_values(source: str | Path, weights: bool = True) -> dict[str, Any]:
     """Return the base of a configuration that starts from `source`: its model and tokenizer.
+
+    weights: False reads only config.json of a decoder, and returns its model without the tokenizer.
 
     Raises HubError and CheckpointError if there is no such model.
     """
-    if (model := _hf_model(path := Path(source))) is not None:
+    path = Path(source)
+    if not weights and (path / "config.json").is_file():
+        values = read_config(path)
+        if (name := values.get("model_type")) in DECODERS:
+            return {"model": cast(Any, format_named(name)).model_section(values, path / "config.json")}
+    if (model := _hf_model(path)) is not None:
         config = model.config
     else:
         checkpoint = find_checkpoint(path)
@@ -388,8 +399,8 @@ def adapted(config: Config, device: torch.device) -> nn.Module:
 
 def write_start(config: Config, source: Path, output: Path) -> tuple[list[str], list[str]]:
     """Write OUTPUT/checkpoints/00000000, the model of `config` before its first step, with the pretrained weights of
-    the same names and initial values for all others. Return the names of the others, and of unused pretrained weights,
-    such as another attention's.
+    the same names and initial values for all others. A shorter table of positions is repeated. Return the names of the
+    others, and of unused pretrained weights, such as another attention's.
 
     source: a checkpoint, a run's folder, or a Hugging Face model's folder, with or without the language-modelling head.
     Raises HubError if a weight has another shape or the tokenizers differ.
@@ -415,6 +426,9 @@ def write_start(config: Config, source: Path, output: Path) -> tuple[list[str], 
             initial = initial_weight(config.model, config.run.seed, name, weight.shape) if weight.is_meta else weight
             return initial.detach().view(weight.shape)
         value = pretrained[name]()
+        if name in POSITIONS and value.shape[1:] == weight.shape[1:] and len(value) < len(weight):
+            print(f"{name}: lengthened from {len(value)} to {len(weight)} rows by repetition", file=sys.stderr)
+            return lengthened(value, len(weight), config.model.positions.offset)
         if value.shape != weight.shape:
             problem = f"{name} has shape {list(value.shape)}, but {list(weight.shape)} in the configured model"
             raise HubError(source, problem, "Set the sizes of the model (model.*) to those of the pretrained one")

@@ -6,7 +6,7 @@ of the mechanisms. B batch, L length, n new tokens, H heads, G key heads, D head
 """
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast
 
@@ -16,7 +16,6 @@ import transformers
 from torch import Tensor, nn
 from transformers.cache_utils import (
     Cache,
-    DynamicIndexedLayer,
     DynamicLayer,
     DynamicSlidingWindowLayer,
     StaticLayer,
@@ -35,6 +34,7 @@ from megasparse.attention.contract import (
 )
 from megasparse.attention.full import FullAttention
 from megasparse.attention.heads import Padding, build_mechanism, split_heads_by_mechanism
+from megasparse.attention.sinks import merge
 from megasparse.config.attention import AttentionConfig
 from megasparse.config.schema import ModelConfig, heads_of_layer
 from megasparse.errors import HubError
@@ -136,7 +136,7 @@ class Mechanisms(nn.ModuleDict):
                 if _attends_fully(mechanism):
                     outs.append(_after(q, keys, values, real, sinks=sink))
                 elif (chosen := mechanism.choose(part.newest, entries, tokens)) is not None:
-                    out, lse = gathered_attention(q, keys, values, chosen, scale=q.shape[3] ** -0.5)
+                    out, lse = _gathered(q, keys, values, chosen)
                     if sink is not None:
                         out = out * torch.sigmoid(lse - sink[:, None])[..., None].to(out.dtype)
                     outs.append(out)
@@ -166,7 +166,7 @@ def _attends_fully(attention: nn.Module) -> bool:
     return isinstance(attention, FullAttention) and not (attention.shared_qk or attention.changes_keys)
 
 
-class IndexedLayer(DynamicIndexedLayer):  # type: ignore[misc]
+class IndexedLayer(DynamicLayer):  # type: ignore[misc]
     """A layer of transformers' generation cache with an index for the mechanisms' selection of keys.
 
     Its tensors have spare capacity, so that most tokens are appended without a copy. capacity: number of tokens of a
@@ -176,6 +176,7 @@ class IndexedLayer(DynamicIndexedLayer):  # type: ignore[misc]
     def __init__(self, capacity: int | None = None) -> None:
         super().__init__()
         self.capacity, self.stores = capacity, dict[str, Tensor]()
+        self.index: Tensor | None = None  # (B, L, w)
 
     @staticmethod
     def of(cache: Cache, number: int, needs_index: bool) -> None:
@@ -206,20 +207,43 @@ class IndexedLayer(DynamicIndexedLayer):  # type: ignore[misc]
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
+            super().update(key_states[..., :0, :], value_states[..., :0, :])
         self.keys = self._append("keys", self.keys, key_states)
         self.values = self._append("values", self.values, value_states)
         return self.keys, self.values
 
-    def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
-        if not self.is_indexer_initialized:
-            self.lazy_initialization_indexer(indexer_key_states)
-        self.indexer_keys = self._append("index", self.indexer_keys, indexer_key_states)
-        return self.indexer_keys
+    def append_index(self, entries: Tensor) -> Tensor:
+        """Append the newest tokens' entries (B, n, w). Return those of all tokens."""
+        old = entries[:, :0] if self.index is None else self.index
+        self.index = self._append("index", old, entries)
+        return self.index
 
-    def _append(self, name: str, old: Tensor | None, new: Tensor) -> Tensor:
+    def reset(self) -> None:
+        self.keys = self.values = self.index = None
+        self.is_initialized = False
+
+    def crop(self, *args: Any) -> None:
+        super().crop(*args)  # of the new length, or since transformers 5.15 of the negated number of tokens to remove
+        self._change_index(lambda index: index[:, : self.get_seq_length()])
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        super().reorder_cache(beam_idx)
+        self._change_index(lambda index: index.index_select(0, beam_idx.to(index.device)))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        super().batch_repeat_interleave(repeats)
+        self._change_index(lambda index: index.repeat_interleave(repeats, dim=0))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        super().batch_select_indices(indices)
+        self._change_index(lambda index: index[indices])
+
+    def _change_index(self, change: Callable[[Tensor], Tensor]) -> None:
+        if self.index is not None:
+            self.index = change(self.index)
+
+    def _append(self, name: str, old: Tensor, new: Tensor) -> Tensor:
         """Append `new` (..., n, w) to `old` (..., L, w), which may be empty, in a tensor with spare capacity."""
-        assert old is not None
         length, store = old.shape[-2] if old.numel() else 0, self.stores.get(name)
         total = length + new.shape[-2]
         if self.capacity is not None and total > self.capacity:
@@ -444,14 +468,23 @@ def _indexed(cached: IndexedLayer, parts: list[_Part], position: int) -> list[Te
     entries = [x.contiguous().view(torch.uint8) for x in newest if x is not None]
     if not entries:
         return [None for _ in parts]
-    before = 0 if cached.indexer_keys is None else cached.indexer_keys.shape[1]
+    before = 0 if cached.index is None else cached.index.shape[1]
     if before != position:
         problem = f"has an index of {before} of its {position} tokens: another attn_implementation read the others"
         raise HubError("past_key_values", problem, "Start with an empty cache, or keep one attn_implementation")
-    whole = cached.update_indexer(torch.cat(entries, dim=-1) if len(entries) > 1 else entries[0])
+    whole = cached.append_index(torch.cat(entries, dim=-1) if len(entries) > 1 else entries[0])
     split = iter(whole.split([x.shape[-1] for x in entries], dim=-1)) if len(entries) > 1 else iter([whole])
     columns = (x if len(entries) == 1 else x.contiguous() for x in split)
     return [None if x is None else next(columns).view(x.dtype) for x in newest]
+
+
+def _gathered(q: Tensor, k: Tensor, v: Tensor, chosen: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+    """Attend to the keys of `Attention.choose`. Returns output and log-sum-exp."""
+    if q.dtype in (torch.float32, torch.float64):  # half precision rounds each part as the whole pass, see `choose`
+        shape = [max(sizes) for sizes in zip(*(index.shape[:3] for index in chosen), strict=True)]
+        chosen = (torch.cat([index.expand(*shape, -1) for index in chosen], dim=-1),)
+    parts = [gathered_attention(q, k, v, index, scale=q.shape[3] ** -0.5) for index in chosen]
+    return parts[0] if len(parts) == 1 else merge(parts)
 
 
 def _again(part: _Part, k: Tensor, v: Tensor, entries: Tensor | None, real: Tensor | None) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from megasparse.attention.contract import Attention
-from megasparse.attention.heads import AttentionLayer
+from megasparse.attention.heads import MultiHeadAttention
 from megasparse.config.messages import show
 from megasparse.config.schema import LoRAConfig
 from megasparse.errors import ConfigError, UserError, did_you_mean
@@ -45,7 +45,7 @@ def add_adapters(
         raise ConfigError("lora.dropout", problem, "Set it to 0")
     targets = _targets(model, config.targets, kinds)
     alpha: Any = config.alpha  # annotated as int in peft, which divides it by the rank
-    if any(isinstance(module, AttentionLayer) and module.groups > 1 for module in model.modules()):
+    if any(isinstance(module, MultiHeadAttention) and module.groups > 1 for module in model.modules()):
         problem = "attention in groups reads slices of its weights, which adapters do not support"
         raise ConfigError("model.attention.head_groups", problem, "Set it to 1, or remove lora")
     settings = LoraConfig(

@@ -1,8 +1,6 @@
 """A few trial steps of a configuration on synthetic tokens, in one process."""
 
 import contextlib
-import os
-import resource
 import statistics
 import time
 from collections.abc import Iterator
@@ -21,10 +19,11 @@ from megasparse.planning.flops import model_flops_per_token
 from megasparse.planning.hardware import GPUS
 from megasparse.planning.passes import dummy_records
 from megasparse.planning.plan import Plan
+from megasparse.system import usable_cores
 from megasparse.training.engines import build_engine
 from megasparse.training.engines.contract import Engine
 from megasparse.training.ranks import Ranks, start_ranks
-from megasparse.training.reporting.memory import trim_memory
+from megasparse.training.reporting.memory import peak_bytes, resident_bytes, trim_memory
 
 
 @dataclass(frozen=True)
@@ -109,7 +108,7 @@ def dry_run(config: Config) -> DryRun:
     first, *warm = timed(1 + WARM_STEPS)
     seconds = statistics.median(warm or [first])
     is_gpu, threads = ranks.device.type == "cuda", torch.get_num_threads()
-    processes = torch.cuda.device_count() if is_gpu else len(os.sched_getaffinity(0))
+    processes = torch.cuda.device_count() if is_gpu else usable_cores()
     micro_batches = config.training.global_batch // config.training.micro_batch
     together = max(
         number for number in range(1, micro_batches + 1) if micro_batches % number == 0 and number <= processes
@@ -153,14 +152,15 @@ def reset_peak(device: torch.device) -> int:
     trim_memory()
     with contextlib.suppress(OSError):  # if the kernel does not allow it, earlier peaks of the process are included
         Path("/proc/self/clear_refs").write_text("5")
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * resource.getpagesize()
+    return resident_bytes()
 
 
 def peak(device: torch.device) -> int:
     """Return the largest number of bytes in use since the reset."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    # Not getrusage, which includes the peak of the parent process.
-    status = Path("/proc/self/status").read_text()
+    try:
+        status = Path("/proc/self/status").read_text()
+    except OSError:  # macOS, Windows
+        return peak_bytes(device)  # not on Linux, where it includes the peak of the parent process
     return next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmHWM"))

@@ -104,7 +104,13 @@ def pretrain(
     )
     with open_training(recipe, ranks, resume, allow_changed_config, stop_at, signals) as run:
         if ranks.rank == 0 and (file := data.tokenizer.file) is not None:
-            write_file(Path(config.run.directory) / f"tokenizer{file.suffix}", read_file(file))
+            files: dict[str, str | bytes] = {f"tokenizer{file.suffix}": read_file(file)}
+            if config.model.kind == "decoder" and file.name == "tokenizer.json":
+                from megasparse.hub.tokenizer_files import companion_files
+
+                files |= companion_files(file.parent)  # chat template and end tokens, for generation and export
+            for name, content in files.items():
+                write_file(Path(config.run.directory) / name, content)
         result = train(run)
     ranks.stop()
     return result

@@ -23,6 +23,7 @@ from megasparse import errors
 from megasparse.config.schema import RunConfig
 from megasparse.errors import HANG, NO_LAUNCHER, ConfigError, UserError, leave, rank_variable
 from megasparse.files import Progress, silent
+from megasparse.system import usable_cores
 from megasparse.training.stopping.watchdog import START
 
 POLL = 0.05
@@ -181,7 +182,7 @@ def start_ranks(run: RunConfig, sequence: int = 1) -> Ranks:
         os.environ["DS_ACCELERATOR"] = "cpu"
         local = local_ranks(world_size)
         if "OMP_NUM_THREADS" not in os.environ:
-            torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // max(1, local)))
+            torch.set_num_threads(max(1, usable_cores() // max(1, local)))
     else:
         torch.cuda.set_device(device)
     if run.deterministic:
@@ -267,7 +268,11 @@ def _loopback(limit: timedelta) -> dict[str, Any]:
         with socket.create_server(("127.0.0.1", port)) as server:
             port = server.getsockname()[1]
             listening = server.detach()
-    store = torch.distributed.TCPStore("127.0.0.1", port, size, rank == 0, limit, master_listen_fd=listening)
+    options: dict[str, Any] = {"master_listen_fd": listening}
+    try:
+        store = torch.distributed.TCPStore("127.0.0.1", port, size, rank == 0, limit, **options)
+    except NotImplementedError:  # libuv accepts no open socket in torch 2.7
+        store = torch.distributed.TCPStore("127.0.0.1", port, size, rank == 0, limit, **options, use_libuv=False)
     return {"store": store, "rank": rank, "world_size": size}
 
 

@@ -21,6 +21,7 @@ from megasparse.config.schema import RunSettings
 from megasparse.data.batches import Steps
 from megasparse.errors import ConfigError
 from megasparse.files import LOCK_FILE, FileLock, open_file
+from megasparse.system import write_at
 from megasparse.training.checkpoints.checkpoint import Checkpoint
 from megasparse.training.checkpoints.manifest import RunIdentity
 from megasparse.training.checkpoints.resume import find_start
@@ -139,7 +140,7 @@ def _take(directory: Path, held: ExitStack) -> None:
     since = datetime.now().astimezone().isoformat(" ", "seconds")
     with suppress(OSError):  # a full disk: the folder is locked anyway
         os.ftruncate(lock.descriptor, 0)
-        os.pwrite(lock.descriptor, f"host {socket.gethostname()}, pid {os.getpid()}, since {since}".encode(), 0)
+        write_at(lock.descriptor, f"host {socket.gethostname()}, pid {os.getpid()}, since {since}".encode(), 0)
         os.fsync(lock.descriptor)
 
 

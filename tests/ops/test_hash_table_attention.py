@@ -218,6 +218,7 @@ def test_kernels_take_fp32_queries_with_wider_half_precision_values_of_strided_h
     v = F.pad(v, (0, 1), value=1.0).to(torch.bfloat16)
     results = check((q, k, v), random_codes((q, k), 2, 2), code_bits=2, causal=True)
     assert [x.dtype for x in results] == [torch.float32] * 4 + [torch.bfloat16]
+    check((q, k, v[..., :14]), random_codes((q, k), 2, 2), code_bits=2, causal=True)  # Remark 2 widens q and k
 
 
 def test_the_host_never_waits_for_the_device(kernels):

@@ -10,6 +10,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megasparse.attention.heads import Padding
 from megasparse.cli.main import door
+from megasparse.data.index import Index
+from megasparse.data.reader import EvaluationStream
 from megasparse.evaluation.generate import generate
 from megasparse.evaluation.results import restore
 from megasparse.hub.formats import our_logits
@@ -20,6 +22,7 @@ from megasparse.model.stack import padding_of
 from megasparse.ops.quantised import Quantised
 from megasparse.ops.random import RngContext
 from megasparse.training.checkpoints.checkpoint import Checkpoint
+from tests.data.corpora.test_chats import CHATML, conversation, lines_in
 from tests.helpers.commands import refused, run
 from tests.helpers.tiny import read_metrics
 from tests.hub.test_decoders import logits_of, saved
@@ -231,3 +234,87 @@ def test_lines_of_json_and_single_books_are_texts_too(decoder, tmp_path):
     assert again["data"]["path"] == config["data"]["path"] == str(tmp_path / "lines" / "data")
     config = go_on(tmp_path / "one", decoder, books(tmp_path / "book", ["\n".join(TEXTS)]))
     assert config["model"]["document_separator"] is None
+
+
+TOPICS = ["the sea", "a calm wind", "low clouds"]
+CHATS = [
+    conversation(f"Tell me of {TOPICS[i % 3]}.", f"{TOPICS[i % 3]} {i}", "And?", "more"[: 1 + i % 4]) for i in range(40)
+]
+
+
+@pytest.fixture
+def chatting(decoder):
+    return with_template(decoder)
+
+
+def with_template(folder):
+    """Add a template that writes the separator </s> inside conversations, and the start <s> before them."""
+    template = "<s>" + CHATML.replace("<|im_start|>", "</s>").replace("<|im_end|>", "</s>")
+    path = folder / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": template, "pad_token": "<pad>"}))
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    return folder
+
+
+def test_packed_conversations_are_learned_as_transformers_reads_each_alone(chatting, tmp_path):
+    """The scored tokens are the answers, and their losses those of each conversation by itself."""
+    length, chats = 192, lines_in(tmp_path / "chats.jsonl", CHATS)
+    sizes = {"model.max_length": length, "data.sequence_length": length}
+    settings = {**sizes, "lora": "null", "model.residual_dtype": "fp32"}
+    go_on(tmp_path / "run", chatting, chats, "--stop-at", "1", **{**settings, "optimizer.learning_rate": 1e-9})
+    config = restore(tmp_path / "run")[1]
+    model, theirs = HFModel.open(chatting).build(config), AutoModelForCausalLM.from_pretrained(chatting).eval()
+    tokenizer = AutoTokenizer.from_pretrained(chatting)
+    expected = {}
+    for chat in CHATS:
+        ids = torch.tensor(tokenizer.apply_chat_template(chat["messages"])["input_ids"])[None]
+        with torch.no_grad():
+            nats = -torch.log_softmax(theirs(ids).logits[0, :-1].float(), -1).gather(1, ids[0, 1:, None])[:, 0]
+        expected[tuple(ids[0, 1:].tolist())] = nats
+    stream = EvaluationStream(Index.load(tmp_path / "run" / "data"), "train")
+    answers = []
+    for row in stream.read(0, stream.tokens).view(-1, length):
+        scores = model.token_scores(row[None], RngContext.evaluation(0, 1))
+        assert int(model.count_scored(row[None])) == int(scores.scored.sum())
+        first = 0
+        for end in (row >= 2 << 24).nonzero()[:, 0].tolist():
+            nats = expected.pop(tuple((row[first:end] % (1 << 24)).tolist()))
+            torch.testing.assert_close(scores.nats[0, first:end], nats, rtol=0, atol=1e-4)
+            scored = scores.scored[0, first:end]
+            answers.append(tokenizer.decode(row[first:end][scored]))
+            first = end + 1
+        assert not scores.scored[0, first:].any()
+    texts = ["".join(f"{message['content']}</s>\n" for message in chat["messages"][1::2]) for chat in CHATS]
+    assert sorted(answers) == sorted(texts[: len(answers)]) and 36 <= len(answers) <= 38
+    assert len(expected) == len(CHATS) - len(answers)  # those held out
+
+
+def test_conversations_resume_bit_identically_and_are_checked_as_trained(chatting, tmp_path, capsys):
+    chats, losses = lines_in(tmp_path / "chats.jsonl", [*CHATS, {"text": "A plain text."}] * 3), []
+    settings = {"model.max_length": 192, "data.sequence_length": 192, "evaluation.every": 2}
+    go_on(tmp_path / "straight", chatting, chats, **settings)
+    go_on(tmp_path / "run", chatting, chats, "--stop-at", "2", **settings)
+    config = go_on(tmp_path / "run", chatting, chats, **settings)
+    for name in ("straight", "run"):
+        lines = [line for line in read_metrics(tmp_path / name) if "train/loss" in line]
+        losses.append([(line["train/loss"], line.get("evaluation/loss")) for line in lines])
+    assert capsys.readouterr().err.count("123 conversations, of which 0 are cut to 192 tokens") == 2  # rendered once
+    assert losses[0] == losses[1] and len(losses[0]) == 4 and losses[0][-1][1] is not None
+    assert config["model"]["document_separator"] == 2 << 24
+    run(door("check-model"), "--checkpoint", tmp_path / "run")
+    said = capsys.readouterr().out
+    assert "later tokens            PASS" in said and "packed documents        PASS" in said
+    run(door("convert to-hf"), "--checkpoint", tmp_path / "run", "--output", tmp_path / "out", "--to", "llama")
+    assert AutoTokenizer.from_pretrained(tmp_path / "out").chat_template is not None
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["eos_token_id"] == 2
+    run(
+        door("evaluate"), "--checkpoint", tmp_path / "run", "--data", tmp_path / "run" / "data", "--split", "validation"
+    )
+    again = go_on(tmp_path / "again", chatting, tmp_path / "run" / "data", "--stop-at", "1", **settings)
+    assert again["model"]["document_separator"] == 2 << 24
+    message = refused(
+        capsys, door("pretrain"), "decoder_64k", "--start", chatting,
+        *[w for k, v in {**QUICK, **settings}.items() for w in ("--set", f"{k}={v}")],
+        "--set", f"data.path={tmp_path / 'run' / 'data'}", "--set", f"run.directory={tmp_path / 'other'}",
+    )  # fmt: skip
+    assert "model.document_separator: null, but conversations in" in message and "Set it to 33554432" in message

@@ -26,7 +26,8 @@ from tqdm import tqdm
 from megasparse.data import urls
 from megasparse.data.urls import StoreError, check_url, open_url, store, store_answer
 from megasparse.errors import ConfigError, DataError, without_secrets
-from megasparse.files import file_sha256, locked, open_file, read_file, sync_folder, write_file
+from megasparse.files import file_sha256, locked, open_file, read_file, write_file
+from megasparse.system import sync_folder
 
 PIECE = 1 << 20
 TIMEOUT_SECONDS = 60

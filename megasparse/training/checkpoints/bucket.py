@@ -26,7 +26,8 @@ from urllib.parse import urlsplit
 from megasparse.config.schema import RunSettings
 from megasparse.data.urls import POLL_SECONDS, STORES, Requests, check_url, store, store_answer
 from megasparse.errors import CheckpointError, StorageError
-from megasparse.files import LARGEST, Progress, read_file, silent, sync_folder, write_file
+from megasparse.files import LARGEST, Progress, read_file, silent, write_file
+from megasparse.system import sync_folder
 from megasparse.training.checkpoints.manifest import (
     MANIFEST,
     TEMPORARY,

@@ -78,6 +78,7 @@ class _Manifest(TypedDict):
     base: NotRequired[str | None]
     files: dict[Annotated[str, Field(pattern=r"^rank-[0-9]{5,}\.safetensors$")], _File]
     tensors: dict[str, dict[str, _Tensor]]
+    versions: NotRequired[dict[str, str]]
 
 
 _FIELDS = TypeAdapter(_Manifest)

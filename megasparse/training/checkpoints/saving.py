@@ -24,7 +24,8 @@ from typing import Any
 from torch import Tensor
 
 from megasparse.errors import CheckpointError, StorageError, TrainingError, UserError
-from megasparse.files import LOCK_FILE, read_file, sync_folder
+from megasparse.files import LOCK_FILE, read_file
+from megasparse.system import sync_folder
 from megasparse.training.checkpoints.bucket import Uploads
 from megasparse.training.checkpoints.checkpoint import StateOwner
 from megasparse.training.checkpoints.manifest import (

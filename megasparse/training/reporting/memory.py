@@ -2,7 +2,6 @@
 
 import ctypes
 import json
-import resource
 import sys
 from collections.abc import Iterable
 from contextlib import suppress
@@ -36,7 +35,7 @@ def bytes_of(tensors: Iterable[Tensor], device: torch.device) -> tuple[int, int]
 
 def trim_memory() -> None:
     """Return freed memory to the system, which glibc otherwise keeps."""
-    with suppress(AttributeError, OSError):  # no glibc
+    with suppress(AttributeError, OSError, TypeError):  # no glibc
         ctypes.CDLL(None).malloc_trim(0)
 
 
@@ -72,9 +71,13 @@ def _peak(device: torch.device) -> float | None:
 
 
 def peak_bytes(device: torch.device) -> int:
-    """Return the peak memory use: allocated tensors on GPUs, resident memory of this process on CPUs."""
+    """Return the peak memory use: allocated tensors on GPUs, resident memory of this process on CPUs; 0 on Windows."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
+    try:
+        import resource
+    except ImportError:  # Windows
+        return 0
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
@@ -85,11 +88,15 @@ def resident_bytes() -> int:
 
 
 def available_bytes(device: torch.device) -> int:
-    """Return the free bytes of a GPU including torch's cache, or of the CPU within the control group's limit."""
+    """Return the free bytes of a GPU including torch's cache, or of the CPU within the control group's limit. A system
+    without /proc reports no limit: sys.maxsize.
+    """
     if device.type == "cuda":
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return int(torch.cuda.mem_get_info(device)[0]) + cached
-    table = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    if not (report := Path("/proc/meminfo")).exists():
+        return sys.maxsize
+    table = dict(line.split(":") for line in report.read_text().splitlines())
     limits = [int(table["MemAvailable"].split()[0]) * 1024]
     for limit, used in (
         ("memory.max", "memory.current"),

@@ -1,13 +1,14 @@
 """Requests to stop or to trace: signals, and the exit of the launcher that started this rank.
 
 A thread receives them, because the main thread may wait in a collective for minutes and runs no Python handler there.
-Python's C handler writes one byte per signal into a pipe, and the thread reads the pipe.
+Python's C handler writes one byte per signal into a socket (Windows supports no pipe), which the thread reads.
 """
 
 import ctypes
 import faulthandler
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -16,8 +17,11 @@ from pathlib import Path
 from types import FrameType
 
 from megasparse.errors import write_error
+from megasparse.system import after_fork_in_child
 
-STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+USR1 = getattr(signal, "SIGUSR1", None)  # not on Windows
+USR2 = getattr(signal, "SIGUSR2", None)
+STOPPING = (signal.SIGTERM, signal.SIGINT, *([USR1] if USR1 else []))
 ONE_REQUEST = 0.5
 """Seconds within which further signals are the same request: launchers send SIGINT and SIGTERM 0.1 s apart."""
 POLL = 0.5
@@ -41,15 +45,16 @@ class StopSignals:
         self._parent = os.getppid()
         self._trace = threading.Event()
         self._reported = threading.Lock()
-        arrived, arriving = os.pipe()
-        os.set_blocking(arriving, False)
-        signal.set_wakeup_fd(arriving, warn_on_full_buffer=False)
-        os.register_at_fork(after_in_child=_forget)
+        arrived, self._arriving = socket.socketpair()
+        self._arriving.setblocking(False)
+        signal.set_wakeup_fd(self._arriving.fileno(), warn_on_full_buffer=False)
+        after_fork_in_child(_forget)
         threading.Thread(target=self._listen, args=(arrived,), name="stop signals", daemon=True).start()
         for number in STOPPING:
             signal.signal(number, self._handle)
-        signal.signal(signal.SIGUSR2, lambda *_: None)  # Python's own handler writes the byte
-        faulthandler.register(signal.SIGUSR2, file=2, all_threads=True, chain=True)
+        if USR2:
+            signal.signal(USR2, lambda *_: None)  # Python's own handler writes the byte
+            faulthandler.register(USR2, file=2, all_threads=True, chain=True)
 
     def follow_launcher(self) -> None:
         """Stop when the launcher exits, even by SIGKILL. Without a launcher (no RANK) this does nothing.
@@ -59,8 +64,8 @@ class StopSignals:
         """
         if "RANK" not in os.environ:
             return
-        with suppress(OSError, AttributeError):
-            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGUSR1))
+        with suppress(OSError, AttributeError, TypeError):
+            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, ctypes.c_ulong(USR1))
         if os.getppid() != self._parent:  # the launcher exited before prctl
             self._ask("the launcher ended")
             return
@@ -78,13 +83,13 @@ class StopSignals:
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self.reason = self.reason or self._why(number)
 
-    def _listen(self, arrived: int) -> None:
+    def _listen(self, arrived: socket.socket) -> None:
         first = None
         while True:
-            number = os.read(arrived, 1)[0]
+            number = arrived.recv(1)[0]
             if number in STOPPING:
                 self._ask(self._why(number))
-            if number == signal.SIGUSR2:
+            if number == USR2:
                 self._trace.set()
             if number in (signal.SIGTERM, signal.SIGINT):
                 now = self._clock()
@@ -93,7 +98,7 @@ class StopSignals:
                     os._exit(128 + number)
 
     def _why(self, number: int) -> str:
-        ended = number == signal.SIGUSR1 and os.getppid() != self._parent
+        ended = number == USR1 and os.getppid() != self._parent
         return "the launcher ended" if ended else signal.Signals(number).name
 
     def _ask(self, why: str) -> None:
@@ -110,7 +115,7 @@ class StopSignals:
 
 
 def _forget() -> None:
-    """Restore default signal handling in a forked child, which must not write into the parent's pipe."""
+    """Restore default signal handling in a forked child, which must not write into the parent's socket."""
     signal.set_wakeup_fd(-1)
     for number in STOPPING:
         signal.signal(number, signal.SIG_DFL)

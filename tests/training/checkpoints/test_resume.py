@@ -10,7 +10,7 @@ import pytest
 
 from megasparse.config.schema import Config
 from megasparse.errors import CheckpointError
-from megasparse.training.checkpoints import checkpoint
+from megasparse.training.checkpoints import checkpoint, manifest, resume
 from megasparse.training.checkpoints.checkpoint import Checkpoint
 from megasparse.training.checkpoints.manifest import find_newest, read_manifest
 from megasparse.training.checkpoints.resume import find_start
@@ -133,6 +133,15 @@ def test_an_edited_configuration_is_rejected_key_by_key(run, capsys):
     assert start(edited, allow_changed_config=True).step == 3
     logged = capsys.readouterr().err
     assert "as requested" in logged and "optimizer.learning_rate: 0.01 -> 0.02" in logged and "model.layers" in logged
+
+
+def test_other_versions_are_reported(run, capsys, monkeypatch):
+    start(run)
+    assert "other versions" not in capsys.readouterr().err
+    monkeypatch.setattr(resume, "versions", lambda: {**manifest.versions(), "torch": "2.7.0"})
+    start(run)
+    then = manifest.versions()["torch"]
+    assert f'resuming under other versions (torch: "{then}" -> "2.7.0")' in capsys.readouterr().err
 
 
 def test_keys_that_do_not_change_the_run_may_be_edited(run, capsys):

@@ -1,0 +1,49 @@
+"""Training, evaluation and generation in one process on a system that lacks what only Linux or POSIX has."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.helpers.trained import prepared
+
+LACKING = """
+import faulthandler, os, signal, sys, types
+import torch
+for name in ("fcntl", "resource", "deepspeed", "fairscale", "triton"):
+    sys.modules[name] = None
+locks = []
+sys.modules["msvcrt"] = types.SimpleNamespace(LK_NBLCK=2, locking=lambda *words: locks.append(words))
+for name in (
+    "fork", "register_at_fork", "pwrite", "preadv", "sched_getaffinity", "set_blocking", "O_NOFOLLOW", "O_NONBLOCK",
+    "O_CLOEXEC",
+):
+    delattr(os, name)
+for name in ("SIGUSR1", "SIGUSR2", "SIGKILL"):
+    delattr(signal, name)
+del faulthandler.register
+
+from megasparse.cli.main import main
+from megasparse.runs.api import evaluate, generate
+
+config, run = sys.argv[1:]
+main(["pretrain", "--config", config])
+assert locks, "the folder of the run was not locked"
+evaluate(run)
+generate(run, "a", 2)
+"""
+
+
+def test_one_process_needs_nothing_of_posix(tmp_path):
+    run, config = tmp_path / "run", tmp_path / "config.json"
+    attention = {"pattern": ["lsh"], "lsh": {"chunk": 16, "buckets": 4}}
+    settings = {
+        "run": {"directory": str(run), "engine": "torch", "device": "cpu"},
+        "model": {"max_length": 64, "layers": 1, "d_model": 16, "d_ff": 32, "heads": 2, "attention": attention},
+        "data": {"path": str(prepared(tmp_path)), "sequence_length": 64},
+        "training": {"steps": 2, "global_batch": 2, "micro_batch": 2},
+    }
+    config.write_text(json.dumps(settings))
+    command = [sys.executable, "-c", LACKING, str(config), str(run)]
+    result = subprocess.run(command, cwd=Path(__file__).parents[1], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
