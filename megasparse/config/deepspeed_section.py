@@ -8,7 +8,6 @@ second or two.
 import logging
 import sys
 import warnings
-from contextlib import suppress
 from typing import Any
 
 from pydantic import BaseModel, Field, ValidationError
@@ -125,10 +124,12 @@ def import_deepspeed() -> Any:
 
     # Import its Muon uncompiled: every start needs the class, and its decorator would load torch.compile's back end
     # (1.5 s per process) for an optimizer that megasparse does not use.
-    decorator, compiler.compile = compiler.compile, lambda: lambda function: function
+    decorator = getattr(compiler, "compile", None)
+    if decorator is None:  # DeepSpeed 0.16
+        return deepspeed
+    compiler.compile = lambda: lambda function: function
     try:
-        with suppress(ModuleNotFoundError):  # before DeepSpeed 0.17.5
-            import deepspeed.runtime.zero.muon.muon_optimizer
+        import deepspeed.runtime.zero.muon.muon_optimizer
     finally:
         compiler.compile = decorator
     return deepspeed
