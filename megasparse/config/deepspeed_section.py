@@ -124,10 +124,7 @@ def import_deepspeed() -> Any:
 
     # Import its Muon uncompiled: every start needs the class, and its decorator would load torch.compile's back end
     # (1.5 s per process) for an optimizer that megasparse does not use.
-    decorator = getattr(compiler, "compile", None)
-    if decorator is None:  # DeepSpeed 0.16
-        return deepspeed
-    compiler.compile = lambda: lambda function: function
+    decorator, compiler.compile = compiler.compile, lambda: lambda function: function
     try:
         import deepspeed.runtime.zero.muon.muon_optimizer
     finally:
