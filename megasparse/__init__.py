@@ -15,7 +15,7 @@ from typing import Any
 __version__ = "0.1.0"
 
 _MODULES = {
-    "AttentionLayer": "attention.heads",
+    "AttentionLayer": "layer",
     "build_model": "model.build",
     "evaluate": "runs.api",
     "finetune": "runs.finetuning",
@@ -28,14 +28,16 @@ _MODULES = {
     "predict": "runs.api",
     "pretrain": "runs.pretraining",
     "replace_attention": "hub.replace",
-    "to_hf": "hub.export",
+    "to_hf": "tasks.exporting",
 }
 """Public name -> module that defines it."""
 
-__all__ = ["__version__", *_MODULES]
+__all__ = ["__version__", "functional", *_MODULES]
 
 
 def __getattr__(name: str) -> Any:
+    if name == "functional":
+        return importlib.import_module("megasparse.functional")
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f"megasparse.{_MODULES[name]}"), name)

@@ -151,7 +151,7 @@ def positive(text: str) -> int:
     return whole(text, 1)
 
 
-def report_user_errors(main: Callable[..., None]) -> Callable[..., None]:
+def report_user_errors(main: Callable[..., object]) -> Callable[..., None]:
     """Wrap an entry point: a `UserError` or the loss of another rank becomes one line on stderr and an exit code."""
 
     @functools.wraps(main)

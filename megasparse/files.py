@@ -29,6 +29,10 @@ def silent(doing: str) -> None:
     """Ignore progress; a `Progress`."""
 
 
+UNSCORED = 1 << 24
+"""Mark of a token that is not predicted, added to its id in shards of conversations. Ids are below it."""
+CONVERSATION_END = 2 * UNSCORED
+"""Mark of the token between two conversations, which is not predicted either."""
 LARGEST = 1 << 28
 """Default limit of `read_file` in bytes."""
 NOT_REGULAR = "this is not a regular file"

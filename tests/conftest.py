@@ -23,9 +23,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.path.parent.name not in LONGEST)
 
 
-@pytest.fixture(params=[1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.fixture
 def threads(request):
-    """Threads of torch: libraries may sum in another order with two."""
+    """Threads of torch, a parameter: libraries may sum in another order with two."""
     before = torch.get_num_threads()
     torch.set_num_threads(request.param)
     yield request.param

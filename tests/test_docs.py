@@ -14,6 +14,7 @@ import megasparse
 from megasparse.cli.main import parser_of, split
 from megasparse.config.schema import Config
 from megasparse.planning.dry_run import dry_run
+from tests.helpers.cases import together
 from tests.helpers.documents import commands, runs
 from tests.planning.test_configs import reduced
 from tests.test_imports import MAY_IMPORT
@@ -30,7 +31,7 @@ PLACEHOLDERS = {"NAME", "test_NAME", "my", "test_my", "mine"}
 """Stems of placeholders for a reader's files."""
 
 
-@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+@together("path", DOCUMENTS)
 def test_files_and_links_that_a_document_names_exist(path):
     text = path.read_text(encoding="utf-8")
     named = re.findall(rf"(?<![\w/.-])((?:{'|'.join(FOLDERS)})/[\w./-]*\w\.(?:py|json|md|sbatch|svg|yaml))\b", text)
@@ -41,7 +42,7 @@ def test_files_and_links_that_a_document_names_exist(path):
     assert not missing, f"{path.name} names {sorted(missing)}"
 
 
-@pytest.mark.parametrize("name", NAMED)
+@together("name", NAMED)
 def test_links_to_headings_from_outside_the_site_exist(name):
     text = (ROOT / name).read_text(encoding="utf-8")
     for link, anchor in re.findall(r"\]\((?!https?:)([^)#]*)#([^)]+)\)", text):
@@ -50,12 +51,12 @@ def test_links_to_headings_from_outside_the_site_exist(name):
         assert anchor in {slugify(heading, "-") for heading in headings}, f"{name} names {link}#{anchor}"
 
 
-@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+@together("path", DOCUMENTS)
 def test_an_option_on_a_separate_line_continues_a_command(path):
     assert not re.findall(r"^ {4,}[^#\n]*[^\\\n]\n {4,}--\w", path.read_text(encoding="utf-8"), re.M)
 
 
-@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+@together("path", DOCUMENTS)
 def test_commands_of_a_document_are_commands(path):
     for words in commands(path.read_text(encoding="utf-8")):
         name, rest = split(words)
@@ -69,7 +70,7 @@ def test_commands_of_a_document_are_commands(path):
         assert name != "compare" or not args.set or args.output, f"{shlex.join(words)} needs --output"
 
 
-@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+@together("path", DOCUMENTS)
 def test_settings_of_a_command_are_not_the_defaults(path):
     """Settings of a loop have the same keys: one of its commands must differ from the run without them."""
     changed = {}
@@ -83,7 +84,7 @@ def test_settings_of_a_command_are_not_the_defaults(path):
     assert not [keys for keys, differs in changed.items() if not differs]
 
 
-@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+@together("path", DOCUMENTS)
 def test_pretrainings_of_a_document_dry_run_scaled_down(path):
     trained = [words for words in commands(path.read_text(encoding="utf-8")) if "--help" not in words]
     small = [reduced(run) for words in trained for run in runs(words) if isinstance(run, Config)]
@@ -128,7 +129,7 @@ def test_the_site_has_every_page_and_every_public_name():
     listed = re.findall(r"[\w/-]+\.md", (ROOT / "mkdocs.yml").read_text())
     assert sorted(listed) == sorted(pages)
     names = re.findall(r"^::: megasparse\.([\w.]+)$", (ROOT / "docs/reference/python.md").read_text(), re.MULTILINE)
-    assert names == [f"{module}.{name}" for name, module in megasparse._MODULES.items()]
+    assert names == [*(f"{module}.{name}" for name, module in megasparse._MODULES.items()), "functional"]
 
 
 def _read(name):
@@ -222,7 +223,7 @@ FIGURES = {  # page -> printed text and its values; leading zeros and line break
 }
 
 
-@pytest.mark.parametrize("page", FIGURES)
+@together("page", FIGURES)
 def test_figures_equal_the_measured_files(page):
     written = re.sub(r"\b0\.", ".", " ".join((ROOT / page).read_text(encoding="utf-8").split()))
     printed = [re.sub(r"\b0\.", ".", form.format(*values)) for form, values in FIGURES[page]]

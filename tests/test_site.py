@@ -17,6 +17,7 @@ import megasparse.attention  # noqa: F401  (registers the mechanisms)
 from megasparse.config.finetuning import FinetuneConfig
 from megasparse.config.messages import all_keys
 from megasparse.config.schema import Config
+from tests.helpers.cases import together
 
 ROOT = Path(__file__).parents[1]
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -47,7 +48,7 @@ def dom_of(url):
     return subprocess.run(command, capture_output=True, text=True, check=True, timeout=600).stdout
 
 
-@pytest.mark.parametrize("page", ["configuration", "attention", "finetuning"])
+@together("page", ["configuration", "attention", "finetuning"])
 def test_the_reference_explains_every_key(page):
     entries = list(hooks().GENERATED[f"reference/{page}.md"]())
     headings = {re.match(r"#+ `(.*)`", entry)[1]: entry for entry in entries}

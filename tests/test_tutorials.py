@@ -16,9 +16,13 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from megasparse.cli.main import main
 from megasparse.data.index import Index
+from megasparse.hub import load_replaced, replace_attention
 from tests.cli.test_compare import SameThread
+from tests.data.corpora.test_chats import conversation, lines_in
 from tests.helpers.documents import commands
 from tests.helpers.finetuning import WIDTHS, bert, bert_tokenizer, reviews, table, write_tokenizer
+from tests.hub.test_decoders import saved
+from tests.runs.test_decoder_finetuning import with_template
 from tests.test_docs import ROOT
 
 FIRST_HOUR = commands((ROOT / "docs/first-hour.md").read_text(encoding="utf-8"))
@@ -152,3 +156,29 @@ def test_every_command_of_the_first_hour_needs_only_results_of_earlier_ones():
         if words[0] == "quickstart":
             made.add("runs/quickstart_small" if "--small" in words else "runs/quickstart")
         assert {word for word in words if word.startswith("runs/")} <= made, shlex.join(words)
+
+
+def test_replaced_attention_trains_in_trl(folder, monkeypatch):
+    """The script of the page with adapters in bf16, packed rows and recomputed layers, on a small model."""
+    pytest.importorskip("trl")
+    model_folder = folder / "llama"
+    saved("llama as SmolLM", model_folder)
+    with_template(model_folder)
+    lines_in(folder / "chats.jsonl", [conversation("Tell me.", f"the sea {number}") for number in range(8)])
+    script = re.search("```python\n(.*?)```", (ROOT / "docs/reference/trainers.md").read_text(encoding="utf-8"), re.S)[
+        1
+    ]
+    smaller = {"length = 4096": "length = 64", '"chunk": 64': '"chunk": 16', "bf16=True,": "bf16=True, packing=True,"}
+    for part, small in smaller.items():
+        assert part in script
+        script = script.replace(part, small)
+    monkeypatch.setattr(sys, "argv", ["sft.py", str(model_folder), "chats.jsonl", "out"])
+    made = dict[str, object]()
+    exec(script, made)
+    trained, tokens = load_replaced(folder / "out" / "merged"), torch.randint(3, 250, (1, 40))
+    start = replace_attention(LlamaForCausalLM.from_pretrained(model_folder), made["hashed"], max_length=64)
+    with torch.no_grad():
+        logits, before = (model.eval()(tokens).logits.float() for model in (trained, start))
+        expected = made["trainer"].model.eval()(tokens).logits.float()
+    torch.testing.assert_close(logits, expected, rtol=0.05, atol=0.05)
+    assert (logits - before).abs().max() > 1e-3

@@ -77,6 +77,8 @@ def matches(globs: tuple[str, ...], pattern: str) -> list[str]:
 
 
 def main(names: list[str]) -> int:
+    if unknown := [name for name in names if name not in PATTERNS]:
+        sys.exit(f"{unknown[0]}: no such pattern. Give none for a table of all, or some of: {', '.join(PATTERNS)}")
     for name in names:
         print("\n".join(matches(DOCUMENTS + CODE, PATTERNS[name][0])))
     if names:

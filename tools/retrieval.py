@@ -29,11 +29,36 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from megasparse.cli.arguments import require_model, require_paths
+from megasparse.errors import DataError, report_user_errors
+
+TASK_NAMES = ("single", "keys", "hops", "common")
+
+
+def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parse the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", action="append", required=True, metavar="DIR", help="decoder; may be repeated")
+    parser.add_argument("--length", type=int, default=2048, help="tokens of a prompt (default: %(default)s)")
+    parser.add_argument("--haystacks", type=int, default=2, metavar="N", help="texts per task (default: %(default)s)")
+    parser.add_argument("--task", action="append", choices=TASK_NAMES, help="may be repeated (default: all)")
+    parser.add_argument("--text", type=Path, metavar="FILE", help="text around the facts (default: five sentences)")
+    parser.add_argument("--device", default="cpu", help="(default: %(default)s)")
+    parser.add_argument("--json", type=Path, required=True, metavar="FILE", help="file for the rows")
+    args = parser.parse_args(words)
+    for folder in args.model:
+        require_model(folder)
+    require_paths(args.text)
+    return args
+
+
+if __name__ == "__main__":  # help and mistakes end before the slow imports
+    report_user_errors(arguments)()
+
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
-from megasparse.errors import DataError, report_user_errors
 from megasparse.evaluation.outputs import write_json
 from megasparse.hub.checker import load_tokenizer
 from megasparse.hub.replace import load_whole
@@ -132,7 +157,7 @@ def common(draw: random.Random) -> Facts:
     return facts, [Question((f"{PAIR} {key}",), often) for key, often, *_ in groups]
 
 
-TASKS = {"single": single, "keys": keys, "hops": hops, "common": common}
+TASKS = dict(zip(TASK_NAMES, (single, keys, hops, common), strict=True))
 
 
 @torch.no_grad()
@@ -172,15 +197,7 @@ def shares(rows: Iterable[dict[str, Any]]) -> dict[str, str]:
 
 @report_user_errors
 def main(words: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", action="append", required=True, metavar="DIR", help="decoder; may be repeated")
-    parser.add_argument("--length", type=int, default=2048, help="tokens of a prompt (default: %(default)s)")
-    parser.add_argument("--haystacks", type=int, default=2, metavar="N", help="texts per task (default: %(default)s)")
-    parser.add_argument("--task", action="append", choices=TASKS, help="may be repeated (default: all)")
-    parser.add_argument("--text", type=Path, metavar="FILE", help="text around the facts (default: five sentences)")
-    parser.add_argument("--device", default="cpu", help="(default: %(default)s)")
-    parser.add_argument("--json", type=Path, required=True, metavar="FILE", help="file for the rows")
-    args = parser.parse_args(words)
+    args = arguments(words)
     disable_progress_bar()
     tasks, path = args.task or [*TASKS], args.text
     try:

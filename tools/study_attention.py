@@ -27,6 +27,38 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from megasparse.cli.arguments import require_checkpoint
+from megasparse.errors import ConfigError, report_user_errors
+
+
+def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parse the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("study", choices=["hashes", "coverage", "repetitions"])
+    parser.add_argument("--checkpoint", help="a checkpoint, or a run (newest checkpoint)")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override one key")
+    parser.add_argument("--data", help="folder of shards; by default the training data")
+    parser.add_argument("--split", default="validation")
+    parser.add_argument("--windows", type=int, default=10, help="windows of text, spread over the split")
+    parser.add_argument("--length", type=int, help="tokens per window")
+    parser.add_argument("--buckets", type=int, default=4, help="hashes: an even number")
+    parser.add_argument("--top", type=int, default=16, help="hashes: number of largest weights per query in the recall")
+    parser.add_argument("--hash-steps", type=int, default=300, help="hashes: training steps of LHA's hash functions")
+    parser.add_argument("--queries", type=int, default=256, help="coverage: positions per window")
+    parser.add_argument("--ngrams", type=int, nargs="+", default=[4, 12], help="repetitions: n of each table")
+    parser.add_argument("--near", type=int, default=128, help="repetitions: distance that any window covers")
+    parser.add_argument("--json", type=Path, metavar="OUT", help="write the results and their settings to this file")
+    args = parser.parse_args(words)
+    if args.study != "repetitions" and args.checkpoint is None:
+        raise ConfigError("--checkpoint", "is missing", "Give a run's folder")
+    if args.checkpoint is not None:
+        require_checkpoint(args.checkpoint, args.set)
+    return args
+
+
+if __name__ == "__main__":  # help and mistakes end before the slow imports
+    report_user_errors(arguments)()
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -44,7 +76,6 @@ from megasparse.config.attention import AttentionConfig
 from megasparse.data.index import Index
 from megasparse.data.reader import EvaluationStream
 from megasparse.data.tokenizers import build_tokenizer
-from megasparse.errors import ConfigError, report_user_errors
 from megasparse.evaluation.attention_quality import (
     attention_utility,
     imbalance,
@@ -406,25 +437,8 @@ def study_repetitions(args: argparse.Namespace) -> dict[str, Any]:
 
 @report_user_errors
 def main(words: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    args = arguments(words)
     studies = {"hashes": study_hashes, "coverage": study_coverage, "repetitions": study_repetitions}
-    parser.add_argument("study", choices=studies)
-    parser.add_argument("--checkpoint", help="a checkpoint, or a run (newest checkpoint)")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override one key")
-    parser.add_argument("--data", help="folder of shards; by default the training data")
-    parser.add_argument("--split", default="validation")
-    parser.add_argument("--windows", type=int, default=10, help="windows of text, spread over the split")
-    parser.add_argument("--length", type=int, help="tokens per window")
-    parser.add_argument("--buckets", type=int, default=4, help="hashes: an even number")
-    parser.add_argument("--top", type=int, default=16, help="hashes: number of largest weights per query in the recall")
-    parser.add_argument("--hash-steps", type=int, default=300, help="hashes: training steps of LHA's hash functions")
-    parser.add_argument("--queries", type=int, default=256, help="coverage: positions per window")
-    parser.add_argument("--ngrams", type=int, nargs="+", default=[4, 12], help="repetitions: n of each table")
-    parser.add_argument("--near", type=int, default=128, help="repetitions: distance that any window covers")
-    parser.add_argument("--json", type=Path, metavar="OUT", help="write the results and their settings to this file")
-    args = parser.parse_args(words)
-    if args.study != "repetitions" and args.checkpoint is None:
-        raise ConfigError("--checkpoint", "is missing", "Give a run's folder")
     result = studies[args.study](args)
     if args.json:
         write_json(args.json, json.loads(json.dumps(result, default=str)))

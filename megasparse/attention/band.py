@@ -1,7 +1,4 @@
-"""Attention inside buckets, and decoding from each bucket's last keys, shared by all hashed mechanisms.
-
-B batch, H heads, R rounds, L length, D head dim, N buckets, M chunk.
-"""
+"""Attention inside buckets, and decoding from each bucket's last keys, shared by all hashed mechanisms."""
 
 import json
 from abc import abstractmethod
@@ -94,8 +91,10 @@ class BandCache(Cache):
     def append(self, inputs: AttentionInputs, code: Tensor, position: int) -> None:
         """Append the new token, whose key is in the buckets code (B, H, R, 1)."""
         self.tokens.put(inputs.k, inputs.v, position)
-        rank, chunk = self.size.gather(-1, code), self.last.shape[-1]  # (B, H, R, 1): earlier keys of the bucket
-        self.codes[..., position], self.rank[..., position] = code[..., 0], rank[..., 0]
+        rank = self.size.gather(-1, code)  # (B, H, R, 1): earlier keys of the bucket
+        chunk = self.last.shape[-1]
+        self.codes[..., position] = code[..., 0]
+        self.rank[..., position] = rank[..., 0]
         slot = code * chunk + rank % chunk
         self.last.flatten(-2).scatter_(-1, slot, torch.full_like(slot, position))
         self.size.scatter_add_(-1, code, torch.ones_like(code))
@@ -220,8 +219,8 @@ class BandAttention(Attention):
         dtype = torch.int16 if self.buckets < 1 << 15 else torch.int32
         return IndexedTokens(inputs, context, codes.to(dtype), queries)
 
-    def choose(self, newest: IndexedTokens, index: Tensor | None, tokens: CachedTokens) -> Tensor | None:
-        """Return the last M keys of each query's buckets, the window and the sinks, each key once."""
+    def choose(self, newest: IndexedTokens, index: Tensor | None, tokens: CachedTokens) -> tuple[Tensor, ...] | None:
+        """Return the last M keys of each query's buckets with the window, and the sinks, each key once."""
         queries = newest.queries
         if queries is None or index is None:
             return None
@@ -229,7 +228,9 @@ class BandAttention(Attention):
         codes = index.unflatten(2, (heads, rounds)).permute(0, 2, 3, 1)  # (B, H, R, L)
         chunk = min(self.window.chunk, codes.shape[-1])
         length = codes.shape[-1]
-        visible, start, always = tokens.once((self.sinks, self.local, self.window.chunk), lambda: self._always(tokens))
+        visible, start, near, first_tokens = tokens.once(
+            (self.sinks, self.local, self.window.chunk), lambda: self._always(tokens)
+        )
         position = torch.arange(length, device=codes.device)
         if count == 1:
             match = torch.eq(codes, queries, out=codes.new_empty(codes.shape, dtype=torch.bool))
@@ -254,28 +255,28 @@ class BandAttention(Attention):
         if rounds > 1 and self.rule["count_rounds"]:
             index = index.sort(dim=-1).values
             index[..., 1:] = index[..., 1:].masked_fill(index[..., 1:] == index[..., :-1], -1)
-        index = torch.cat([index, always.expand(*index.shape[:2], -1, -1)], dim=-1)
-        if not self.local:  # a query without a visible key attends to itself
-            no_visible_key = (index < 0).all(-1)
+        if self.local:
+            index = torch.cat([index, near.expand(*index.shape[:2], -1, -1)], dim=-1)
+        else:  # a query without a visible key attends to itself
+            no_visible_key = (index < 0).all(-1) & (first_tokens < 0).all(-1)
             index[..., 0] = torch.where(no_visible_key, position[length - count :], index[..., 0])
-        return index
+        return (index, first_tokens) if self.sinks else (index,)
 
-    def _always(self, tokens: CachedTokens) -> tuple[Tensor, Tensor, Tensor]:
+    def _always(self, tokens: CachedTokens) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return the tokens that buckets may contain, −1 for others, (B or 1, 1, 1, L) int32; the first token in the
-        window of each query, (B or 1, 1, n, 1); and the tokens visible without buckets, (B or 1, 1, n, m) int32.
+        window of each query, (B or 1, 1, n, 1); and the tokens of the window and the sinks, (B or 1, 1, n, m) int32.
         """
         rank = tokens.rank[:, -tokens.number :, None]
         hidden = tokens.rank < self.sinks
         if tokens.real is not None:
             hidden = hidden | ~tokens.real
         visible = torch.arange(hidden.shape[1], dtype=torch.int32, device=rank.device).masked_fill(hidden, -1)
-        always = torch.arange(self.sinks, device=rank.device)
-        always = always.masked_fill(always > rank, -1)
-        if self.local:
-            window = rank - torch.arange(self.window.chunk, device=rank.device)
-            always = torch.cat([always, window.masked_fill(window < self.sinks, -1)], dim=-1)
+        sinks = torch.arange(self.sinks, device=rank.device)
+        window = rank - torch.arange(self.window.chunk, device=rank.device)
+        near, first = window.masked_fill(window < self.sinks, -1), sinks.masked_fill(sinks > rank, -1)
         start = tokens.at((rank - self.window.chunk + 1).clamp_min(0))
-        return visible[:, None, None], start[:, None], tokens.at(always)[:, None].to(torch.int32)
+        near, first = (tokens.at(x)[:, None].to(torch.int32) for x in (near, first))
+        return visible[:, None, None], start[:, None], near, first
 
     def new_cache(self, batch: int, like: Tensor, rounds: int | None, part: SequencePart = WHOLE) -> BandCache:
         rounds = self.local + self.cached_rounds(rounds)

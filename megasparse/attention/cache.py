@@ -82,20 +82,20 @@ class CachedTokens:
         tokens = self.order.gather(1, ranks.clamp_min(0).flatten(1)).view(ranks.shape)
         return tokens.masked_fill(ranks < 0, -1)
 
-    def window_and_sinks(self, chunk: int | None, sinks: int) -> tuple[Tensor, Tensor]:
-        """Return the tokens in each query's chunk and the previous chunk, followed by the first tokens, (B or 1, n, m),
-        −1 in empty slots; and the rank of the first token of these chunks, (B or 1, n, 1).
+    def window_and_sinks(self, chunk: int | None, sinks: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the tokens in each query's chunk and the previous chunk, and the first tokens, (B or 1, 1, n, m) each,
+        −1 in empty slots; and the rank of the first token of these chunks, (B or 1, 1, n, 1).
         """
         return self.once(("window", chunk, sinks), lambda: self._window_and_sinks(chunk, sinks))
 
-    def _window_and_sinks(self, chunk: int | None, sinks: int) -> tuple[Tensor, Tensor]:
+    def _window_and_sinks(self, chunk: int | None, sinks: int) -> tuple[Tensor, Tensor, Tensor]:
         rank = self.rank[:, -self.number :, None]
         start = rank + 1
         numbers = torch.arange(sinks, device=rank.device)
-        near = rank[..., :0]
+        window = rank[..., :0]
         if chunk is not None:
             start = (rank // chunk - 1).clamp_min(0) * chunk
-            near = start + torch.arange(2 * chunk, device=rank.device)
-            near = near.masked_fill(near > rank, -1)
+            window = start + torch.arange(2 * chunk, device=rank.device)
+            window = window.masked_fill(window > rank, -1)
         first = numbers.masked_fill(numbers >= start, -1)
-        return self.at(torch.cat([near, first], dim=-1)), start
+        return self.at(window)[:, None], self.at(first)[:, None], start[:, None]

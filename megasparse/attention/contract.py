@@ -1,7 +1,12 @@
-"""Interface of attention mechanisms. B batch, L length, H heads, D head dim, E width of the layer's input."""
+"""Interface of attention mechanisms.
+
+Letters in all files: B batch, L length (Lq queries, Lk keys), H heads, D head dim, R rounds, N buckets, M chunk, E
+width of the layer's input, K keys of a query, d width of a sketch, S sampled queries, n tokens of a document, W
+clusters, V vocabulary.
+"""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple, TypeVar, cast
 
@@ -207,6 +212,19 @@ class Attention(nn.Module, ABC):
         The auxiliary loss is already weighted: it is the term that is added to the model's objective.
         """
 
+    @property
+    def attends_prefix(self) -> bool:
+        """True if `attend_prefix` is defined: a tile of queries needs only the keys and values of its prefix."""
+        return False
+
+    def attend_prefix(
+        self, q: Tensor, keys: Callable[[int, int], Sequence[Tensor]], position: int, document: int
+    ) -> Tensor:
+        """Attend causally from queries (B, H, n, D) at positions from `position` on, all in the document that starts at
+        token `document`. keys: returns the keys and values (B, H, m, D) of positions start … stop − 1.
+        """
+        raise self._lacks("cannot attend from a tile of queries", "attend_prefix")
+
     def part_of(self, part: SequencePart, heads: int) -> SequencePart:
         """Return a rank's part of the sequences and of `heads` heads of this mechanism, inside attention."""
         return part.of_heads(heads // self.heads_together)
@@ -287,9 +305,10 @@ class Attention(nn.Module, ABC):
         """Index the newest n tokens. x: (B, n, E). inputs: their queries and keys."""
         return IndexedTokens(inputs, context)
 
-    def choose(self, newest: IndexedTokens, index: Tensor | None, tokens: CachedTokens) -> Tensor | None:
+    def choose(self, newest: IndexedTokens, index: Tensor | None, tokens: CachedTokens) -> tuple[Tensor, ...] | None:
         """Return the keys that the newest n tokens attend to, (B or 1, H or a divisor of H, n, K) token numbers, −1 in
-        empty slots; None if the mechanism does not choose keys. index: (B, L, w), the entries of all tokens.
+        empty slots: a tensor for each part of the softmax that `forward` rounds separately before it merges them. None
+        if the mechanism does not choose keys. index: (B, L, w), the entries of all tokens.
         """
         return None
 

@@ -1,7 +1,4 @@
-"""Cross-attention of a decoder's tokens to the encoded source.
-
-B batch, H heads, S source length, T target length, D head dim, E width.
-"""
+"""Cross-attention of a decoder's T tokens to S tokens of the encoded source."""
 
 from dataclasses import dataclass
 from typing import NamedTuple

@@ -1,7 +1,4 @@
-"""Iterate over the documents of a batch, without padding, for operations that treat each document separately.
-
-B batch, H heads, L length, n tokens of a document, D head dim, W clusters, M slots of a cluster.
-"""
+"""Iterate over the documents of a batch, without padding, for operations that treat each document separately."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace

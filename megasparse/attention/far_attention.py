@@ -2,8 +2,6 @@
 
 Keys in the window and sinks are visible in any case, so only the other keys train the choice. A sample of queries is
 used, so that time and memory grow linearly with the length.
-
-B batch, H heads, L length, S sampled queries, D head dim, d width of a sketch, N buckets, K keys.
 """
 
 from collections.abc import Callable
@@ -21,8 +19,8 @@ TILE = 64
 """Queries whose scores are stored at a time."""
 BEST = 32
 """Best keys per query that hashes learn to match."""
-Near = Callable[[Tensor, Tensor], Tensor]
-"""Predicate `near(query_positions, key_positions) -> bool`, broadcasting."""
+InWindow = Callable[[Tensor, Tensor], Tensor]
+"""Predicate `in_window(query_positions, key_positions) -> bool`, broadcasting."""
 
 
 def drawn_positions(key: int, length: int, count: int, device: torch.device) -> Tensor:
@@ -31,7 +29,7 @@ def drawn_positions(key: int, length: int, count: int, device: torch.device) -> 
     return bits.argsort(stable=True)[:count]
 
 
-def far_pairs(inputs: AttentionInputs, queries: Tensor, sinks: int, near: Near | None) -> Tensor:
+def far_pairs(inputs: AttentionInputs, queries: Tensor, sinks: int, in_window: InWindow | None) -> Tensor:
     """Return the visible pairs that are neither in the window nor with a sink: (B or 1, S, L) bool. queries: (S,)."""
     _, number, rank = DocumentRanks.of(inputs)
     length = rank.shape[1]
@@ -40,8 +38,8 @@ def far_pairs(inputs: AttentionInputs, queries: Tensor, sinks: int, near: Near |
     visible = (first[:, None] == first[:, queries, None]) & (of_query < length) & (rank < length)[:, None]
     if inputs.causal:
         visible = visible & (rank[:, None] <= of_query)
-    if near is not None:
-        visible = visible & ~near(number[:, queries, None], number[:, None])
+    if in_window is not None:
+        visible = visible & ~in_window(number[:, queries, None], number[:, None])
     return visible & (rank >= sinks)[:, None]
 
 
@@ -57,12 +55,12 @@ def far_attention(inputs: AttentionInputs, queries: Tensor, far: Tensor, scale: 
 
 
 def best_far(
-    inputs: AttentionInputs, queries: Tensor, sinks: int, near: Near | None, scale: float
+    inputs: AttentionInputs, queries: Tensor, sinks: int, in_window: InWindow | None, scale: float
 ) -> tuple[Tensor, Tensor]:
     """Return each query's BEST far keys (or all): attention probabilities and positions, (B, H, S, K) each."""
     tiles = []
     for tile in queries.split(TILE):
-        shares = far_attention(inputs, tile, far_pairs(inputs, tile, sinks, near), scale)
+        shares = far_attention(inputs, tile, far_pairs(inputs, tile, sinks, in_window), scale)
         tiles.append(shares.topk(min(BEST, shares.shape[-1]), dim=-1))
     return torch.cat([best.values for best in tiles], dim=2), torch.cat([best.indices for best in tiles], dim=2)
 

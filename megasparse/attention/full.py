@@ -1,8 +1,11 @@
-"""Full softmax attention with torch's scaled_dot_product_attention. B batch, H heads, L length, D head dim."""
+"""Full softmax attention with torch's scaled_dot_product_attention."""
+
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
 from torch.utils.checkpoint import checkpoint
 
 from megasparse.attention.cache import KeyValueCache
@@ -10,6 +13,8 @@ from megasparse.attention.contract import Attention, AttentionContext, Attention
 from megasparse.attention.flops import Flops
 from megasparse.attention.sequence_part import WHOLE, SequencePart
 from megasparse.config.attention import MechanismSection, mechanism
+from megasparse.config.schema import ModelConfig
+from megasparse.errors import ConfigError
 from megasparse.ops.bucketed_attention import BucketedAttentionSpec, Window
 from megasparse.ops.cluster_attention import ClusterAttentionSpec, cluster_attention
 from megasparse.ops.operator import implementation
@@ -34,19 +39,28 @@ class FullAttentionConfig(MechanismSection):
     shared_qk: bool = False
     """Keys are the normalised queries (Reformer, section 2): logits q·q/|q|. A token attends to itself only if no other
     key is visible."""
+    ordinary: bool = False
+    """With shared_qk: softmax(q·qᵀ/√D)v, in which a token attends to itself. A model trained with LSH fails with it
+    (Reformer, Table 2)."""
     sinusoidal_positions: bool = False
     """Add sinusoidal positions to the queries and keys of every such layer, as in LHA's appendix A.1."""
+
+    def check(self, key: str, model: ModelConfig) -> None:
+        if self.ordinary and not self.shared_qk:
+            problem = "true, but shared_qk is false, which is ordinary attention already"
+            raise ConfigError(f"{key}.ordinary", problem, "Set it to false, or shared_qk to true")
 
 
 @mechanism("full", FullAttentionConfig)
 class FullAttention(KeyValueAttention):
     """Full attention, softmax(qkᵀ/√D)v. With shared QK: softmax(q·k̂ᵀ)v, k̂ = q/|q|, and a token attends to itself only
-    if no other key is visible.
+    if no other key is visible; or, if ordinary, softmax(qqᵀ/√D)v.
     """
 
     def __init__(self, config: FullAttentionConfig, spec: MechanismSpec):
         super().__init__(config, spec)
         self.shared_qk = config.shared_qk
+        self.ordinary = config.ordinary or not config.shared_qk
         self.changes_keys = config.sinusoidal_positions
 
     def prepare(self, q: Tensor, k: Tensor, first: int) -> tuple[Tensor, Tensor]:
@@ -56,19 +70,32 @@ class FullAttention(KeyValueAttention):
         return q + positions, k + positions
 
     def forward(self, x: Tensor, inputs: AttentionInputs, context: AttentionContext) -> AttentionOutput:
-        inputs = inputs.with_query_dtype()
-        scale = 1.0 if self.shared_qk else inputs.q.shape[3] ** -0.5
+        inputs = self._with_keys(inputs).with_query_dtype()
+        scale = inputs.q.shape[3] ** -0.5 if self.ordinary else 1.0
         if inputs.dropout is not None:  # a window of all tokens, because SDPA's dropout uses the global generator
             window = Window("band", inputs.q.shape[2])
-            spec = BucketedAttentionSpec(window, inputs.causal, scale, exclude_self=self.shared_qk)
+            spec = BucketedAttentionSpec(window, inputs.causal, scale, exclude_self=not self.ordinary)
             out = inputs.in_buckets(None, spec)[0]
-        elif self.shared_qk:
+        elif not self.ordinary:
             out = self._shared(inputs)
         elif inputs.key_mask is not None or inputs.segments is not None:
             out = _masked(inputs, scale, exclude_self=False)
         else:
             out = F.scaled_dot_product_attention(inputs.q, inputs.k, inputs.v, is_causal=inputs.causal)
         return AttentionOutput(out, None, {})
+
+    @property
+    def attends_prefix(self) -> bool:
+        return not (self.shared_qk or self.changes_keys)
+
+    def attend_prefix(
+        self, q: Tensor, keys: Callable[[int, int], Sequence[Tensor]], position: int, document: int
+    ) -> Tensor:
+        k, v = keys(document, position + q.shape[2])
+        # A plan's meta tensors cannot be given a bias; their memory does not depend on the alignment.
+        aligned = q.is_meta or q.shape[2] == k.shape[2]
+        bias = None if aligned else causal_lower_right(q.shape[2], k.shape[2])
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, is_causal=aligned)
 
     def _shared(self, inputs: AttentionInputs) -> Tensor:
         q = inputs.q
@@ -80,18 +107,24 @@ class FullAttention(KeyValueAttention):
             return torch.cat([v[:, :, :1], rest], dim=2)
         return _masked(inputs, 1.0, exclude_self=True)
 
+    def _with_keys(self, inputs: AttentionInputs) -> AttentionInputs:
+        return inputs._replace(k=inputs.q) if self.shared_qk and self.ordinary else inputs
+
     def flops(self, length: int) -> Flops:
         work = self.spec.workload(length)
         return work.pairs(work.visible)
 
+    def fill_cache(self, x: Tensor, inputs: AttentionInputs, cache: KeyValueCache, context: AttentionContext) -> None:
+        super().fill_cache(x, self._with_keys(inputs), cache, context)
+
     def decode(
         self, x: Tensor, inputs: AttentionInputs, cache: KeyValueCache, position: int, context: AttentionContext
     ) -> Tensor:
-        cache.put(inputs.k, inputs.v, position)
-        if self.shared_qk and position == 0:
+        cache.put(self._with_keys(inputs).k, inputs.v, position)
+        if position == 0 and not self.ordinary:
             return inputs.v
-        stop = position if self.shared_qk else position + 1
-        scale = 1.0 if self.shared_qk else None
+        stop = position + 1 if self.ordinary else position
+        scale = None if self.ordinary else 1.0
         k, v = (cached[:, :, :stop].to(inputs.q.dtype) for cached in (cache.k, cache.v))
         return F.scaled_dot_product_attention(inputs.q, k, v, scale=scale)
 
@@ -135,7 +168,7 @@ def _masked(inputs: AttentionInputs, scale: float, exclude_self: bool) -> Tensor
     else:
         firsts = range(0, length, step)
         parts = [checkpoint(part, first, use_reentrant=False, preserve_rng_state=False) for first in firsts]
-        out = torch.cat(parts, dim=2)
+        out = torch.cat(parts, dim=2)  # (B, H, L, D)
     return out if inputs.key_mask is None else out.masked_fill(~inputs.key_mask[:, None, :, None], 0.0)
 
 

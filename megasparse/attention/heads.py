@@ -1,7 +1,4 @@
-"""The attention layer: project the input to heads, run their mechanisms, project back. Also the layer's decoding cache.
-
-B batch, L length, H heads, D head dim, E width.
-"""
+"""The attention layer, and its decoding cache: project the input to heads, run their mechanisms, project back."""
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
@@ -10,7 +7,6 @@ from typing import cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import skip_init
 
 from megasparse.attention.cache import Cache
 from megasparse.attention.contract import Attention, AttentionContext, AttentionInputs, AttentionOutput, MechanismSpec
@@ -72,7 +68,7 @@ class Padding:
         object.__setattr__(self, "key_mask", mask != 0)
 
 
-class AttentionLayer(nn.Module):
+class MultiHeadAttention(nn.Module):
     """Multi-head attention. All heads use one mechanism, or the heads are split among several.
 
     A mechanism with shared queries and keys uses no key projection: k = q/|q| (Reformer, section 2). With
@@ -83,18 +79,6 @@ class AttentionLayer(nn.Module):
         layer: Number of the layer, which selects its entry of `model.attention.pattern`.
         seed: Seed of the initial weights; None leaves matrices uninitialised, for a model that initialises or loads
             them.
-
-    Examples:
-        >>> from megasparse.attention.contract import AttentionContext
-        >>> from megasparse.attention.heads import Padding
-        >>> from megasparse.ops.random import RngContext
-        >>> config = megasparse.load_config("reformer_64k").model
-        >>> layer = megasparse.AttentionLayer(config, layer=1)
-        >>> x = torch.randn(1, 256, config.d_model)  # (batch, length, d_model)
-        >>> context = AttentionContext(1, RngContext.evaluation(seed=0, batch_size=1))
-        >>> out = layer(x, context, Padding()).out  # (batch, length, d_model)
-        >>> bool(out.isfinite().all()) and out.shape == x.shape
-        True
     """
 
     def __init__(self, config: ModelConfig, layer: int, seed: int | None = 0):
@@ -179,22 +163,39 @@ class AttentionLayer(nn.Module):
         self, x: Tensor, first_position: int, padding: Padding, context: AttentionContext
     ) -> Iterator[tuple[str, AttentionInputs, AttentionContext]]:
         """Yield each mechanism's heads and context."""
-        q, v = (split_heads(part(x), self.head_dim) for part in (self.query, self.value))
-        k = q[:, :0] if self.key is None else split_heads(self.key(x), self.head_dim)
-        if self.query_norm is not None:
-            q = self.query_norm(q)
-            k = k if self.key_norm is None else self.key_norm(k)
-        q, k, v = self.rotate_and_repeat(q, k, v, first_position)
+        start = self._rotary_start(first_position, padding)
+        q, k, v = self.queries(x, start), *self.keys_and_values(x, start)
+        q, k, v = self.repeat(q, q[:, :0] if k is None else k, v)
         mechanisms = {kind: self.mechanism(kind) for kind in self.split}
         yield from split_heads_by_mechanism(
             mechanisms, self.split, (q, k, v), padding, self.causal, context, first_position
         )
 
-    def rotate_and_repeat(self, q: Tensor, k: Tensor, v: Tensor, first_position: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Apply rotary positions to q and k (B, H or fewer, L, D), and repeat k and v for grouped query heads."""
-        if self.rotary is not None:
-            q = self.rotary(q, first_position)
-            k = self.rotary(k, first_position)
+    def _rotary_start(self, first_position: int, padding: Padding) -> int | Tensor:
+        """Return the first position, see `ops.positions.rotate`."""
+        return first_position
+
+    def queries(self, x: Tensor, first_position: int | Tensor) -> Tensor:
+        """Return the normalised and rotated queries (B, H, L, D) of x (B, L, E)."""
+        q = split_heads(self.query(x), self.head_dim)
+        return self.rotate(q if self.query_norm is None else self.query_norm(q), first_position)
+
+    def keys_and_values(self, x: Tensor, first_position: int | Tensor) -> tuple[Tensor | None, Tensor]:
+        """Return the normalised and rotated keys, None if all mechanisms share them with queries, and the values:
+        (B, G, L, D).
+        """
+        v = split_heads(self.value(x), self.head_dim)
+        if self.key is None:
+            return None, v
+        k = split_heads(self.key(x), self.head_dim)
+        return self.rotate(k if self.key_norm is None else self.key_norm(k), first_position), v
+
+    def rotate(self, x: Tensor, first_position: int | Tensor) -> Tensor:
+        return x if self.rotary is None else self.rotary(x, first_position)
+
+    @staticmethod
+    def repeat(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Repeat keys and values (B, H or fewer, L, D) for grouped query heads."""
         times = q.shape[1] // v.shape[1]
         return (q, k, v) if times == 1 else (q, k.repeat_interleave(times, dim=1), v.repeat_interleave(times, dim=1))
 
@@ -283,7 +284,8 @@ def merge_heads(x: Tensor) -> Tensor:
 
 def projection(width_in: int, width_out: int, biased: bool) -> nn.Linear:
     """Create a Linear without torch's initialisation, which draws from the global generator; biases are 0."""
-    linear = skip_init(Linear, width_in, width_out, bias=biased, device=torch.get_default_device())
+    linear = Linear(width_in, width_out, bias=biased, device="meta")
+    linear.weight = nn.Parameter(torch.empty(width_out, width_in))  # unlike skip_init, this does not import sympy
     if biased:
-        nn.init.zeros_(linear.bias)
+        linear.bias = nn.Parameter(torch.zeros(width_out))
     return linear

@@ -44,11 +44,14 @@ def _normal(generator: torch.Generator, total: int, start: int, numel: int) -> T
     On the CPU, torch draws normal numbers in groups of 16 and draws the last 16 again if the groups do not fill the
     tensor (normal_fill, 2.13). Blocks of whole groups, the last one of at least 16, therefore give the same numbers.
     """
-    drawn, end, first = torch.empty(numel), start + numel, 0
+    drawn = torch.empty(numel)
+    end = start + numel
+    first = 0
     while first < end:
         size = BLOCK if total - first >= BLOCK + 16 else total - first
         block = torch.randn(size, generator=generator)
-        low, high = max(first, start), min(first + size, end)
+        low = max(first, start)
+        high = min(first + size, end)
         if low < high:
             drawn[low - start : high - start] = block[low - first : high - first]
         first += size

@@ -4,7 +4,7 @@ The loss of the hash functions is the divergence of their buckets from the atten
 takes O(S·L + U·N) time and memory: a bucket's members are approximated as the tokens whose score exceeds a threshold,
 which is estimated from U tokens, so the scores of all tokens are not needed.
 
-B batch, H heads, L length, D head dim, N buckets, M chunk, W clusters, S sampled queries, C sampled keys, U tokens.
+C sampled keys, U tokens of the thresholds.
 """
 
 import math
@@ -21,7 +21,7 @@ from torch.nn.utils import skip_init
 from megasparse.attention.band import BandAttention, check_band
 from megasparse.attention.contract import AttentionContext, AttentionInputs, AttentionOutput, Buckets, MechanismSpec
 from megasparse.attention.documents import Document, attend_in_clusters, clusters_by_document, documents
-from megasparse.attention.far_attention import Near, best_far, collision_loss, drawn_positions
+from megasparse.attention.far_attention import InWindow, best_far, collision_loss, drawn_positions
 from megasparse.attention.flops import Flops, product
 from megasparse.attention.lha_hash import (
     HashFunctions,
@@ -32,6 +32,7 @@ from megasparse.attention.lha_hash import (
     hash_functions,
     hash_inputs,
     in_buckets,
+    in_largest,
     merged,
     merged_parts,
     scores_of,
@@ -106,6 +107,9 @@ class LHAAttentionConfig(MechanismSection):
     with random features, whose noise hides long queries and keys). `collisions`, not in the paper: softmax(H_Q) and
     softmax(H_K) of some queries and their best keys beyond the window and the sinks should draw the same bucket, with
     all buckets used equally; in decoders with joint = false."""
+    psi: Literal["best", "argmax"] = "best"
+    """With sampled utilities: ψ sums over each bucket's best members, as many of every bucket, or over the tokens with
+    the highest score there (Eq. 11), by which one bucket that holds all tokens is perfect and is soon found."""
     sinusoidal_positions: bool = False
     """Add sinusoidal positions to the queries and keys of every such layer, as the paper does for WikiText-103."""
     project_positions: bool = False
@@ -242,7 +246,8 @@ class LHAAttention(BandAttention):
         flat = [*weights[0], *weights[1]]
         learn = torch.is_grad_enabled() and any(w.requires_grad for w in flat)
         kl, others = _Divergence.apply(examples, functions, _real(inputs), learn, *flat)
-        (queries, keys), (attended, negative) = kl.detach().unbind(), others.unbind()
+        queries, keys = kl.detach().unbind()
+        attended, negative = others.unbind()
         statistics = {
             "kl_queries": queries,
             "kl_keys": keys,
@@ -280,15 +285,22 @@ class LHAAttention(BandAttention):
             q = torch.cat([hash_learning.at_tokens(all_q, draws.tokens), q], dim=2)
             first = SAMPLED_KEYS
             k = torch.cat([draws.k, k], dim=2)
-        q, k = at_least_fp32(q), at_least_fp32(k)  # of the drawn keys, then, from `first` on, of the U tokens
+        q = at_least_fp32(q)  # of the drawn keys, then, from `first` on, of the U tokens
+        k = at_least_fp32(k)
         queries = slice(first, first + min(SAMPLES, length))
         drawn = slice(min(SAMPLED_KEYS, length))
         keys = slice(first, first + drawn.stop)
         sides = hash_inputs(q, k, joint, functions)
         sizes = (self.buckets, max(1, round(self.bucket_size * len(tokens) / length)))
-        in_key = in_buckets(sides[1], *sizes, first, max(drawn.stop, queries.stop) if joint else drawn.stop)
+
+        def members(hashed: HashInputs, first: int, count: int) -> Tensor:
+            if self.config.psi == "argmax":
+                return in_largest(hashed, self.buckets, count)
+            return in_buckets(hashed, *sizes, first, count)
+
+        in_key = members(sides[1], first, max(drawn.stop, queries.stop) if joint else drawn.stop)
         samples = [HashInputs(tuple(x[:, :, first:] for x in side.inputs), side.weights) for side in sides]
-        in_query = in_key[:, :, queries] if joint else in_buckets(samples[0], *sizes, 0, min(SAMPLES, length))
+        in_query = in_key[:, :, queries] if joint else members(samples[0], 0, min(SAMPLES, length))
 
         def example(side: int, part: slice, utility: Tensor) -> HashExample:
             vectors = tuple(x[:, :, part] for x in samples[side].inputs)
@@ -312,8 +324,8 @@ class LHAAttention(BandAttention):
         key = context.rng.key(context.layer, "lha sample")
         width = self.window.chunk
         queries = drawn_positions(key, inputs.q.shape[2], SAMPLES, inputs.q.device)
-        near: Near | None = (lambda q, k: (q - k).abs() < width) if self.local else None
-        share, best = best_far(inputs, queries, self.sinks, near, self.rule["scale"])
+        in_window: InWindow | None = (lambda q, k: (q - k).abs() < width) if self.local else None
+        share, best = best_far(inputs, queries, self.sinks, in_window, self.rule["scale"])
         q = inputs.q.detach()
         k = inputs.k.detach()
         best_keys = k.gather(2, best.flatten(2).unsqueeze(-1).expand(-1, -1, -1, k.shape[3]))  # (B, H, S·K, D)

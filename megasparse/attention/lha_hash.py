@@ -1,9 +1,7 @@
 """LHA's hash functions H_Q and H_K, and the buckets and bucket members that follow from their scores.
 
-Scores are computed for one tile of tokens at a time, so that no tensor covers all tokens and all buckets. Queries and
+Scores are computed for one tile of T tokens at a time, so that no tensor covers all tokens and all buckets. Queries and
 keys are detached.
-
-B batch, H heads, L length, D head dim, N buckets, T tokens of a tile.
 """
 
 from collections.abc import Iterator, Sequence
@@ -40,7 +38,7 @@ class HashFunctions(nn.Module):
         heads = spec.heads
         dim = spec.head_dim
         shapes = {"mlp": [(heads, dim, dim), (heads * dim,), (heads, dim, buckets), (heads * buckets,)]}
-        shapes["linear"], shapes["random"] = [(heads, dim, buckets)], []
+        shapes |= {"linear": [(heads, dim, buckets)], "random": []}
         self.names: dict[str, list[str]] = {"query": [], "key": []}
         for side, names in self.names.items():
             for number, shape in enumerate(shapes[kind]):
@@ -63,7 +61,7 @@ class HashFunctions(nn.Module):
             return (projection,), (projection,)
         weights: dict[str, Weights] = {}
         for side, names in self.names.items():
-            parameters = [self.get_parameter(name) for name in names]
+            parameters: list[Tensor] = [getattr(self, name) for name in names]  # tensors in a functional call
             parts = [context.part.local_part(p.clone() if hasattr(p, "ds_tensor") else p, 0) for p in parameters]
             weights[side] = tuple(parts)
         return weights["query"], weights["key"]
@@ -119,7 +117,8 @@ def merged(functions: Sequence[Weights]) -> Weights:
 
 def merged_parts(layers: Sequence[Tensor], count: int) -> list[Tensor]:
     """Return the weights of `count` merged functions, in their order, as views of `merged` weights or gradients."""
-    (first, last), parts = layers, []
+    first, last = layers
+    parts: list[Tensor] = []
     dim = (last.shape[-2] - _CONSTANTS) // count
     for number in range(count):
         units = slice(number * dim, (number + 1) * dim)
@@ -143,7 +142,7 @@ def bucket_codes(hashed: HashInputs, buckets: int) -> Tensor:
         from megasparse.ops.hashing_kernels import learned_codes
 
         return learned_codes(hashed.inputs, hashed.weights)
-    codes = torch.cat([scores.argmax(-1) for _, scores in hashed.tiles(buckets)], dim=-1)
+    codes = torch.cat([scores.argmax(-1) for _, scores in hashed.tiles(buckets)], dim=-1)  # (B, H, L)
     return codes.to(torch.int16 if buckets <= 1 << 15 else torch.int32)
 
 
@@ -177,6 +176,15 @@ def in_buckets(hashed: HashInputs, buckets: int, size: int, first: int, count: i
     least = best[..., -2:].mean(-1) if best.shape[-1] > size else torch.full_like(best[..., 0], -torch.inf)
     inside = [score.ge_(least.unsqueeze(-2)) for score in early]
     return inside[0] if len(inside) == 1 else torch.cat(inside, dim=2)
+
+
+def in_largest(hashed: HashInputs, buckets: int, count: int) -> Tensor:
+    """Return the membership of the first `count` tokens in the bucket of their highest score (Eq. 11), as `in_buckets`
+    does.
+    """
+    tokens = hashed._replace(inputs=tuple(x[:, :, :count] for x in hashed.inputs))
+    inside = [F.one_hot(scores.argmax(-1), buckets).to(scores.dtype) for _, scores in tokens.tiles(buckets)]
+    return torch.cat(inside, dim=2)
 
 
 def _smallest(x: Tensor, count: int) -> Tensor:

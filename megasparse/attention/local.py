@@ -1,11 +1,13 @@
-"""Local attention: a token attends to its own chunk of positions and the previous chunk, strictly causally; in an
-encoder also to the next chunk. B batch, H heads, L length, D head dim, C chunk, E distances (see ops/local_attention).
+"""Local attention: a token attends to its own chunk of C positions and the previous chunk, strictly causally; in an
+encoder also to the next chunk.
 """
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megasparse.attention.cache import Cache, CachedTokens, KeyValueCache
@@ -116,6 +118,29 @@ class LocalAttention(Attention):
             out, lse = merge([(out, lse), sinks])
         return AttentionOutput(out, None, {}, None if part.pair_shard is None else lse)
 
+    @property
+    def attends_prefix(self) -> bool:
+        return self.relative is None
+
+    def attend_prefix(
+        self, q: Tensor, keys: Callable[[int, int], Sequence[Tensor]], position: int, document: int
+    ) -> Tensor:
+        start = max(0, position // self.chunk - 1) * self.chunk
+        stop = position + q.shape[2]
+        k, v = keys(start, stop)
+        segments = None  # a mask would move the borders of chunks
+        if document > start:
+            segments = (torch.arange(start, stop, device=q.device) >= document).long().expand(len(q), -1)
+        padded = F.pad(q, (0, 0, position - start, 0))
+        near = AttentionInputs(padded, k, v, None, segments, True).in_buckets(None, self._rule(True))
+        out, lse = (x[:, :, position - start :] for x in near)
+        if self.sinks:
+            k, v = keys(document, min(document + self.sinks, stop))
+            scale = self.spec.head_dim**-0.5
+            sinks = cached_sinks(k.shape[2], q, k, v, position, scale=scale, chunk=self.chunk, first=document)
+            out, _ = merge([(out, lse), sinks])
+        return out
+
     def _rule(self, causal: bool, pair_shard: tuple[int, int] | None = None) -> BucketedAttentionSpec:
         window = Window("chunk", self.chunk, ahead=not causal)
         scale = self.spec.head_dim**-0.5
@@ -131,9 +156,9 @@ class LocalAttention(Attention):
         keys = work.chunks(self.chunk) + work.beyond(self.chunk, self.sinks)
         return work.pairs(keys) * (1.5 if self.relative else 1.0)
 
-    def choose(self, newest: IndexedTokens, index: Tensor | None, tokens: CachedTokens) -> Tensor | None:
+    def choose(self, newest: IndexedTokens, index: Tensor | None, tokens: CachedTokens) -> tuple[Tensor, ...] | None:
         whole = self.relative is not None or (tokens.number > 1 and tokens.real is None)
-        return None if whole else tokens.window_and_sinks(self.chunk, self.sinks)[0][:, None]
+        return None if whole else tokens.window_and_sinks(self.chunk, self.sinks)[: 1 + (self.sinks > 0)]
 
     def skipped(self, position: int) -> slice:
         first = -(-self.sinks // self.chunk) * self.chunk
@@ -167,16 +192,17 @@ class LocalAttention(Attention):
             return self._decode_relative(inputs.q, cache.tokens, cache.relative, position)
         out, lse = cached_window(inputs.q, k, v, capacity, position, self._rule(causal=True))
         if self.sinks:
-            scale, (k, v) = self.spec.head_dim**-0.5, (x[:, :, capacity:] for x in (k, v))
+            scale = self.spec.head_dim**-0.5
+            (k, v) = (x[:, :, capacity:] for x in (k, v))
             sinks = cached_sinks(self.sinks, inputs.q, k, v, position, scale=scale, chunk=self.chunk)
             out, _ = merge([(out, lse), sinks])
         return out
 
     def _decode_relative(self, q: Tensor, tokens: KeyValueCache, relative: RelativeVectors, position: int) -> Tensor:
-        near = torch.arange(max(0, position // self.chunk - 1) * self.chunk, position + 1, device=q.device)
-        k, v = (at_least_fp32(x[:, :, near % (2 * self.chunk)]) for x in (tokens.k, tokens.v))
+        keys = torch.arange(max(0, position // self.chunk - 1) * self.chunk, position + 1, device=q.device)
+        k, v = (at_least_fp32(x[:, :, keys % (2 * self.chunk)]) for x in (tokens.k, tokens.v))
         r, u, w = relative
-        r = r[:, 2 * self.chunk - 1 - (position - near)].to(k.dtype)
+        r = r[:, 2 * self.chunk - 1 - (position - keys)].to(k.dtype)
         wide = q.to(k.dtype)
         score = (wide + u[:, None]) @ k.transpose(-1, -2) + (wide + w[:, None]) @ r.transpose(-1, -2)
         weight = torch.softmax(score * self.spec.head_dim**-0.5, dim=-1)  # (B, H, 1, keys)

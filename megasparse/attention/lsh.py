@@ -1,7 +1,4 @@
-"""LSH attention (Reformer, section 2): a token attends to the tokens in its buckets, assigned by random rotations.
-
-B batch, H heads, R rounds, L length, D head dim.
-"""
+"""LSH attention (Reformer, section 2): a token attends to the tokens in its buckets, assigned by random rotations."""
 
 import math
 from typing import Any, Literal
@@ -188,10 +185,12 @@ class LSHAttention(BandAttention):
         rounds = self.rounds(context.rng)
         factors = self.factors if context.rng.training else self.evaluation_factors
         draws = key, numbers, rounds, factors, inputs.q.device
-        if self._rotations is None or self._rotations[0] != draws:
-            self._rotations = draws, rotations(key, numbers, rounds, inputs.q.shape[3], factors, inputs.q.device)
-        vectors = inputs.q if self.shared_qk else torch.cat([inputs.q, inputs.k])
-        return vectors.detach(), self._rotations[1], factors
+        drawn = self._rotations  # read once: threads may share a mechanism
+        if drawn is None or drawn[0] != draws:
+            drawn = draws, rotations(key, numbers, rounds, inputs.q.shape[3], factors, inputs.q.device)
+            self._rotations = drawn
+        vectors = inputs.q if self.shared_qk else torch.cat([inputs.q, inputs.k])  # (B or 2·B, H, L, D)
+        return vectors.detach(), drawn[1], factors
 
     def selection_gap(self, inputs: AttentionInputs, context: AttentionContext) -> float:
         return code_gap(*self._hashed(inputs, context))

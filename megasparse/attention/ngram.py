@@ -1,7 +1,4 @@
-"""N-gram attention: a token attends to the tokens that followed earlier occurrences of its last n tokens, and a window.
-
-B batch, H heads, R rounds, L length, D head dim, N buckets, M chunk.
-"""
+"""N-gram attention: a token attends to a window, and to the tokens that followed its last n tokens earlier."""
 
 import math
 from dataclasses import dataclass, replace
@@ -95,7 +92,9 @@ class NGramAttention(Attention):
         self.bias = SourceBias(spec.heads, len(config.lengths))
         scale = spec.head_dim**-0.5
         window = Window("chunk", min(config.window, spec.max_length))
-        self.near = BucketedAttentionSpec(window, causal=True, scale=scale, exclude_self=False, self_at_last=False)
+        self.window_spec = BucketedAttentionSpec(
+            window, causal=True, scale=scale, exclude_self=False, self_at_last=False
+        )
         # If t < i are in one bucket, i attends to the successor t + 1 <= i: shift keys and values by one position.
         moved = Window("band", config.chunk)
         self.moved = BucketedAttentionSpec(
@@ -124,10 +123,10 @@ class NGramAttention(Attention):
     def forward(self, x: Tensor, inputs: AttentionInputs, context: AttentionContext) -> AttentionOutput:
         codes = context.recompute.keep(lambda: self.assign(context, inputs.key_mask, inputs.segments))
         part = context.part
-        parts = [inputs.in_buckets(None, replace(self.near, pair_shard=part.pair_shard))]
+        parts = [inputs.in_buckets(None, replace(self.window_spec, pair_shard=part.pair_shard))]
         if sinks := self.config.sinks:
-            chunk = self.near.window.chunk
-            parts.append(sink_attention(sinks, inputs, part, scale=self.near.scale, chunk=chunk))
+            chunk = self.window_spec.window.chunk
+            parts.append(sink_attention(sinks, inputs, part, scale=self.window_spec.scale, chunk=chunk))
         bias = F.pad(self.bias(part), (len(parts), 0))[:, None]
         parts += [self._round(inputs, round_codes, part.pair_shard) for round_codes in codes.unbind(1)]
         out, lse = merge(parts, bias)
@@ -169,9 +168,13 @@ class NGramAttention(Attention):
         q = inputs.q
         k = band.tokens.k
         v = band.tokens.v
-        parts = [cached_window(q, k, v, k.shape[2], position, self.near)]
+        parts = [cached_window(q, k, v, k.shape[2], position, self.window_spec)]
         if sinks := self.config.sinks:
-            parts.append(cached_sinks(sinks, q, k, v, position, scale=self.near.scale, chunk=self.near.window.chunk))
+            parts.append(
+                cached_sinks(
+                    sinks, q, k, v, position, scale=self.window_spec.scale, chunk=self.window_spec.window.chunk
+                )
+            )
         bias = F.pad(self.bias(context.part), (len(parts), 0))[:, None]
         rank = band.size.gather(-1, codes)  # rank of the new token, whose successor does not exist yet
         for number in range(codes.shape[2]):
@@ -189,9 +192,9 @@ class NGramAttention(Attention):
     def flops(self, length: int) -> Flops:
         work = self.spec.workload(length)
         rounds = len(self.config.lengths)
-        chunk = self.near.window.chunk
-        near = work.chunks(chunk) + work.beyond(chunk, self.config.sinks)
-        return work.pairs(near) + work.pairs(self.config.chunk - 1) * rounds
+        chunk = self.window_spec.window.chunk
+        keys = work.chunks(chunk) + work.beyond(chunk, self.config.sinks)
+        return work.pairs(keys) + work.pairs(self.config.chunk - 1) * rounds
 
 
 @torch.no_grad()

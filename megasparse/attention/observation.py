@@ -1,4 +1,4 @@
-"""Record the calls of a model's mechanisms with hooks. B batch, H heads, L length, D head dim."""
+"""Record the calls of a model's mechanisms with hooks."""
 
 import dataclasses
 from collections.abc import Callable, Iterator

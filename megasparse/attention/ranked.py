@@ -3,8 +3,7 @@
 Learned hashes as in LHA propose, a narrow sketch as in Smart Bird scores, and the K best keys enter one softmax
 together with a window and sinks. Only the pairs of a query and the keys in its buckets are scored.
 
-B batch, L length, Lq queries, S sampled queries, d width of the sketch, N buckets, P probes, K keys, M newest members
-per bucket, T queries per tile, C candidates per query.
+P probes, M newest members per bucket, T queries per tile, C candidates per query.
 """
 
 from collections.abc import Sequence
@@ -226,7 +225,9 @@ def ranked_keys(
         (B, Lq, K) int32 positions, best first; the query's own if its buckets contain no key; −1 if fewer than K keys
         take part.
     """
-    (batch, queries, width), length, device = q.shape, k.shape[1], q.device
+    batch, queries, width = q.shape
+    length = k.shape[1]
+    device = q.device
     buckets = spec.buckets
     chosen = torch.full((batch * queries, spec.count), -1, dtype=torch.int32, device=device)
     if q.is_meta:  # data decide the sizes; a plan counts the largest tile
@@ -249,8 +250,8 @@ def ranked_keys(
     sums = (last - first).cumsum(-1)  # (B, Lq, P)
     by_number = sums[..., -1].flatten().argsort()  # tiles of queries with about equally many candidates
     sums, starts = (x.flatten(0, 1)[by_number] for x in (sums, last - sums))
-    q = q.flatten(0, 1)[by_number]
-    k = k.flatten(0, 1)
+    q = q.flatten(0, 1)[by_number]  # (B·Lq, d)
+    k = k.flatten(0, 1)  # (B·L, d)
     order = order.flatten()
     step = max(1, _TILE[device.type] // max(1, int(sums.max())))
     for tile in torch.arange(batch * queries, device=device).split(step):
@@ -266,6 +267,6 @@ def ranked_keys(
         best, rank = ranks.masked_fill_(hidden, -torch.inf).topk(min(spec.count, ranks.shape[-1]), dim=-1)
         tokens = key.gather(1, rank).masked_fill(best == -torch.inf, -1)
         chosen[rows, : tokens.shape[-1]] = tokens.to(torch.int32)
-    chosen = chosen.unflatten(0, (batch, queries))
+    chosen = chosen.unflatten(0, (batch, queries))  # (B, Lq, K)
     chosen[..., 0] = torch.where(chosen[..., 0] < 0, positions, chosen[..., 0])
     return chosen if key_mask is None else chosen.masked_fill(~key_mask[:, positions, None], -1)

@@ -2,8 +2,7 @@
 all heads; inside attention all tokens of some heads, so that hashing, sorting and windows cover whole sequences. If
 there are more ranks than heads, several ranks compute the same heads.
 
-B batch, H heads, L length, D head dim, S ranks that share a sequence, W parts into which the heads are divided, C = S/W
-ranks with the same heads.
+S ranks that share a sequence, W parts into which the heads are divided, C = S/W ranks with the same heads.
 """
 
 from collections.abc import Callable

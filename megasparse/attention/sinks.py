@@ -1,7 +1,4 @@
-"""Attention sinks (Xiao et al. 2023): the first n tokens of a document, visible to all its later tokens.
-
-B batch, H heads, L length, D head dim, n sinks.
-"""
+"""Attention sinks (Xiao et al. 2023): the first n tokens of a document, visible to all its later tokens."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -83,14 +80,18 @@ def sink_attention(
 
 def cached_sinks(
     sinks: int, q: Tensor, k: Tensor, v: Tensor, position: int, *, scale: float, exclude_self: bool = False,
-    chunk: int | None = None,
+    chunk: int | None = None, first: int = 0,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Compute `sink_attention` of one query (B, H, 1, D), bit-identical to a full pass. k, v: (B, H, n or more, D)."""
+    """Compute `sink_attention` of queries (B, H, Lq, D) from `position` on, bit-identical to a full pass.
+
+    k, v: (B, H, n or more, D), from position `first` on.
+    """
     sink = torch.arange(sinks, device=q.device)
-    visible = sink <= position - exclude_self
+    query = torch.arange(position, position + q.shape[2], device=q.device)[:, None]
+    visible = first + sink <= query - int(exclude_self)
     if chunk is not None:
-        visible = visible & (position // chunk - sink // chunk > 1)
-    index = torch.where(visible, sink, -1).int().expand(len(q), 1, 1, -1)
+        visible = visible & (query // chunk - (first + sink) // chunk > 1)
+    index = torch.where(visible, sink, -1).int().expand(len(q), 1, -1, -1)
     k, v = (x.to(q.dtype) for x in (k, v))
     if q.dtype not in (torch.float32, torch.float64):
         return gathered_attention(q, k, v, index, scale=scale)

@@ -1,7 +1,4 @@
-"""Smart Bird (Wu et al. 2021): a narrow single-head sketch of the attention selects the keys that queries attend to.
-
-B batch, H heads, L length, D head dim, E width of the layer's input, d width of the sketch, K keys, V vocabulary.
-"""
+"""Smart Bird (Wu et al. 2021): a narrow single-head sketch of the attention selects the keys that queries attend to."""
 
 from typing import Literal
 

@@ -1,7 +1,6 @@
 """Attention to keys that a taught sketch selects: the base of Smart Bird and ranked attention.
 
-B batch, H heads, L length, Lq queries, D head dim, E width of the layer's input, S sketches on this rank, d width of a
-sketch, K keys.
+S sketches on this rank.
 """
 
 from collections.abc import Sequence
@@ -67,7 +66,7 @@ class TaughtSketch(Attention):
     def __init__(self, config: Any, spec: MechanismSpec):
         super().__init__(config, spec)
         window = Window("chunk", min(config.chunk, spec.max_length), ahead=not spec.causal)
-        self.near = BucketedAttentionSpec(window, spec.causal, spec.head_dim**-0.5, exclude_self=False)
+        self.window_spec = BucketedAttentionSpec(window, spec.causal, spec.head_dim**-0.5, exclude_self=False)
         self.width = spec.heads * spec.head_dim  # numbers that all sketches read per token
         self.groups = spec.heads // config.sketch_heads
         self.index_width = config.sketch_dim // (8 if config.sketch_signs else 1)
@@ -95,15 +94,15 @@ class TaughtSketch(Attention):
     def _attend(self, inputs: AttentionInputs, index: Tensor, repeats: int) -> Tensor:
         """Attend to the selected keys, the sinks and the window."""
         sinks = self.config.sinks
-        chunk = self.near.window.chunk if self.config.local else None
+        chunk = self.window_spec.window.chunk if self.config.local else None
         if sinks or chunk:
             index = without_seen(index, inputs, sinks, chunk)
         if sinks:
             first = sink_index(sinks, inputs, chunk=chunk)
             index = torch.cat([index, first.expand(*index.shape[:2], -1, -1)], dim=-1)
         k, v = (x[:, ::repeats] for x in (inputs.k, inputs.v))
-        chosen = gathered_attention(inputs.q, k, v, index, scale=self.near.scale, dropout=inputs.dropout)
-        return chosen[0] if chunk is None else merge([inputs.in_buckets(None, self.near), chosen])[0]
+        chosen = gathered_attention(inputs.q, k, v, index, scale=self.window_spec.scale, dropout=inputs.dropout)
+        return chosen[0] if chunk is None else merge([inputs.in_buckets(None, self.window_spec), chosen])[0]
 
     def learn(self, x: Tensor, inputs: AttentionInputs, context: AttentionContext) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the auxiliary loss of sketches that learn attention, and its statistics: the divergence of each sketch
@@ -111,11 +110,13 @@ class TaughtSketch(Attention):
         """
         key = context.rng.key(context.layer, "sketch sample")
         queries = drawn_positions(key, inputs.q.shape[2], SAMPLES, inputs.q.device)
-        size = self.near.window.chunk
-        near = (lambda q, k: (k // size <= q // size + 1) & (k // size + 1 >= q // size)) if self.config.local else None
-        far = far_pairs(inputs, queries, self.config.sinks, near)
+        size = self.window_spec.window.chunk
+        in_window = (
+            (lambda q, k: (k // size <= q // size + 1) & (k // size + 1 >= q // size)) if self.config.local else None
+        )
+        far = far_pairs(inputs, queries, self.config.sinks, in_window)
         q, k = self.sketches(x.detach(), inputs, context, exactly=False)
-        shares = far_attention(inputs, queries, far, self.near.scale)
+        shares = far_attention(inputs, queries, far, self.window_spec.scale)
         shares = shares.unflatten(1, (q.shape[1], -1)).mean(2)  # (B, S, samples, L)
         if self.groups == 1 and context.part.size > 1:
             shares = context.part.sum(shares) / context.part.size
@@ -165,7 +166,7 @@ class TaughtSketch(Attention):
 
     def flops(self, length: int) -> Flops:
         work = self.spec.workload(length)
-        window = work.pairs(work.chunks(self.near.window.chunk)) * self.config.local
+        window = work.pairs(work.chunks(self.window_spec.window.chunk)) * self.config.local
         return work.pairs(self.config.keys + self.config.sinks) + window + self._sketch_flops(length, work.visible)
 
     def _sketch_flops(self, length: int, visible: float) -> Flops:
@@ -195,19 +196,15 @@ class TaughtSketch(Attention):
         newest = self.index(x, inputs, context, position)
         self._store(cache, newest, position)
         tokens = CachedTokens.of(position + 1, 1, None, x.device)
-        chosen = self.choose(newest, cache.sketch[:, : position + 1], tokens)
+        *_, chosen = self.choose(newest, cache.sketch[:, : position + 1], tokens)
         q = inputs.q
         k = cache.heads.k
         v = cache.heads.v
-        scale = self.near.scale
+        out, lse = gathered_attention(q, k, v, chosen, scale=self.window_spec.scale)
         if not self.config.local:
-            return gathered_attention(q, k, v, chosen, scale=scale)[0]
+            return out
         # Round the window and the other keys separately, as `_attend`: another rounding flips keys of later layers.
-        sizes = [chosen.shape[-1] - 2 * self.near.window.chunk - self.config.sinks, 2 * self.near.window.chunk]
-        keys, _, sinks = chosen.split([*sizes, self.config.sinks], dim=-1)
-        chosen = torch.cat([keys, sinks], dim=-1)
-        near = cached_window(q, k, v, k.shape[2], position, self.near)
-        return merge([near, gathered_attention(q, k, v, chosen, scale=scale)])[0]
+        return merge([cached_window(q, k, v, k.shape[2], position, self.window_spec), (out, lse)])[0]
 
     def _store(self, cache: SketchCache, newest: IndexedTokens, position: int) -> None:
         """Store the newest tokens, from `position` on."""
@@ -220,20 +217,21 @@ class TaughtSketch(Attention):
         queries, keys = self.sketches(x, inputs, context)
         return IndexedTokens(inputs, context, keys.transpose(1, 2).flatten(2), queries)
 
-    def choose(self, newest: IndexedTokens, index: Tensor | None, tokens: CachedTokens) -> Tensor:
+    def choose(self, newest: IndexedTokens, index: Tensor | None, tokens: CachedTokens) -> tuple[Tensor, ...]:
         assert index is not None and newest.queries is not None
         keys = index.unflatten(2, (newest.queries.shape[1], -1)).transpose(1, 2)  # (B, S, L, d)
         masked = newest.inputs._replace(key_mask=tokens.real)
         chosen = self._choose((newest.queries, keys), masked, newest.context, index.shape[1] - tokens.number)
         sinks = self.config.sinks
-        chunk = self.near.window.chunk if self.config.local else None
-        extra, start = tokens.window_and_sinks(chunk, sinks)
+        chunk = self.window_spec.window.chunk if self.config.local else None
+        near, first, start = tokens.window_and_sinks(chunk, sinks)
         rank = chosen
         if tokens.real is not None:
             position = chosen.clamp_min(0).long().flatten(1)
             rank = tokens.rank.expand(len(chosen), -1).gather(1, position).view(chosen.shape)
-        chosen = chosen.masked_fill((rank < sinks) | (rank >= start[:, None]), -1)
-        return torch.cat([chosen, extra[:, None].expand(*chosen.shape[:2], -1, -1)], dim=-1)
+        chosen = chosen.masked_fill((rank < sinks) | (rank >= start), -1)
+        chosen = torch.cat([chosen, first.expand(*chosen.shape[:2], -1, -1)], dim=-1)
+        return (chosen,) if chunk is None else (near, chosen)
 
     @torch.no_grad()
     def _choose(

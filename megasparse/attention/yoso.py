@@ -1,15 +1,15 @@
 """YOSO attention: a sum of values, weighted by sampled hash collisions (You Only Sample (Almost) Once).
 
-B batch, H heads, L length, D head dim, m hashes, τ code bits, S kernel size.
+m hashes, τ code bits, S kernel size.
 """
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 import torch.nn.functional as F
-from pydantic import model_validator
+from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from megasparse.attention.cache import Cache, KeyValueCache
@@ -23,6 +23,7 @@ from megasparse.errors import ConfigError
 from megasparse.ops.hash_table_attention import HashTableAttentionSpec, expected_attention, hash_table_attention
 from megasparse.ops.hashing import sign_codes
 from megasparse.ops.normalize import unit_vectors
+from megasparse.ops.operator import at_least_fp32
 
 
 @dataclass
@@ -46,6 +47,9 @@ class YOSOAttentionConfig(MechanismSection):
     code_bits: Positive | None = None
     """Number τ of sign bits per code. null means log2(max_length), in a decoder reduced (to 1 at least) until
     the hash tables are smaller than a key-value cache of max_length tokens."""
+    norm_bound: Annotated[float, Field(gt=0)] | None = None
+    """Bound T of squared lengths (Remark 2): queries become (q/√T, √(1 − |q|²/T), 0) and keys (k/√T, 0, √(1 − |k|²/T)),
+    of length 1 with products q·k/T; longer ones are shortened to √T first. null divides each by its length."""
     projection: Literal["hadamard", "gaussian"] = "hadamard"
     """`hadamard`: fast, slightly biased. `gaussian`: dense projections, unbiased."""
     convolution: Positive | None = None
@@ -127,9 +131,8 @@ class YOSOAttention(Attention):
         return sign_codes(x.detach(), key, heads, hashes, self.code_bits, self.config.projection)
 
     def forward(self, x: Tensor, inputs: AttentionInputs, context: AttentionContext) -> AttentionOutput:
-        q = unit_vectors(inputs.q)
-        k = unit_vectors(inputs.k)
-        v = inputs.v
+        q, k = self._unit(inputs)
+        v = F.pad(inputs.v, (0, q.shape[3] - inputs.v.shape[3]))  # kernels need equal widths
         mask = inputs.key_mask
         spec = HashTableAttentionSpec(self.code_bits, inputs.causal, self.config.chunk)
         if self.config.expectation:
@@ -138,11 +141,21 @@ class YOSOAttention(Attention):
             hashes = self.rounds(context.rng)
             codes = self.codes(q, hashes, context), self.codes(k, hashes, context)
             out, matches = hash_table_attention(q, k, v, *codes, spec, mask, inputs.segments)
-        out = unit_vectors(out, inputs.q.dtype if self.convolution is None else None)
+        out = unit_vectors(out[..., : inputs.v.shape[3]], inputs.q.dtype if self.convolution is None else None)
         if self.convolution is not None:
             out = out + self.convolution(inputs.v, mask, inputs.segments, inputs.causal, context.part)
         real = mask.sum() if mask is not None else matches[:, 0].numel()
         return AttentionOutput(out.to(inputs.q.dtype), None, {"collisions": matches.sum() / (real * matches.shape[1])})
+
+    def _unit(self, inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
+        """Return queries and keys of length 1, (B, H, L, D), with `norm_bound` (B, H, L, D + 2)."""
+        if self.config.norm_bound is None:
+            return unit_vectors(inputs.q), unit_vectors(inputs.k)
+        scaled = [at_least_fp32(x) / self.config.norm_bound**0.5 for x in (inputs.q, inputs.k)]
+        short = [x / x.norm(dim=-1, keepdim=True).clamp_min(1.0) for x in scaled]
+        of_q, of_k = ((1 - x.square().sum(-1, keepdim=True)).clamp_min(1e-12).sqrt() for x in short)
+        zero = torch.zeros_like(of_q)
+        return torch.cat([short[0], of_q, zero], dim=-1), torch.cat([short[1], zero, of_k], dim=-1)
 
     def flops(self, length: int) -> Flops:
         """Codes of q and k; 2·D to add a value to a table and to read it, and again for the gradient of v. Gradients of
@@ -163,20 +176,22 @@ class YOSOAttention(Attention):
         width = self.spec.head_dim
         recent = like.new_zeros(batch, spec.heads, (self.config.convolution or 1) - 1, width)
         if self.config.expectation:
-            return YOSOCache(None, KeyValueCache.empty(batch, spec, spec.max_length, like), recent)
+            tokens = KeyValueCache.empty(batch, spec, spec.max_length, like)
+            if self.config.norm_bound is not None:
+                tokens.k = F.pad(tokens.k, (0, 2))
+            return YOSOCache(None, tokens, recent)
         hashes = rounds or self.config.hash_rounds(training=False)
         dtype = torch.promote_types(like.dtype, torch.float32)
         tables = torch.zeros(batch, spec.heads, hashes, 1 << self.code_bits, width, dtype=dtype, device=like.device)
         return YOSOCache(tables, None, recent)
 
     def fill_cache(self, x: Tensor, inputs: AttentionInputs, cache: YOSOCache, context: AttentionContext) -> None:
-        self._take_in(unit_vectors(inputs.k), inputs.v, cache, 0, context)
+        self._take_in(self._unit(inputs)[1], inputs.v, cache, 0, context)
 
     def decode(
         self, x: Tensor, inputs: AttentionInputs, cache: YOSOCache, position: int, context: AttentionContext
     ) -> Tensor:
-        q = unit_vectors(inputs.q)
-        k = unit_vectors(inputs.k)
+        q, k = self._unit(inputs)
         recent = cache.recent
         self._take_in(k, inputs.v, cache, position, context)
         if cache.tokens is not None:

@@ -160,8 +160,10 @@ def require_model(name: str | Path, checkpoints: bool = False) -> None:
     raise HubError(name, "no such file or folder, and no model of this name is in transformers' local cache", hint)
 
 
-def config_from(args: argparse.Namespace, kind: "type[Settings]") -> "Settings":
+def config_from(args: argparse.Namespace, kind: "type[Settings]", weights: bool = True) -> "Settings":
     """Return the configuration that `require_config` has checked. With --print-config, print it and exit.
+
+    weights: False reads only config.json of a decoder in --start.
 
     Raises the errors of `load_settings`.
     """
@@ -171,7 +173,7 @@ def config_from(args: argparse.Namespace, kind: "type[Settings]") -> "Settings":
     if getattr(args, "start", None) is not None:
         from megasparse.hub.importing import base_values
 
-        base = base_values(args.start)
+        base = base_values(args.start, weights)
     config = load_settings(args.config or args.name, args.set, kind, base)
     if args.print_config:
         text = config.model_dump_json(indent=2)

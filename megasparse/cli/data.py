@@ -67,7 +67,7 @@ def prepare_data(args: argparse.Namespace) -> None:
         records = f"{split.tokens // index.record:,} records, " if index.record else ""
         size = f"{split.tokens:,} tokens in {split.samples:,} samples, {len(split.shards)} shards{words}"
         print(f"  {name}: {records}{size}")
-    if not isinstance(source, RecordSource):
+    if not isinstance(source, RecordSource) or index.record:  # conversations, which `about` reports
         return
     report = write_report(source, index.file.splits, args.output / "report.json")
     print(f"  {report['records']:,} records in {report['files']:,} files")

@@ -8,8 +8,10 @@ from megasparse.cli.arguments import add_checkpoint, require_checkpoint, require
 from megasparse.config.files import parse_json
 from megasparse.errors import ConfigError, whole
 
-ARCHITECTURES = ("bert", "gpt2", "llama", "megasparse", "mistral", "qwen2", "qwen3", "reformer", "roberta", "yoso")
-"""Keys of `hub.architectures.FORMATS`, whose import takes seconds."""
+ARCHITECTURES = (
+    "bert", "gpt2", "llama", "megasparse", "mistral", "peft", "qwen2", "qwen3", "reformer", "roberta", "yoso",
+)  # fmt: skip
+"""Keys of `hub.architectures.FORMATS`, whose import takes seconds, and peft."""
 
 
 def quiet_transformers() -> None:
@@ -74,6 +76,8 @@ def add_convert_to_hf(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--to", choices=ARCHITECTURES, default="megasparse", help="architecture (%(default)s)")
     card = "result of `megasparse evaluate --json` for the model card; by default all results in the run's folder"
     parser.add_argument("--evaluation", type=Path, metavar="FILE", help=card)
+    base = "with --to peft: folder of the Hugging Face model that the run started from"
+    parser.add_argument("--base", type=Path, metavar="DIR", help=base)
 
 
 def convert_to_hf(args: argparse.Namespace) -> None:
@@ -84,6 +88,8 @@ def convert_to_hf(args: argparse.Namespace) -> None:
           --evaluation runs/enwik8/test.json
         megasparse convert to-hf --checkpoint runs/local --to reformer --output export/reformer
         megasparse convert to-hf --checkpoint runs/smollm --to llama --output export/smollm
+        megasparse convert to-hf --checkpoint runs/reviews --output export/reviews
+        megasparse convert to-hf --checkpoint runs/decoder_64k --to peft --base models/SmolLM2 --output export/adapters
 
     `--to megasparse`, the default, exports any megasparse model. With megasparse installed, AutoModelForCausalLM,
     AutoModelForMaskedLM or AutoModelForSeq2SeqLM load the folder with trust_remote_code=True, as do
@@ -91,12 +97,25 @@ def convert_to_hf(args: argparse.Namespace) -> None:
     transformers and support only models that they can express. The export includes the tokenizer, and the chat
     template of an imported decoder.
 
+    Of a fine-tuned run the best checkpoint by validation is exported: AutoModelForSequenceClassification loads
+    classifiers, with their classes, and models that predict a number, AutoModelForSeq2SeqLM models that write texts.
+
+    `--to peft` writes only the adapters of a run with `lora`, as adapter_config.json and adapter_model.safetensors,
+    which peft, transformers and vLLM load on top of DIR. The other formats merge them with the weights.
+
     Both models run on the same text, and OUT is written only if their outputs agree to 1e-4.
     """
     require_checkpoint(args.checkpoint)
-    require_paths(args.evaluation)
+    require_paths(args.evaluation, args.base)
+    if (args.to == "peft") != (args.base is not None):
+        raise ConfigError("--base", f"does not fit --to {args.to}", "Give it with --to peft, and only then")
     quiet_transformers()
-    from megasparse.hub.export import to_hf
+    if args.to == "peft":
+        from megasparse.hub.adapter_folder import to_peft
+
+        print(f"wrote {to_peft(args.checkpoint, args.output, args.base)}")
+        return
+    from megasparse.tasks.exporting import to_hf
 
     print(f"wrote {to_hf(args.checkpoint, args.output, args.to, args.evaluation)}")
 
@@ -207,8 +226,10 @@ def teach(args: argparse.Namespace) -> None:
 
 
 def add_check_model(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", type=Path, required=True, metavar="DIR", help="folder of a causal language model")
-    parser.add_argument("--length", type=whole, default=64, help="tokens per row (default: %(default)s)")
+    checked = parser.add_mutually_exclusive_group(required=True)
+    checked.add_argument("--model", type=Path, metavar="DIR", help="folder of a causal language model")
+    checked.add_argument("--checkpoint", metavar="DIR", help="a run of a decoder, checked on its first batch")
+    parser.add_argument("--length", type=whole, default=64, help="tokens per row of --model (default: %(default)s)")
     parser.add_argument("--seed", type=whole, default=0, help="seed of the tokens (default: %(default)s)")
 
 
@@ -218,6 +239,7 @@ def check_model(args: argparse.Namespace) -> None:
 
         megasparse check-model --model models/SmolLM2-135M
         megasparse check-model --length 512 --model export/quickstart
+        megasparse check-model --checkpoint runs/decoder_64k              # a run, on the first batch of its data
 
     Prints PASS or FAIL with the largest difference, relative to the standard deviation of the logits, and the first
     token that differs by more than rounding. A failed check ends the command with exit code 2. Weights are loaded in
@@ -228,15 +250,33 @@ def check_model(args: argparse.Namespace) -> None:
 
     if args.length < 8:
         raise ConfigError("--length", f"{args.length} is too short", "Give 8 or more")
-    require_model(args.model)
+    if args.checkpoint is None:
+        require_model(args.model)
+    else:
+        require_checkpoint(args.checkpoint)
     quiet_transformers()
     from transformers.utils.logging import set_verbosity_error
 
     from megasparse.hub import checker
 
     set_verbosity_error()
-    results = checker.check_model(checker.load_model(args.model), args.length, args.seed)
+    if args.checkpoint is None:
+        results = checker.check_model(checker.load_model(args.model), args.length, args.seed)
+    else:
+        from megasparse.evaluation.results import restore
+        from megasparse.runs.data import open_data, training_batches
+        from megasparse.training.ranks import RunHooks
+
+        model, config, _, ranks = restore(args.checkpoint)
+        if config.model.kind != "decoder":
+            problem = f"{args.checkpoint} contains a model of the kind {config.model.kind}"
+            raise ConfigError("--checkpoint", problem, "Name a run of a decoder")
+        with training_batches(config, open_data(config), ranks, 0, RunHooks()) as steps:
+            tokens = next(steps).micro_batches[0].tokens
+        results = checker.check_batch(model, tokens.to(ranks.device), args.seed)
     print(checker.table(results))
     failed = [result.name for result in results if result.passed is False]
     if failed:
-        raise UserError(f"{args.model}: fails {len(failed)} of {len(results)} checks: {', '.join(failed)}")
+        raise UserError(
+            f"{args.model or args.checkpoint}: fails {len(failed)} of {len(results)} checks: {', '.join(failed)}"
+        )

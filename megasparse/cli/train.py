@@ -26,7 +26,7 @@ from megasparse.files import write_file
 def add_pretrain(parser: argparse.ArgumentParser) -> None:
     add_training(parser)
     add_start(parser)
-    texts = "file or folder of text or of JSON lines with a field `text`, prepared once in run.directory; or shards"
+    texts = "text, or JSON lines with a field `text` or conversations, prepared once in run.directory; or shards"
     parser.add_argument("--data", metavar="TEXTS", help=texts)
     parser.add_argument("--gpus", type=positive, metavar="N", help="with --dry-run: also plan the run for N A100 GPUs")
 
@@ -40,6 +40,7 @@ def pretrain(args: argparse.Namespace) -> None:
         deepspeed launch/pretrain.py --config configs/quickstart.json      # every GPU of this machine, or its CPU
         megasparse pretrain yoso_table3 --start models/bert-base-uncased   # a BERT's weights, another attention
         megasparse pretrain decoder_64k --start runs/smollm2 --data my_books/    # a downloaded decoder, your own texts
+        megasparse pretrain decoder_64k --start runs/smollm2 --data chats.jsonl  # conversations, loss on the answers
 
     Run the same command again to resume from the newest checkpoint in `run.directory`. After SIGTERM, SIGINT or SIGUSR1
     the run saves a checkpoint and stops at the end of the current step.
@@ -131,6 +132,8 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gpus", type=whole, required=True, metavar="N", help="number of GPUs on all nodes")
     parser.add_argument("--gpus-per-node", type=whole, default=8, metavar="N", help="GPUs per node (%(default)s)")
     parser.add_argument("--gpu-memory", metavar="SIZE", help="memory per GPU, such as 80GiB (default: --gpu's memory)")
+    host = "CPU memory per node, such as 256GB: choose tiles and recomputed layers that fit it and --gpu-memory"
+    parser.add_argument("--host-memory", metavar="SIZE", help=host)
     parser.add_argument("--gpu", default="A100", metavar="NAME", help="A100, H100, H200, or any with --peak-tflops")
     parser.add_argument("--peak-tflops", type=float, metavar="X", help="dense bf16 peak per GPU")
     parser.add_argument("--json", action="store_true", help="print JSON: bytes, seconds, FLOPs")
@@ -142,26 +145,29 @@ def plan(args: argparse.Namespace) -> None:
         megasparse plan reformer_64k --gpus 8 --gpu-memory 80GiB
         megasparse plan reformer_64k --set parallel.sequence=8 --gpus 64 --gpu-memory 80GiB --json
         megasparse plan llama_8b_1m --gpus 8 --gpu H100
-        megasparse plan decoder_64k --start runs/smollm2 --gpus 1 --gpu-memory 24GiB
+        megasparse plan decoder_64k --start FOLDER --gpus 1 --gpu-memory 24GB --host-memory 128GB
 
     The prediction does not need a GPU or memory for the model: allocations are counted, not made. docs/scaling.md
-    explains the formulae.
+    explains the formulae. FOLDER needs only the config.json of a decoder, not its weights and tokenizer.
     """
     for option in ("gpus", "gpus_per_node", "peak_tflops"):
         value = getattr(args, option)
         if value is not None and not (math.isfinite(value) and value > 0):
             raise ConfigError(f"--{option.replace('_', '-')}", f"{show(value)} is not above 0", "Give a number above 0")
-    require_config(args)
-    from megasparse.planning.hardware import hardware, parse_bytes
+    config = require_config(args)
+    from megasparse.planning.hardware import hardware, micro_batches, parse_bytes
 
+    micro_batches(config, args.gpus, args.gpus_per_node)
     gpu = hardware(args.gpu, args.peak_tflops)
     memory = parse_bytes("--gpu-memory", args.gpu_memory) if args.gpu_memory else None
     from megasparse.config.schema import Config
 
-    config = config_from(args, Config)
+    config = config_from(args, Config, weights=False)
     from megasparse.planning.plan import Plan
 
     plan = Plan(config, gpu, args.gpus, args.gpus_per_node, memory)
+    if args.host_memory:
+        plan = plan.fitted(parse_bytes("--host-memory", args.host_memory))
     print(json.dumps(plan.as_json(), indent=2) if args.json else "\n".join(plan.lines()))
 
 

@@ -1,11 +1,13 @@
 """The typed schema of a run's JSON file. Every default of the project lives here and nowhere else."""
 
+import math
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from megasparse.config.attention import MECHANISMS, AttentionConfig
 from megasparse.config.section import JSON_LIST, Count, Location, Positive, Rate, Section
+from megasparse.files import UNSCORED
 
 
 class RunConfig(Section):
@@ -140,7 +142,11 @@ class ModelConfig(Section):
     stored streams of a reversible stack, and rounds each stream to 8 bits in every layer (docs/lab/streams.md)."""
     activations: Literal["reversible", "stored", "checkpoint", "checkpoint_cpu"] = "reversible"
     """Activations for the backward: recomputed from the output (reversible blocks only), stored, or recomputed from
-    each layer's stored input (ordinary blocks only; `checkpoint_cpu` stores the inputs in CPU memory)."""
+    each layer's stored input (ordinary blocks only; `checkpoint_cpu` stores the inputs in CPU memory). With
+    `feed_forward_tiles`, decoders recompute layers of full and local attention tile by tile."""
+    checkpoint_layers: Positive = 1
+    """Layers recomputed together, of which only the first one's input is stored. More need less memory for inputs, and
+    above 1 another forward of all layers."""
     dropout: Rate = 0.0
     """Dropout rate after the embedding, after each attention, and inside (not with `style` bert) and after each
     feed-forward."""
@@ -158,7 +164,7 @@ class ModelConfig(Section):
     """Id of padding, which is masked in attention and excluded from the loss. null: no padding."""
     document_separator: Count | None = None
     """Id of the token after each document; tokens attend only within their document. null: one document per
-    sequence."""
+    sequence. A run on conversations sets it to the marked token between them."""
     label_smoothing: Rate = 0.0
     """Fraction of each target's probability spread over all ids (Szegedy et al. 2016); reported nats do not include
     it."""
@@ -186,6 +192,16 @@ class ModelConfig(Section):
     """Encoders only: also predict if two segments are in document order (Lan et al. 2020)."""
     source: SourceConfig | None = None
     """Encoder–decoders only, required."""
+
+    @property
+    def separator_id(self) -> int | None:
+        """Id of `document_separator`, without the mark that it has between conversations."""
+        return None if self.document_separator is None else self.document_separator % UNSCORED
+
+    @property
+    def end_token(self) -> int | None:
+        """Id of `document_separator` if the model learns to end a text with it, unlike that between conversations."""
+        return self.document_separator if self.document_separator == self.separator_id else None
 
 
 class DataConfig(Section):
@@ -286,11 +302,22 @@ class LoRAConfig(Section):
     rank: Positive = 8
     """Rank of the adapters."""
     alpha: Annotated[float, Field(gt=0.0)] = 16.0
-    """Adapters are scaled by alpha/rank."""
+    """Adapters are scaled by alpha/rank, or alpha/√rank with `rslora`."""
+    rslora: bool = False
+    """Scale by alpha/√rank (rsLoRA, Kalajdzievski 2023)."""
+    dora: bool = False
+    """Learn the norm of every row of the sum W + α/r·B·A, too (DoRA, Liu et al. 2024)."""
+    quantized: Literal["nf4", "int8"] | None = None
+    """Store the frozen matrices of the layers in 4 bits (NF4, double quantisation) or 8 bits (a scale per row), with
+    bitsandbytes; they are dequantised to compute. Only `pretrain` supports it."""
     dropout: Rate = 0.0
     """Dropout rate of the input of the adapters."""
     targets: list[str] = Field(default=["query", "value"], min_length=1)
     """Last parts of the names of the linear layers, such as query, key, value and output in BERT and megasparse."""
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
 
 class ParallelConfig(Section):

@@ -8,7 +8,7 @@ from functools import cached_property
 from io import BytesIO
 from pathlib import Path
 
-from megasparse.data.index_file import INDEX_FILE, MOST_BYTES, IndexFile, Shard, Split, parse, parse_content
+from megasparse.data.index_file import INDEX_FILE, MOST_BYTES, SEPARATOR, IndexFile, Shard, Split, parse, parse_content
 from megasparse.data.shard_file import ShardFile, check_size
 from megasparse.data.tokenizers import Tokenizer
 from megasparse.data.urls import Requests, ShardCache, check_url, is_url
@@ -125,7 +125,7 @@ class Index:
         Records contain special tokens if their width fits those: only padded texts do.
         """
         width = max(shard.width for split in self.file.splits.values() for shard in split.shards)
-        special = tokenizer.special if self.record is not None else None
+        special = tokenizer.special if self.record is not None and SEPARATOR not in self.file.source else None
         if special is not None and max(special) >= 256**width:
             special = None
         highest = max(tokenizer.vocabulary - 1, *(special or (0,)))

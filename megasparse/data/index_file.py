@@ -15,6 +15,8 @@ AGAIN = "Prepare the data again with megasparse prepare-data: it rewrites what i
 ANEW = "Delete the folder and prepare the data again with megasparse prepare-data"
 MOST_BYTES = 1 << 29  # of index.json: 50 million samples take less
 MOST_SAMPLES = 1 << 21  # of a shard
+SEPARATOR = "document_separator"
+"""Entry of a source of conversations with the value for the model's key of this name."""
 
 TAR_HEADER = tarfile.BLOCKSIZE
 """Bytes of the tar header before each sample."""

@@ -27,11 +27,7 @@ class ShardReader:
         self._open: OrderedDict[int, ShardFile] = OrderedDict()
 
     def read(self, shard: int, start: int, stop: int) -> "Tensor":
-        """Return tokens start..stop of a shard by its number: int64 (stop - start,).
-
-        Raises:
-            DataError: a shard is missing, damaged, or cannot be fetched.
-        """
+        """Return tokens start..stop of a shard by its number, see `ShardFile.read`."""
         if shard not in self._open:
             while len(self._open) >= self.open_files:
                 self._open.popitem(last=False)[1].close()
@@ -58,11 +54,7 @@ class EvaluationStream:
         self._starts = self._stops - counts
 
     def read(self, start: int, stop: int) -> "Tensor":
-        """Return tokens start..stop of the split: int64 (stop - start,). 0 <= start <= stop <= tokens.
-
-        Raises:
-            DataError: a shard is missing or damaged.
-        """
+        """Return tokens start..stop of the split: int64 (stop - start,). 0 <= start <= stop <= tokens."""
         import torch
 
         assert 0 <= start <= stop <= self.tokens, (start, stop, self.tokens)

@@ -69,13 +69,7 @@ def unreadable(path: Path, error: OSError) -> DataError:
 
 
 class ShardFile:
-    """One open, verified shard.
-
-    Args:
-        path: its path on this machine.
-        shard: its entry in the index.
-        sample_bytes: size of every sample but the last.
-    """
+    """One open, verified shard. sample_bytes: size of every sample but the last."""
 
     def __init__(self, path: Path, shard: Shard, sample_bytes: int):
         self.path, self.shard, self._sample_bytes = path, shard, sample_bytes
@@ -104,10 +98,8 @@ class ShardFile:
             _verified[key] = signature
 
     def read(self, start: int, stop: int) -> "Tensor":
-        """Return tokens start..stop of the shard: int64 (stop - start,). 0 <= start < stop <= its tokens.
-
-        Raises:
-            DataError: the file was damaged since it was opened, or cannot be read.
+        """Return tokens start..stop of the shard: int64 (stop - start,). 0 <= start < stop <= its tokens. Raises
+        DataError if the file was damaged since it was opened, or cannot be read.
         """
         import torch
 

@@ -90,7 +90,7 @@ def end_tokens(config: Config, tokenizer: Tokenizer) -> frozenset[int]:
 
     Raises ConfigError for a damaged generation_config.json.
     """
-    separator, ids = config.model.document_separator, list[Any]()
+    separator, ids = config.model.end_token, list[Any]()
     settings = None if tokenizer.file is None else tokenizer.file.with_name("generation_config.json")
     if config.model.kind == "decoder" and settings is not None and settings.is_file():
         try:

@@ -16,7 +16,6 @@ from megasparse.hub.formats import (
     Imported,
     Weight,
     check_only,
-    check_tied,
     hf_sizes,
     model_of,
     not_ours,
@@ -109,8 +108,8 @@ class BERTFormat(Format):
         ignored = {name: tensors.shape(name) for name in names if name in copies or name.startswith(starts)}
         read = readers(tensors, weights, stored, ignored)
         if model.tied_embeddings:
-            check_tied(tensors, head, stored[weights[0].theirs])
-            check_tied(tensors, second, stored.get(HEAD_BIAS, bias))
+            tensors.check_tied(head, stored[weights[0].theirs])
+            tensors.check_tied(second, stored.get(HEAD_BIAS, bias))
         section = model.model_dump(mode="json", exclude_unset=True)
         return Imported({"model": section, "data": {"sequence_length": model.max_length}}, read)
 

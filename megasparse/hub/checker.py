@@ -1,12 +1,13 @@
-"""Check a causal language model of transformers for leaks of later tokens, padding and other documents.
+"""Check a causal language model of transformers, or of a run, for leaks of later tokens, padding and other documents.
 
-Every check compares the logits of two ways to compute them that must agree. A difference is relative to the standard
-deviation of the logits. Rounding gives about 1e-6 in fp32, a leak usually more than 1e-2; 0 means the same bits.
+Every check compares the logits of two ways to compute them that must agree, in a run the nats of the tokens. A
+difference is relative to the standard deviation of these. Rounding gives about 1e-6 in fp32, a leak usually more than
+1e-2; 0 means the same bits.
 
 L tokens of a row.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,10 +19,12 @@ from transformers import AutoTokenizer
 
 from megasparse.config.files import parse_json
 from megasparse.errors import HubError, one_line
-from megasparse.files import read_file
+from megasparse.files import UNSCORED, read_file
 from megasparse.hub.architectures import hf_class
 from megasparse.hub.replace import load_whole
 from megasparse.hub.replaced_layer import cache_name
+from megasparse.model.stack import padding_of
+from megasparse.ops.random import RngContext
 
 TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 """Largest relative difference of a passed check, by the dtype of the weights. Logits are compared in fp32."""
@@ -71,15 +74,58 @@ def check_model(model: Any, length: int = 64, seed: int = 0) -> list[CheckResult
             broken = not isinstance(error, TypeError | ValueError | AttributeError | NotImplementedError | HubError)
             results.append(CheckResult(name, False if broken else None, torch.inf if broken else 0.0, None, note))
             continue
-        difference, position = 0.0, None
-        for first, a, b in pairs:  # logits (L, V) of the tokens from position `first` on
-            moved = ((a - b).abs() / scale).amax(-1).nan_to_num(nan=torch.inf)
-            difference = max(difference, float(moved.max()))
-            wrong = (moved > tolerance).nonzero()
-            if len(wrong) and (position is None or first + int(wrong[0]) < position):
-                position = first + int(wrong[0])
-        results.append(CheckResult(name, position is None, difference, position))
+        results.append(_compared(name, pairs, scale, tolerance))
     return results
+
+
+def _compared(name: str, pairs: Iterable[tuple[int, Tensor, Tensor]], scale: float, tolerance: float) -> CheckResult:
+    difference, position = 0.0, None
+    for first, a, b in pairs:  # logits (L, V) of the tokens from position `first` on
+        moved = ((a - b).abs() / scale).amax(-1).nan_to_num(nan=torch.inf)
+        difference = max(difference, float(moved.max()))
+        wrong = (moved > tolerance).nonzero()
+        if len(wrong) and (position is None or first + int(wrong[0]) < position):
+            position = first + int(wrong[0])
+    return CheckResult(name, position is None, difference, position)
+
+
+@torch.no_grad()
+def check_batch(model: Any, tokens: Tensor, seed: int = 0) -> list[CheckResult]:
+    """Check a megasparse decoder on a batch as it is trained on: no token's nats may depend on later tokens, nor on
+    other documents. Documents are replaced by the bits of their numbers, so that each pair is apart in some pass.
+
+    Args:
+        model: The decoder in evaluation mode.
+        tokens: (B, L) int64, with the marks of its shards.
+        seed: Seed of the random tokens that replace others.
+    """
+    config, length = model.config, tokens.shape[1]
+    special = {config.separator_id, config.padding_token}
+    ids = torch.tensor([token for token in range(config.vocabulary) if token not in special], device=tokens.device)
+    draws = torch.randint(len(ids), tokens.shape, generator=torch.Generator().manual_seed(seed)).to(tokens.device)
+    fixed = (tokens == config.document_separator) | (tokens == config.padding_token)
+    others = torch.where(fixed, tokens, ids[draws] + tokens - tokens % UNSCORED)
+
+    def nats(read: Tensor) -> Tensor:
+        scores: Tensor = model.token_scores(read, RngContext.evaluation(seed, len(read))).nats
+        return scores.double()
+
+    whole, places = nats(tokens), torch.arange(length, device=tokens.device)
+
+    def without(replaced: Tensor, kept: Tensor) -> tuple[int, Tensor, Tensor]:
+        """Compare the tokens `kept` if the others are `replaced`."""
+        moved = torch.where(kept, nats(torch.where(replaced, others, tokens)), whole)
+        return 0, moved.T, whole.T  # (L, B)
+
+    later = (
+        without((places >= t).expand_as(tokens), places < t) for t in (1, length // 4, length // 2 + 1, length - 1)
+    )
+    segments = padding_of(tokens, config).segments
+    numbers = torch.zeros_like(tokens) if segments is None else segments
+    bits = range(int(numbers.max()).bit_length())
+    apart = (without(chosen, ~chosen) for k in bits for one in (numbers >> k & 1 == 1,) for chosen in (one, ~one))
+    scale, tolerance = float(whole.std()), TOLERANCE[next(model.parameters()).dtype]
+    return [_compared("later tokens", later, scale, tolerance), _compared("packed documents", apart, scale, tolerance)]
 
 
 def _logits(model: Any, tokens: Tensor, **inputs: Any) -> Tensor:

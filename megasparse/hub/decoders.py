@@ -18,7 +18,6 @@ from megasparse.hub.formats import (
     Format,
     Imported,
     check_only,
-    check_tied,
     hf_sizes,
     model_of,
     not_ours,
@@ -99,7 +98,7 @@ class DecoderFormat(Format):
     def export(self, config: Config, weight: Callable[[str], Tensor]) -> Exported:
         model = config.model
         files = chat_files(config, model.max_length, room=model.vocabulary)
-        generation = {"eos_token_id": model.document_separator} | json.loads(files.get(GENERATION, "{}"))
+        generation = {"eos_token_id": model.end_token} | json.loads(files.get(GENERATION, "{}"))
         hf_config = {
             "model_type": self.name,
             "architectures": [self.architecture],
@@ -116,8 +115,8 @@ class DecoderFormat(Format):
         weights = weights_of(self.table, model)
         return Exported(hf_config, lambda: ((entry.theirs, entry.write(weight)) for entry in weights), files)
 
-    def load(self, hf_config: dict[str, Any], tensors: TensorFile) -> Imported:
-        path = tensors.path / "config.json"
+    def model_section(self, hf_config: dict[str, Any], path: Path) -> dict[str, Any]:
+        """Return the section `model` for the config.json at `path`. Raises HubError if megasparse cannot express it."""
         config = read_configuration(self.name, hf_config, path)
         if config.hidden_size % config.num_attention_heads and not getattr(config, "head_dim", None):
             raise not_ours(path, "num_attention_heads", config.num_attention_heads, "a divisor of hidden_size")
@@ -137,7 +136,11 @@ class DecoderFormat(Format):
             **self.section(config, path),
         }
         entry = entry_of(config, path) if ENTRY in hf_config else {}
-        section |= {key: value for key, value in entry.items() if key != "seed"}
+        return section | {key: value for key, value in entry.items() if key != "seed"}
+
+    def load(self, hf_config: dict[str, Any], tensors: TensorFile) -> Imported:
+        path = tensors.path / "config.json"
+        section, config = self.model_section(hf_config, path), read_configuration(self.name, hf_config, path)
         model, longest = model_of(section, path), config.max_position_embeddings
         if model.positions.kind == "learned" and model.max_length != longest:
             problem = f"max_length of its replaced attention is not the model's {longest}"
@@ -154,8 +157,9 @@ class DecoderFormat(Format):
         ignored = {name: tensors.shape(name) for name in unread}
         read = readers(tensors, weights, stored, ignored)
         if model.tied_embeddings:
-            check_tied(tensors, HEAD, stored[weights[0].theirs])
-        run, data = {"seed": entry.get("seed", 0)}, {"sequence_length": model.max_length}
+            tensors.check_tied(HEAD, stored[weights[0].theirs])
+        seed = entry_of(config, path).get("seed", 0) if ENTRY in hf_config else 0
+        run, data = {"seed": seed}, {"sequence_length": model.max_length}
         return Imported({"model": section, "run": run, "data": data}, read)
 
     @torch.no_grad()
@@ -165,11 +169,12 @@ class DecoderFormat(Format):
         return network(input_ids=read, use_cache=False).logits.float()
 
     def comparable(self, config: Config) -> Config:
-        """Return the configuration with full attention. Rounding changes the keys that a query selects now and then,
-        and in a model of many layers every later logit.
+        """Return the configuration with full attention and fp32 residual streams. Rounding changes the keys that a
+        query selects now and then, and in a model of many layers every later logit.
         """
         attention = config.model.attention.model_copy(update={"pattern": ["full"]})
-        return config.model_copy(update={"model": config.model.model_copy(update={"attention": attention})})
+        changes = {"attention": attention, "residual_dtype": "fp32"}
+        return config.model_copy(update={"model": config.model.model_copy(update=changes)})
 
     # Differences between the families
 

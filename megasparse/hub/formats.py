@@ -293,13 +293,6 @@ def use_tied(stored: dict[str, str], weight: str, copy: str, names: list[str]) -
         stored[weight] = copy
 
 
-def check_tied(tensors: TensorFile, copy: str, of: str) -> None:
-    """Raise HubError if the file contains two different values of a tied parameter."""
-    if copy in tensors.names() and copy != of and not torch.equal(tensors.read(copy), tensors.read(of)):
-        problem = f"{copy} and {of} differ, but are tied by its config.json"
-        raise HubError(tensors.path, problem, 'Set "tie_word_embeddings" to false there, or remove the first one')
-
-
 # Both models on the same tokens
 
 TOLERANCE = 1e-4

@@ -39,6 +39,8 @@ from megasparse.hub.tokenizer_files import FILE, GENERATION, SPECIAL, Files, com
 from megasparse.hub.versions import require_transformers
 from megasparse.model.adapters import add_adapters
 from megasparse.model.build import Model, build_model, deferred_model, empty_model, initial_weight
+from megasparse.model.embedding import lengthened
+from megasparse.ops.quantised import is_quantised, quantise
 from megasparse.settings.load import build_config
 from megasparse.training.checkpoints.bucket import Bucket
 from megasparse.training.checkpoints.checkpoint import (
@@ -57,9 +59,12 @@ from megasparse.training.checkpoints.manifest import (
     read_manifest,
     seal,
     versions,
+    weights_digest,
 )
 from megasparse.training.checkpoints.rank_file import RankFile, durable, make_folder
+from megasparse.training.engines.contract import put
 from megasparse.training.ranks import Ranks
+from megasparse.training.reporting.memory import trim_memory
 
 DRAWS_COMPARED = 3
 """Number of random inputs, one of which must agree."""
@@ -215,6 +220,9 @@ def _with_special(folder: Path, sections: dict[str, Any]) -> dict[str, Any]:
 VOCABULARY = ("embedding.weight", "head.weight", "head.bias")
 """Weights with one row per token."""
 
+POSITIONS = ("embedding.positions.table", "embedding.positions.axes.0")
+"""Weights with one row per position, or per cell of the slowest axis."""
+
 Readers = Mapping[str, Callable[[], Tensor]]
 """Readers of weights by name."""
 FIRST = Path("checkpoints", "00000000")
@@ -310,12 +318,19 @@ def identity(name: str) -> dict[str, str]:
 # Runs that start from the weights of another model
 
 
-def base_values(source: str | Path) -> dict[str, Any]:
+def base_values(source: str | Path, weights: bool = True) -> dict[str, Any]:
     """Return the base of a configuration that starts from `source`: its model and tokenizer.
+
+    weights: False reads only config.json of a decoder, and returns its model without the tokenizer.
 
     Raises HubError and CheckpointError if there is no such model.
     """
-    if (model := _hf_model(path := Path(source))) is not None:
+    path = Path(source)
+    if not weights and (path / "config.json").is_file():
+        values = read_config(path)
+        if (name := values.get("model_type")) in DECODERS:
+            return {"model": cast(Any, format_named(name)).model_section(values, path / "config.json")}
+    if (model := _hf_model(path)) is not None:
         config = model.config
     else:
         checkpoint = find_checkpoint(path)
@@ -350,29 +365,42 @@ def require_base(config: Config) -> None:
         raise ConfigError("lora", problem, "Name a pretrained model with --start, or set it to null")
 
 
+def base_digest(config: Config) -> str | None:
+    """Return the digest of the frozen weights of a run with adapters; None if it trains all weights."""
+    return None if config.lora is None else weights_digest(read_manifest(_start_of(config)))
+
+
 def _start_of(config: Config) -> Path:
     return Path(config.run.directory) / "start" / FIRST
 
 
-def adapted(config: Config) -> nn.Module:
-    """Return the model of a run with adapters before its first step: the frozen weights of RUN/start, in the precision
-    of the run, and the adapters.
+def adapted(config: Config, device: torch.device) -> nn.Module:
+    """Return the model of a run with adapters before its first step, on `device`: the frozen weights of RUN/start,
+    quantised or in the precision of the run, and the adapters. Weights are read one at a time.
     """
-    assert config.lora is not None
-    model = empty_model(config.model)
-    load_weights(model, Checkpoint.open(_start_of(config), build=empty_model))
-    add_adapters(model, config.lora, config.run.seed)
-    if config.training.precision == "bf16":  # before the engine does it, so that a GPU never stores them in fp32
-        for weight in model.parameters():
-            if not weight.requires_grad:
-                weight.data = weight.data.bfloat16()
+    lora = config.lora
+    assert lora is not None
+    model, base = deferred_model(config.model, config.run.seed), Checkpoint.open(_start_of(config), build=empty_model)
+    load_weights(model, base, buffers_only=True)
+    dtype = torch.bfloat16 if config.training.precision == "bf16" else torch.float32
+    for name, weight in model.named_parameters():
+        values = base.tensor("weight", name).to(device)
+        if lora.quantized is not None and is_quantised(name, weight.shape):
+            values = quantise(values, lora.quantized, dtype)
+        elif ".mechanisms." not in name:
+            values = values.to(dtype)
+        put(weight, values)
+        del values
+        base.close()
+        trim_memory()
+    add_adapters(model, lora, config.run.seed)
     return model
 
 
 def write_start(config: Config, source: Path, output: Path) -> tuple[list[str], list[str]]:
     """Write OUTPUT/checkpoints/00000000, the model of `config` before its first step, with the pretrained weights of
-    the same names and initial values for all others. Return the names of the others, and of unused pretrained weights,
-    such as another attention's.
+    the same names and initial values for all others. A shorter table of positions is repeated. Return the names of the
+    others, and of unused pretrained weights, such as another attention's.
 
     source: a checkpoint, a run's folder, or a Hugging Face model's folder, with or without the language-modelling head.
     Raises HubError if a weight has another shape or the tokenizers differ.
@@ -398,6 +426,9 @@ def write_start(config: Config, source: Path, output: Path) -> tuple[list[str], 
             initial = initial_weight(config.model, config.run.seed, name, weight.shape) if weight.is_meta else weight
             return initial.detach().view(weight.shape)
         value = pretrained[name]()
+        if name in POSITIONS and value.shape[1:] == weight.shape[1:] and len(value) < len(weight):
+            print(f"{name}: lengthened from {len(value)} to {len(weight)} rows by repetition", file=sys.stderr)
+            return lengthened(value, len(weight), config.model.positions.offset)
         if value.shape != weight.shape:
             problem = f"{name} has shape {list(value.shape)}, but {list(weight.shape)} in the configured model"
             raise HubError(source, problem, "Set the sizes of the model (model.*) to those of the pretrained one")

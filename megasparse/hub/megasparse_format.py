@@ -1,7 +1,7 @@
 """megasparse's architecture for Hugging Face. The code in an exported folder imports the package megasparse."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +14,7 @@ from megasparse.data.tokenizers import build_tokenizer
 from megasparse.errors import HubError
 from megasparse.hub.formats import TASKS, Exported, Format, Imported, shapes, sides, unfilled
 from megasparse.hub.tensor_file import TensorFile
-from megasparse.hub.tokenizer_files import GENERATION, chat_files, own_name, separator
+from megasparse.hub.tokenizer_files import GENERATION, Files, chat_files, own_name, separator
 from megasparse.settings.checks import check_model
 
 if TYPE_CHECKING:
@@ -26,25 +26,34 @@ _IMPORT = """\
 \"\"\"The code of this model is in the package megasparse.\"\"\"
 
 try:
-    from megasparse.hub import modelling
+    from {module} as classes
 except ImportError as error:
     raise ImportError("this model needs the package megasparse: run pip install -e . in a clone") from error
 """
 _CONFIG = """
 
-class MegasparseConfig(modelling.MegasparseConfig):
+class {name}(classes.{name}):
     def __init__(self, **settings):
         super().__init__(**settings)
 """
-_MODEL = "\n\nclass Megasparse{name}(modelling.Megasparse{name}):\n    pass\n"
+_MODEL = "\n\nclass {name}(classes.{name}):\n    pass\n"
 _MODELS = ("Model", "ForCausalLM", "ForMaskedLM", "ForSeq2SeqLM", "ForSequenceClassification")
-CODE = {
-    "configuration_megasparse.py": _IMPORT + _CONFIG,
-    "modeling_megasparse.py": _IMPORT + "".join(_MODEL.format(name=name) for name in _MODELS),
-}
-"""Python files of an exported folder, which `trust_remote_code=True` runs. Their classes are subclasses, so that
-`save_pretrained` copies these files.
-"""
+
+
+def code_files(module: str, config: str, models: Sequence[str]) -> Files:
+    """Return the Python files of an exported folder, which `trust_remote_code=True` runs. Their classes are subclasses,
+    so that `save_pretrained` copies these files.
+
+    module: what to import, "PACKAGE import MODULE", with the classes `config` and `models`.
+    """
+    head = _IMPORT.format(module=module)
+    return {
+        "configuration_megasparse.py": head + _CONFIG.format(name=config),
+        "modeling_megasparse.py": head + "".join(_MODEL.format(name=name) for name in models),
+    }
+
+
+CODE = code_files("megasparse.hub import modelling", "MegasparseConfig", [f"Megasparse{name}" for name in _MODELS])
 
 
 class MegasparseFormat(Format):
@@ -73,7 +82,7 @@ class MegasparseFormat(Format):
         files = {**CODE, **chat_files(config, longest)}
         if model.kind != "encoder":
             settings = json.loads(files.get(GENERATION, "{}"))
-            ends = {"eos_token_id": model.document_separator} if model.document_separator is not None else {}
+            ends = {"eos_token_id": model.end_token} if model.end_token is not None else {}
             files[GENERATION] = json.dumps(ends | settings | generation(config), indent=2) + "\n"
         return Exported(hf_config, lambda: ((PREFIX + name, weight(name)) for name in names), files)
 

@@ -162,6 +162,12 @@ class MegasparsePreTrainedModel(PreTrainedModel):
                 for name, x in loaded.items():
                     values[name].copy_(x)
 
+    def mark_tied_weights_as_initialized(self, loading_info: Any) -> None:
+        """Keep the names of missing weights that are tied, which transformers removes in code outside its package."""
+        missing = {*loading_info.missing_keys}
+        super().mark_tied_weights_as_initialized(loading_info)
+        loading_info.missing_keys = missing
+
     def run(self, rows: AlignedRows, targets: Targets | None) -> tuple[tuple[Tensor, ...], Tensor]:
         """Return the final streams, (B, n, E), or (B, n + 1, E) for a decoder, and the auxiliary losses."""
         self.check_length(rows.tokens.shape[1])
@@ -468,7 +474,7 @@ class MegasparseForSeq2SeqLM(MegasparseWriter):
         if tokens.shape[1] > longest:
             raise ValueError(f"{tokens.shape[1]} tokens are more than the encoder's maximum of {longest}")
         mask = tokens != self._padding if mask is None else mask
-        rows = AlignedRows(tokens, mask, self._padding)
+        rows = AlignedRows(tokens, mask, self.settings.padding_token or 0)
         answer = targets and targets._replace(answer=True)
         states, auxiliary, _ = self.model.encoder(rows.tokens, rng, rows.real, answer)
         return SourceOutput(rows.restore(states), attention_mask=mask if rows.padded else None), auxiliary

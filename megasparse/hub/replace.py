@@ -37,6 +37,7 @@ from megasparse.hub.replaced_layer import (
 from megasparse.hub.tensor_file import ADAPTER, TensorFile, appearing, load_stored
 from megasparse.hub.versions import TESTED_TRANSFORMERS
 from megasparse.model.build import initialise
+from megasparse.model.embedding import lengthened
 from megasparse.settings.checks import check_model
 
 ENTRY = "megasparse_attention"
@@ -582,8 +583,7 @@ def extend_positions(model: PreTrainedModel, length: int) -> None:
     if table.weight.is_meta:
         problem = f"has offloaded position embeddings, which cannot be extended to {length} tokens"
         raise HubError(type(model).__name__, problem, "Load it without device_map, save it replaced, and load that")
-    rows = torch.arange(length, device=table.weight.device) % old + offset
-    longer = torch.cat([table.weight[:offset], table.weight[rows]])
+    longer = lengthened(table.weight, offset + length, offset)
     table.weight = nn.Parameter(longer, requires_grad=table.weight.requires_grad)
     table.num_embeddings = model.config.max_position_embeddings = len(longer)
     embeddings.position_ids = torch.arange(len(longer), device=longer.device).expand(1, -1)

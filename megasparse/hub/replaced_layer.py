@@ -34,6 +34,7 @@ from megasparse.attention.contract import (
 )
 from megasparse.attention.full import FullAttention
 from megasparse.attention.heads import Padding, build_mechanism, split_heads_by_mechanism
+from megasparse.attention.sinks import merge
 from megasparse.config.attention import AttentionConfig
 from megasparse.config.schema import ModelConfig, heads_of_layer
 from megasparse.errors import HubError
@@ -135,7 +136,7 @@ class Mechanisms(nn.ModuleDict):
                 if _attends_fully(mechanism):
                     outs.append(_after(q, keys, values, real, sinks=sink))
                 elif (chosen := mechanism.choose(part.newest, entries, tokens)) is not None:
-                    out, lse = gathered_attention(q, keys, values, chosen, scale=q.shape[3] ** -0.5)
+                    out, lse = _gathered(q, keys, values, chosen)
                     if sink is not None:
                         out = out * torch.sigmoid(lse - sink[:, None])[..., None].to(out.dtype)
                     outs.append(out)
@@ -475,6 +476,15 @@ def _indexed(cached: IndexedLayer, parts: list[_Part], position: int) -> list[Te
     split = iter(whole.split([x.shape[-1] for x in entries], dim=-1)) if len(entries) > 1 else iter([whole])
     columns = (x if len(entries) == 1 else x.contiguous() for x in split)
     return [None if x is None else next(columns).view(x.dtype) for x in newest]
+
+
+def _gathered(q: Tensor, k: Tensor, v: Tensor, chosen: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+    """Attend to the keys of `Attention.choose`. Returns output and log-sum-exp."""
+    if q.dtype in (torch.float32, torch.float64):  # half precision rounds each part as the whole pass, see `choose`
+        shape = [max(sizes) for sizes in zip(*(index.shape[:3] for index in chosen), strict=True)]
+        chosen = (torch.cat([index.expand(*shape, -1) for index in chosen], dim=-1),)
+    parts = [gathered_attention(q, k, v, index, scale=q.shape[3] ** -0.5) for index in chosen]
+    return parts[0] if len(parts) == 1 else merge(parts)
 
 
 def _again(part: _Part, k: Tensor, v: Tensor, entries: Tensor | None, real: Tensor | None) -> Tensor:

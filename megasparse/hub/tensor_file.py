@@ -103,6 +103,12 @@ class TensorFile:
                 hint = "Use a model of the architecture in its config.json"
                 raise HubError(self.path, f"contains a tensor {name}, unknown to its architecture", hint)
 
+    def check_tied(self, copy: str, of: str) -> None:
+        """Raise HubError if there are two different values of a tied parameter."""
+        if copy != of and {copy, of} <= self._files.keys() and not torch.equal(self.read(copy), self.read(of)):
+            problem = f"{copy} and {of} differ, but are tied by its config.json"
+            raise HubError(self.path, problem, 'Set "tie_word_embeddings" to false there, or remove the first one')
+
     def _checked(self) -> "TensorFile":
         for name, file in self._files.items():
             if name.endswith(".weight") and (kind := file.get_slice(name).get_dtype())[0] in "IU":
@@ -128,7 +134,8 @@ def load_stored(loader: Any, folder: str | Path, new_head: bool = False, **setti
     """Load the model of a folder by a class of transformers, or of megasparse with the same interface, without the
     replacement of its attention.
 
-    transformers completes a folder that lacks weights with random ones, and ignores tensors that it does not know.
+    transformers completes a folder that lacks weights with random ones, ignores tensors that it does not know, and
+    does not tie weights that differ.
 
     Args:
         loader: The class.
@@ -137,7 +144,8 @@ def load_stored(loader: Any, folder: str | Path, new_head: bool = False, **setti
         settings: Arguments of from_pretrained.
 
     Raises:
-        HubError: The folder cannot be loaded, or a tensor is missing, wrong-shaped or unknown to the base model.
+        HubError: The folder cannot be loaded, a tensor is missing, wrong-shaped or unknown to the base model, or tied
+            weights differ.
     """
     from transformers.utils import logging
 
@@ -173,6 +181,9 @@ def load_stored(loader: Any, folder: str | Path, new_head: bool = False, **setti
     if unknown := sorted(name for name in info["unexpected_keys"] if not known(name)):
         hint = "Use a model of the architecture in its config.json"
         raise HubError(folder, f"contains a tensor {unknown[0]}, unknown to its architecture", hint)
+    if getattr(model.config, "tie_word_embeddings", False) and isinstance(model._tied_weights_keys, dict):
+        for copy, of in model._tied_weights_keys.items():
+            file.check_tied(copy, of)
     return model
 
 

@@ -264,8 +264,8 @@ def with_start(values: dict[str, Any], token: int, name: str) -> dict[str, Any]:
     """
     added = values["added_tokens"]
     size = max([len(values["model"]["vocab"]), *(entry["id"] + 1 for entry in added)])
-    gap = [_added(unused, f"[unused{unused}]") for unused in range(size, token)]
-    added = [*added, *gap, _added(token, name)]
+    gap = [special_token(unused, f"[unused{unused}]") for unused in range(size, token)]
+    added = [*added, *gap, special_token(token, name)]
     return {**values, "added_tokens": added, "post_processor": _template(token, name, "^A", "^AB")}
 
 
@@ -275,7 +275,7 @@ def with_end(values: dict[str, Any], token: int) -> dict[str, Any]:
     assert name is not None
     added = values["added_tokens"]
     if not any(entry["id"] == token for entry in added):
-        added = [*added, _added(token, name)]
+        added = [*added, special_token(token, name)]
     return {**values, "added_tokens": added, "post_processor": _template(token, name, "A^", "A^B^")}
 
 
@@ -311,7 +311,7 @@ def _content(
         "version": "1.0",
         "truncation": None,
         "padding": None,
-        "added_tokens": [_added(number, name) for name, number in special.items()],
+        "added_tokens": [special_token(number, name) for name, number in special.items()],
         "normalizer": normalizer,
         "pre_tokenizer": pre_tokenizer,
         "post_processor": None,
@@ -320,7 +320,7 @@ def _content(
     }
 
 
-def _added(number: int, name: str) -> dict[str, Any]:
+def special_token(number: int, name: str) -> dict[str, Any]:
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
     return {"id": number, "content": name, **flags}
 

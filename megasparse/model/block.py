@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from megasparse.attention.contract import AttentionContext
 from megasparse.attention.cross import CrossAttention, EncoderOutput, SourceKeys
-from megasparse.attention.heads import AttentionLayer, LayerCache
+from megasparse.attention.heads import LayerCache, MultiHeadAttention
 from megasparse.config.schema import GATED, ModelConfig
 from megasparse.errors import ConfigError
 from megasparse.model.branch import (
@@ -29,6 +29,7 @@ from megasparse.model.branch import (
     owned,
 )
 from megasparse.model.head_groups import HeadGroups, attend_in_groups
+from megasparse.model.recompute import recomputed
 from megasparse.ops.operator import Function, linear, remember_autocast
 from megasparse.ops.random import RngContext, dropout, relu_dropout
 from megasparse.ops.tiled import GradientSums, tiled
@@ -44,7 +45,7 @@ class AttentionBranch(Branch):
 
     def __init__(self, config: ModelConfig, layer: int):
         super().__init__(config, layer)
-        self.attention = AttentionLayer(config, layer, seed=None)
+        self.attention = MultiHeadAttention(config, layer, seed=None)
         self.gathered_at_once = self.attention.groups > 1
 
     def update(self, x: Tensor, run: Pass, cache: LayerCache | None = None) -> tuple[Tensor, Tensor | None]:
@@ -183,13 +184,37 @@ class Block(nn.Module):
         self.attention = AttentionBranch(config, layer)
         self.cross_attention = CrossAttentionBranch(config, layer) if config.source else None
         self.feed_forward = FeedForwardBranch(config, layer)
+        self.tiles, self.offload = config.feed_forward_tiles, config.activations == "checkpoint_cpu"
+        self.gathered_at_once = config.activations.startswith("checkpoint")
+        self.recomputed: list[Block] = []
+        """This block and the next ones, recomputed together by `forward`; set by the stack."""
 
     def forward(
         self, run: Pass, cache: LayerCache | None, source: Tensor | None, *streams: Tensor
     ) -> tuple[Tensor | None, ...]:
-        """Return the auxiliary loss (or None) and the new streams.
+        """Return the auxiliary loss (or None) and the new streams, of all blocks that are recomputed together.
 
-        Source and streams are positional arguments because the checkpointing wrapper only finds top-level tensors.
+        Args: see `whole`.
+        """
+        if self.recomputed and cache is None:
+            return recomputed(self.recomputed, run, source, streams[0])
+        return self.whole(run, cache, source, *streams)
+
+    def runs_in_tiles(self, run: Pass) -> bool:
+        """Return True if a recomputed pass can run tile by tile, see `model.recompute`."""
+        layer, padding = self.attention.attention, run.padding
+        mechanisms = [layer.mechanism(kind) for kind in layer.split]
+        dropout = run.rng.training and any(mechanism.spec.dropout for mechanism in mechanisms)
+        return (
+            self.tiles > 1 and layer.causal and layer.groups == 1 and self.cross_attention is None
+            and padding.key_mask is None and padding.part.size == 1 and not dropout
+            and all(mechanism.attends_prefix for mechanism in mechanisms)
+        )  # fmt: skip
+
+    def whole(
+        self, run: Pass, cache: LayerCache | None, source: Tensor | None, *streams: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        """Return the auxiliary loss (or None) and the new streams of this block, on whole sequences.
 
         Args:
             cache: Empty cache to prefill, or None.

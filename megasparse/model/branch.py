@@ -45,6 +45,8 @@ class Pass:
     source_mask: Tensor | None = None
     tokens: Tensor | None = None
     """See AttentionContext.tokens."""
+    donated: bool = False
+    """True if the backward may overwrite the streams and their gradients, see `Reversible`."""
     statistics: dict[str, dict[int, Tensor]] = field(default_factory=dict)
     """Statistics by name and layer."""
     recompute: defaultdict[tuple[str, int], RecomputeCache] = field(default_factory=lambda: defaultdict(RecomputeCache))

@@ -16,6 +16,7 @@ from megasparse.attention.cross import EncoderOutput
 from megasparse.attention.heads import LayerCache, Padding
 from megasparse.attention.sequence_part import WHOLE, DecodingPart, SequencePart
 from megasparse.config.schema import ModelConfig, encoder_part
+from megasparse.files import UNSCORED
 from megasparse.model.branch import Pass, Streams, mean_stream
 from megasparse.model.stack import Scored, Stack, TokenScores, Transformer, padding_of
 from megasparse.ops.normalize import Norm
@@ -55,7 +56,7 @@ class DecodingCache:
 
 class Causal(Transformer):
     """Model that predicts every token from the tokens before it, the first one from a learned start vector. All tokens
-    are scored except padding and positions before `score_from`.
+    are scored except padding, positions before `score_from`, and tokens with a mark (`files.UNSCORED`).
     """
 
     @property
@@ -65,10 +66,11 @@ class Causal(Transformer):
 
     def prepare_inputs(self, tokens: Tensor, rng: RngContext, padding: Padding) -> tuple[Tensor, Tensor]:
         part = padding.part
-        scored = torch.ones_like(tokens, dtype=torch.bool)
+        scored = tokens < UNSCORED
         if padding.key_mask is not None:
-            scored = part.local_part(padding.key_mask, 1).clone()
+            scored &= part.local_part(padding.key_mask, 1)
         scored[:, : max(0, self.config.score_from - rng.first)] = False
+        tokens = tokens % UNSCORED
         if part.size == 1:
             return tokens[:, :-1], scored
         last = part.gather(tokens[:, -1:], 1)  # (B, S)
@@ -77,9 +79,9 @@ class Causal(Transformer):
 
     def count_scored(self, tokens: Tensor, sequence: ProcessGroup | None = None) -> Tensor:
         first = SequencePart.of(sequence).rank * tokens.shape[1]
-        real = torch.ones_like(tokens, dtype=torch.bool)
+        real = tokens < UNSCORED
         if self.config.padding_token is not None:
-            real = tokens != self.config.padding_token
+            real &= tokens != self.config.padding_token
         return real[:, max(0, self.config.score_from - first) :].sum()
 
     @torch.no_grad()
@@ -171,7 +173,8 @@ class EncoderDecoder(Causal):
         shared = self.embedding.weight if config.source.shared_embedding else None
         self.encoder = SourceEncoder(encoder_part(config), shared)
         weights = [mechanism.task_weight for _, mechanism in self.encoder.mechanisms()]
-        self.source_length, self.task_weight = config.source.length, min(self.task_weight, *weights)
+        self.source_length = config.source.length
+        self.task_weight = min(self.task_weight, *weights)
 
     def count_scored(self, tokens: Tensor, sequence: ProcessGroup | None = None) -> Tensor:
         part = SequencePart.of(sequence)

@@ -51,6 +51,14 @@ class Positions(nn.Module):
         return None  # rotary positions rotate queries and keys instead
 
 
+def lengthened(table: Tensor, rows: int, offset: int = 0) -> Tensor:
+    """Return a position table of more rows: position i gets the embedding of position i mod P. offset: rows before
+    position 0. table: (offset + P, E), or the first axis of axial positions.
+    """
+    position = torch.arange(rows - offset, device=table.device) % (len(table) - offset)
+    return torch.cat([table[:offset], table[offset + position]])
+
+
 class NgramEmbedding(nn.Module):
     """Sum over n of row h_n(last n tokens) of table n, or a projection of these rows; initially 0 (`model.ngrams`)."""
 
@@ -107,7 +115,7 @@ class Embedding(nn.Module):
             tokens = F.pad(tokens, (1, 0), value=self.start_token)
         x = F.embedding(tokens, self.weight)
         if first == 0 and self.start is not None:
-            x = torch.cat([self.start.expand(tokens.shape[0], 1, -1), x], dim=1)
+            x = torch.cat([self.start.expand(tokens.shape[0], 1, -1), x], dim=1)  # (B, 1 + n, E)
         elif self.start is not None and torch.is_grad_enabled():
             x = x + 0.0 * self.start  # with sequence parallelism, ZeRO expects its gradient on every rank
         x = at_least_fp32(x)

@@ -125,7 +125,8 @@ class Encoder(Transformer):
         together, except for the last selected word, which is cut to keep the number exact.
         """
         masking = self.config.masking
-        part, tokens = padding.part, padding.part.gather(tokens, 1)  # the choice depends on all tokens of a sequence
+        part = padding.part  # the choice depends on all tokens of a sequence
+        tokens = padding.part.gather(tokens, 1)
         key = rng.key(-1, "masked tokens")
         rows = rng.at(0).rows(tokens.shape[1], tokens.device)
         order, fate, other = (random_bits(key, rows, 3).to(torch.int64) + 2**31).unbind(-1)  # uniform below 2^32

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megasparse.attention.contract import AttentionContext, AttentionInputs
-from megasparse.attention.heads import AttentionLayer, merge_heads, split_heads, start_exchange, start_to_tokens
+from megasparse.attention.heads import MultiHeadAttention, merge_heads, split_heads, start_exchange, start_to_tokens
 from megasparse.attention.sequence_part import Edges
 from megasparse.model.branch import Branch, Pass, cut, inside
 from megasparse.ops.operator import Function, at_least_fp32, autocast_off, remember_autocast
@@ -47,7 +47,7 @@ class HeadGroup(NamedTuple):
 class HeadGroups:
     """Heads of a branch's attention in groups, on tiles of its input stream."""
 
-    def __init__(self, branch: Branch, layer: AttentionLayer, run: Pass, tiles: list[Tensor]):
+    def __init__(self, branch: Branch, layer: MultiHeadAttention, run: Pass, tiles: list[Tensor]):
         self.branch, self.layer, self.run, self.tiles = branch, layer, run, tiles
         self.weights = group_weights(branch)
         self.ahead = int(run.padding.part.size > 1)  # groups that are sent while one attends
@@ -189,7 +189,7 @@ class HeadGroups:
             q = self.layer.query_norm.by(inside("query_norm", weights), q)
         if self.layer.key_norm is not None and k.shape[1]:
             k = self.layer.key_norm.by(inside("key_norm", weights), k)
-        return self.layer.rotate_and_repeat(q, k, v, position)
+        return self.layer.repeat(*(self.layer.rotate(part, position) for part in (q, k)), v)
 
     def _project_all(self, weights: Weights) -> tuple[Tensor, ...]:
         """Return queries, keys and values of all tiles: (B, n, L, D) each."""
@@ -243,7 +243,7 @@ def group_weights(branch: Branch) -> dict[str, nn.Parameter]:
     return {n: w for n, w in branch.named_parameters() if not (norm_after and n.startswith("norm."))}
 
 
-def attend_in_groups(branch: Branch, layer: AttentionLayer, x: Tensor, run: Pass) -> tuple[Tensor, Tensor | None]:
+def attend_in_groups(branch: Branch, layer: MultiHeadAttention, x: Tensor, run: Pass) -> tuple[Tensor, Tensor | None]:
     """Run the branch of an ordinary layer. Returns its output, (B, L, E) fp32 or wider, and its auxiliary loss. The
     backward recomputes each group from x.
     """
@@ -254,7 +254,7 @@ def attend_in_groups(branch: Branch, layer: AttentionLayer, x: Tensor, run: Pass
 class _InGroups(Function):
     @staticmethod
     def forward(
-        ctx: Any, branch: Branch, layer: AttentionLayer, run: Pass, x: Tensor, *weights: Tensor
+        ctx: Any, branch: Branch, layer: MultiHeadAttention, run: Pass, x: Tensor, *weights: Tensor
     ) -> tuple[Tensor, Tensor | None]:
         remember_autocast(ctx, x)
         ctx.branch, ctx.layer, ctx.run = branch, layer, run.undecided()

@@ -17,6 +17,7 @@ from megasparse.attention.cross import EncoderOutput
 from megasparse.attention.heads import LayerCache, Padding
 from megasparse.attention.sequence_part import WHOLE, SequencePart
 from megasparse.config.schema import ModelConfig
+from megasparse.files import UNSCORED
 from megasparse.model.block import Block, Reversible
 from megasparse.model.branch import Gathered, Pass, Streams, mean_stream
 from megasparse.model.embedding import Embedding
@@ -115,11 +116,9 @@ class Stack(nn.Module):
         self.embedding: Any = embedding if isinstance(embedding, nn.Module) else Embedding(config, embedding)
         self.layers = [Block(config, layer) for layer in range(config.layers)]
         self.blocks = nn.ModuleList(self.layers)
-        if config.activations in ("checkpoint", "checkpoint_cpu"):
-            from fairscale.nn import checkpoint_wrapper  # optional dependency
-
-            for block in self.layers:
-                checkpoint_wrapper(block, offload_to_cpu=config.activations == "checkpoint_cpu")
+        if config.activations.startswith("checkpoint"):
+            for i in range(0, config.layers, config.checkpoint_layers):
+                self.layers[i].recomputed = self.layers[i : i + config.checkpoint_layers]
 
     def streams(
         self,
@@ -139,21 +138,24 @@ class Stack(nn.Module):
         contain it. donated: see `Reversible`.
         """
         config, (tokens, codes) = self.config, self._newest_tokens(read, rng.first, padding)
-        run = Pass(rng, padding, targets if rng.training else None, source and source.key_mask, tokens)
+        run = Pass(rng, padding, targets if rng.training else None, source and source.key_mask, tokens, donated)
         states = None if source is None else source.states
-        initial = streams = self._enter(read, rng.first, rng, codes)
+        streams = self._enter(read, rng.first, rng, codes)
+        initial = streams[1] if self.embedding_once and config.blocks == "reversible" else None
         if config.activations == "reversible" and torch.is_grad_enabled():
             *streams, total = Reversible.apply(*streams, states, self.layers, run, donated)
         else:
             total = torch.zeros((), device=streams[0].device)
-            for i, block in enumerate(self.layers):
+            step = config.checkpoint_layers if caches is None else 1
+            for i, block in list(enumerate(self.layers))[::step]:
                 arguments = run, None if caches is None else caches[i], states, *streams
                 if self.gradient_checkpointing and rng.training:
                     auxiliary, *streams = self._gradient_checkpointing_func(block, *arguments)
                 else:
                     auxiliary, *streams = block(*arguments)
                 total = total if auxiliary is None else total + auxiliary
-        return self._leave(streams, initial), total, average_over_layers(run.statistics, config.layers)
+        streams = tuple(streams) if initial is None else (streams[0], streams[1] - initial)
+        return streams, total, average_over_layers(run.statistics, config.layers)
 
     def mechanisms(self) -> Iterator[tuple[int, Attention]]:
         """Yield (layer, mechanism) for every mechanism of self-attention."""
@@ -181,14 +183,10 @@ class Stack(nn.Module):
             x = dropout(x, self.config.dropout, rng.key(-1, "embedding dropout"), rng.rows(x.shape[1], x.device))
         if self.config.residual_dtype == "bf16":
             x = x.bfloat16()
-        recomputed = self.gradient_checkpointing or self.config.activations != "stored"
+        recomputed = self.gradient_checkpointing or self.config.activations == "reversible"
         if recomputed and torch.is_grad_enabled() and any(weight.requires_grad for weight in self.blocks.parameters()):
             x.requires_grad_()  # next to a frozen embedding, a recomputed block would otherwise get no gradients
         return (x, x) if self.config.blocks == "reversible" else (x,)
-
-    def _leave(self, streams: Sequence[Tensor], initial: Streams) -> Streams:
-        once = self.embedding_once and self.config.blocks == "reversible"
-        return (streams[0], streams[1] - initial[1]) if once else tuple(streams)
 
 
 class OutputHead(Gathered):
@@ -230,10 +228,11 @@ class OutputHead(Gathered):
         Norm, logits and softmax are computed for L/tiles positions at a time, in forward and backward.
         """
         weights = dict(self.named_parameters(recurse=False))
+        count = len(streams)  # the graph would keep streams that `score` reads
 
         def score(targets: Tensor, *rest: Tensor) -> Tensor:
-            values = dict(zip(weights, rest[len(streams) :], strict=True))
-            hidden = self._hidden(rest[: len(streams)], values).flatten(0, 1)
+            values = dict(zip(weights, rest[count:], strict=True))
+            hidden = self._hidden(rest[:count], values).flatten(0, 1)
             return self._scores(hidden, targets.flatten(), values, training).unflatten(0, targets.shape)
 
         nats, correct, *cost = tiled(score, (targets, *streams), list(weights.values()), self.tiles).unbind(-1)
@@ -331,6 +330,7 @@ class Transformer(Stack, ABC):
     def score(self, tokens: Tensor, rng: RngContext, padding: Padding, source: EncoderOutput | None = None) -> Scored:
         """Score tokens (B, L). source: encoder output from which target tokens are predicted, or None."""
         read, scored = self.prepare_inputs(tokens, rng, padding)
+        tokens = tokens % UNSCORED
         targets = Targets(tokens, scored)
         streams, auxiliary, statistics = self.streams(read, rng, padding, targets, source=source, donated=True)
         nats, correct, cost = self.head(self.head.score, streams, tokens, rng.training)

@@ -5,8 +5,7 @@ some clusters, or some queries of one cluster and all its keys. The parts of a q
 log-sum-exp; the backward recomputes scores, because exp(score − log N − lse) is the final weight of a pair in each
 cluster.
 
-B batch, H heads, L length, D head dim, W clusters per row of B·H, M slots per cluster, n clusters per block, m queries
-of each.
+W clusters per row, M slots per cluster, n clusters per block, m queries of each.
 """
 
 from collections.abc import Iterator
@@ -50,18 +49,18 @@ def cluster_attention(
     Args:
         q: (B, H, Lq, D).
         k, v: (B, H, Lk, D).
-        clusters: Queries (B or 1, H or 1, W, Mq) and keys (B or 1, H or 1, W, Mk), token numbers, −1 in empty slots; a
-            list contains a token at most once.
+        clusters: Queries (B|1, H|1, W, Mq) and keys (B|1, H|1, W, Mk), token numbers, −1 in empty slots, each at most
+            once per list.
         spec: N_ij is the number of clusters that contain query i and key j, or 1 without spec.count_clusters.
         key_mask: (B, Lk) bool, true for keys that may be visible; it does not mask queries.
         segments: (B, L) with Lq = Lk; documents never attend to each other.
         dropout: Dropout of the probabilities; lse includes all pairs.
 
     Returns:
-        out (B, H, Lq, D) in q's dtype and lse (B, H, Lq), the log of the sum, in fp32 or wider; 0 and −∞ for queries
-        without a visible key. Scores, softmax statistics and gradients are computed in fp32 or wider.
+        out (B, H, Lq, D) and lse (B, H, Lq) as in `bucketed_attention`, 0 and −∞ for queries without a visible key.
     """
-    k, v = k.to(q.dtype), v.to(q.dtype)  # torch.autocast leaves some inputs in bf16 and some in fp32
+    k = k.to(q.dtype)  # torch.autocast leaves some inputs in bf16 and some in fp32
+    v = v.to(q.dtype)
     out, lse = _ClusterAttention.apply(q, k, v, *clusters, spec, key_mask, segments, dropout)
     return out, lse
 
@@ -134,7 +133,8 @@ def _blocks(
     q: Tensor, k: Tensor, v: Tensor, lists: ClusterIndices, spec: ClusterAttentionSpec, key_mask: Tensor | None,
     segments: Tensor | None, dropout: PairDropout | None,
 ) -> Iterator[_Block]:  # fmt: skip
-    (batch, heads, length, head_dim), key_length = q.shape, k.shape[2]
+    batch, heads, length, head_dim = q.shape
+    key_length = k.shape[2]
     query_index, key_index = (index.expand(batch, heads, -1, -1) for index in lists)  # (B, H, W, Mq), (B, H, W, Mk)
     clusters, places, keys = *query_index.shape[2:], key_index.shape[3]
     dtype = torch.promote_types(q.dtype, torch.float32)
@@ -171,7 +171,7 @@ def _blocks(
             q_block = q_rows[query_row].to(dtype)  # (n, m, D)
             score = torch.bmm(q_block, k_block.transpose(1, 2)).mul_(spec.scale)  # (n, m, Mk)
             if members is not None and key_members is not None:
-                count = torch.bmm(members[0].of(query_row, dtype), key_members.transpose(1, 2))
+                count = torch.bmm(members[0].of(query_row, dtype), key_members.transpose(1, 2))  # (n, m, Mk)
                 score -= count.clamp_min(1.0).log_()
             score.masked_fill_(~visible, -torch.inf)
             factors = None
@@ -211,8 +211,8 @@ def _merge(out: Tensor, lse: Tensor, rows: Tensor, part: Tensor, part_lse: Tenso
     if out.is_meta:  # the repeated rows depend on data
         return
     rows, slot = rows.flatten().unique(return_inverse=True)
-    part = part.flatten(0, 1)
-    part_lse = part_lse.flatten()
+    part = part.flatten(0, 1)  # (n·m, D)
+    part_lse = part_lse.flatten()  # (n·m)
     old = lse[rows]
     highest = old.scatter_reduce(0, slot, part_lse, "amax").clamp_min_(torch.finfo(lse.dtype).min)
     total = (old - highest).exp().index_add_(0, slot, (part_lse - highest[slot]).exp_())

@@ -26,7 +26,8 @@ def _digits(keys, order, slots, valid, shift, DIGITS: tl.constexpr):
 @triton.jit(do_not_specialize=["tiles", "shift"])
 def count(keys, order, counts, length, tiles, shift, DIGITS: tl.constexpr, TILE: tl.constexpr):
     program = tl.program_id(0).to(tl.int64)
-    row, tile = program // tiles, program % tiles
+    row = program // tiles
+    tile = program % tiles
     if order is not None:
         order += row * length
     slots = (tile * TILE).to(tl.int32) + tl.arange(0, TILE)
@@ -64,11 +65,14 @@ def place(
     None. REVERSED: write in reverse order.
     """
     program = tl.program_id(0).to(tl.int64)
-    row, tile = program // tiles, (program % tiles).to(tl.int32)
-    keys, out = keys + row * length, out + row * length
+    row = program // tiles
+    tile = (program % tiles).to(tl.int32)
+    keys = keys + row * length
+    out = out + row * length
     if order is not None:
         order += row * length
-    digit, inside = tl.arange(0, DIGITS), tl.arange(0, BLOCK)
+    digit = tl.arange(0, DIGITS)
+    inside = tl.arange(0, BLOCK)
     total = tl.load(totals + row * DIGITS + digit)
     next_place = tl.cumsum(total, 0) - total + tl.load(counts + program * DIGITS + digit)
     earlier = inside[None, :] < inside[:, None]
@@ -97,11 +101,7 @@ _WIDE = 8  # digits per program: 32 B, the smallest memory transaction of GPUs
 
 
 def counting_sort(keys: Tensor, bits: int, ordered: Tensor | None = None, reverse: bool = False) -> Tensor:
-    """Compute `counting_sort.counting_sort`. Strided keys are copied once.
-
-    Cost: ⌈bits/11⌉ passes. A pass moves rows·L·(2·key bytes + 4), 8 more per token except in the first, plus
-    16·rows·T·N of counts; its 64·rows·L comparisons take less time on any GPU. No floating-point products.
-    """
+    """Compute `counting_sort.counting_sort`. Strided keys are copied once."""
     keys = keys.contiguous()
     rows, length = keys.shape
     passes = -(-bits // _DIGIT_BITS)
@@ -114,16 +114,18 @@ def counting_sort(keys: Tensor, bits: int, ordered: Tensor | None = None, revers
     order: Tensor | None = None
     for shift in range(0, bits, digit_bits):
         out = torch.empty(rows, length, dtype=torch.int32, device=keys.device)
-        sizes = {"DIGITS": digits, "TILE": tile}
-        launch(count, (rows * tiles,), keys, order, counts, length, tiles, shift, **sizes, num_warps=4)
-        grid = (rows, digits // _WIDE)
-        fixed = {"DIGITS": digits, "WIDE": _WIDE, "TILES": _TILES_AT_ONCE, "num_warps": 4}
-        launch(add_up, grid, counts, totals, tiles, **fixed)
+        shared = {"keys": keys, "order": order, "counts": counts, "length": length, "tiles": tiles, "shift": shift}
+        shared |= {"DIGITS": digits, "TILE": tile}
+        launch(count, (rows * tiles,), **shared, num_warps=4)
+        launch(
+            add_up, (rows, digits // _WIDE), counts=counts, totals=totals, tiles=tiles, DIGITS=digits, WIDE=_WIDE,
+            TILES=_TILES_AT_ONCE, num_warps=4,
+        )  # fmt: skip
         last = shift + digit_bits >= bits
-        sorted_keys = ordered if last else None
-        arguments = (keys, order, counts, totals, out, sorted_keys, length, tiles, shift)
-        settings = {"BLOCK": _BLOCK, "REVERSED": reverse and last, "num_warps": 2}
-        launch(place, (rows * tiles,), *arguments, **sizes, **settings)
+        launch(
+            place, (rows * tiles,), **shared, totals=totals, out=out, ordered=ordered if last else None, BLOCK=_BLOCK,
+            REVERSED=reverse and last, num_warps=2,
+        )  # fmt: skip
         order = out
     assert order is not None
     return order

@@ -55,7 +55,8 @@ def adaptive_scores(
     cluster = torch.bucketize(targets, borders, right=True)  # 0: in the head
     slot = torch.where(cluster == 0, targets, first - 1 + cluster)
     nats = F.cross_entropy(logits, slot, reduction="none")
-    logits, best = logits.detach(), logits.detach()[:, :first].max(dim=-1)
+    logits = logits.detach()
+    best = logits[:, :first].max(dim=-1)
     score = logits.gather(1, slot[:, None]).squeeze(1)
     correct = best.indices == targets
     for number, (tail, start) in enumerate(zip(tails, cutoffs, strict=True), start=1):

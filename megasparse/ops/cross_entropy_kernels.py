@@ -1,9 +1,4 @@
-"""Scores of tokens as Triton kernels: one program reads a token's logits once, BLOCK at a time.
-
-N tokens, V vocabulary. Cost with b bytes per logit: forward N·V·b bytes, backward 2·N·V·b, and about 10 FLOPs per
-logit. torch's operators move about 18·N·V bytes more forward, and 20·N·V more backward, because they store fp32 logits
-and their log-softmax.
-"""
+"""Scores of tokens as Triton kernels: one program reads a token's logits once, BLOCK at a time. N tokens, V ids."""
 
 from typing import Any
 
@@ -32,7 +27,9 @@ def scores_forward(
     """
     row = tl.program_id(0).to(tl.int64)
     logits += row * stride
-    highest, total, sums = tl.full((), LOWEST, tl.float32), tl.full((), 0.0, tl.float32), tl.full((), 0.0, tl.float32)
+    highest = tl.full((), LOWEST, tl.float32)
+    total = tl.full((), 0.0, tl.float32)
+    sums = tl.full((), 0.0, tl.float32)
     likeliest = tl.full((), 0, tl.int32)
     for start in range(0, width, BLOCK):
         ids = start + tl.arange(0, BLOCK)
@@ -62,10 +59,12 @@ def scores_backward(
     logits, targets, lse, grad, slopes, stride, width, smoothing, COLUMNS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     """Compute slopes (N, V), the gradient of the logits. grad: (N, COLUMNS). Grid axis 1: blocks of the vocabulary."""
-    row, ids = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    row = tl.program_id(0).to(tl.int64)
+    ids = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(logits + row * stride + ids, mask=ids < width, other=0.0).to(tl.float32)
     total = tl.load(grad + row * COLUMNS)
-    of_target, of_all = total, 0.0
+    of_target = total
+    of_all = 0.0
     if COLUMNS == 3:
         smooth = tl.load(grad + row * COLUMNS + 2)
         total += smooth
@@ -94,12 +93,16 @@ def _settings(width: int, smoothing: float) -> dict[str, int]:
 class _TokenScores(Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, smoothing: float) -> Tensor:
-        logits, targets = whole_vectors(logits), targets.contiguous()
+        logits = whole_vectors(logits)
+        targets = targets.contiguous()
         count, width = logits.shape
         settings = _settings(width, smoothing)
         lse = logits.new_empty(count, dtype=torch.float32)
         scores = lse.new_empty(count, settings["COLUMNS"])
-        launch(scores_forward, (count,), logits, targets, lse, scores, logits.stride(0), width, smoothing, **settings)
+        launch(
+            scores_forward, (count,), logits=logits, targets=targets, lse=lse, scores=scores, stride=logits.stride(0),
+            width=width, smoothing=smoothing, **settings,
+        )  # fmt: skip
         ctx.save_for_backward(logits, targets, lse)
         ctx.smoothing = smoothing
         return scores
@@ -108,9 +111,11 @@ class _TokenScores(Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         logits, targets, lse = ctx.saved_tensors
         count, width = logits.shape
-        settings, slopes = _settings(width, ctx.smoothing), logits.new_empty(count, width)
+        settings = _settings(width, ctx.smoothing)
+        slopes = logits.new_empty(count, width)
         launch(
-            scores_backward, (count, triton.cdiv(width, settings["BLOCK"])), logits, targets, lse, grad.contiguous(),
-            slopes, logits.stride(0), width, ctx.smoothing, **settings,
+            scores_backward, (count, triton.cdiv(width, settings["BLOCK"])), logits=logits, targets=targets, lse=lse,
+            grad=grad.contiguous(), slopes=slopes, stride=logits.stride(0), width=width, smoothing=ctx.smoothing,
+            **settings,
         )  # fmt: skip
         return slopes, None, None

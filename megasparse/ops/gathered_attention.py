@@ -4,8 +4,8 @@ The blockwise form needs linear memory, forward and backward, and is determinist
 index share a gather, and each block of their queries gathers its keys and values. The backward gathers them again:
 exp(score − lse) is the weight of a pair.
 
-B batch, H heads, G key heads, I lists of an index, S shares of H/S = R heads with one gather, Lq queries, Lk keys, D
-head dim, K index slots, n queries of a share per block.
+G key heads, I lists of an index, S shares of H/S = R heads with one gather, K index slots, n queries of a share per
+block.
 """
 
 import math
@@ -37,8 +37,7 @@ def _gathered_attention(
         dropout: Dropout of the probabilities; lse includes all pairs.
 
     Returns:
-        out (B, H, Lq, D) in q's dtype and lse (B, H, Lq), the log of the sum, in fp32 or wider; 0 and −∞ for queries
-        whose slots are all empty. Scores, softmax statistics and gradients are computed in fp32 or wider.
+        out (B, H, Lq, D) and lse (B, H, Lq) as in `bucketed_attention`, 0 and −∞ for queries without a key.
     """
     size = len(q) * math.lcm(k.shape[1], index.shape[1]) * index.shape[2:].numel() * q.shape[3]
     numpy = q.device.type == "cpu" and q.dtype in (torch.float32, torch.float64) and not torch.is_grad_enabled()
@@ -55,7 +54,7 @@ def reference(
     k, v, index = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v, index))
     keys = torch.arange(k.shape[2], device=k.device)
     count = (index[..., None] == keys).sum(3).to(q.dtype)  # (B|1, H, Lq, Lk)
-    logits = scale * (q @ k.transpose(-1, -2)) + count.log()
+    logits = scale * (q @ k.transpose(-1, -2)) + count.log()  # (B, H, Lq, Lk)
     no_visible_key = (logits == -torch.inf).all(-1)  # avoid NaN gradients of a softmax over −∞
     logits = logits.masked_fill(no_visible_key[..., None], 0.0)
     probability = torch.softmax(logits, dim=-1)
@@ -110,11 +109,11 @@ class _GatheredAttention(Function):
         lse, grad_out = (_by_share(x, shares) for x in (lse.masked_fill(no_visible_key, torch.inf), grad_out))
         to_q = torch.zeros_like(grad_out, dtype=dtype)
         dk, dv = (torch.zeros_like(x, dtype=dtype) for x in (k, v))
-        to_k, to_v = (x.flatten(0, 2) for x in (dk, dv))
+        to_k, to_v = (x.flatten(0, 2) for x in (dk, dv))  # (B·G·Lk, D)
         for block in _blocks(q, k, v, index, ctx.scale, ctx.dropout, dtype):
             weight = block.score.sub_(lse[block.rows, :, None]).exp_()
             grad = grad_out[block.rows].to(dtype)  # (n, R, D)
-            score_grad = torch.bmm(grad, block.v.transpose(1, 2))
+            score_grad = torch.bmm(grad, block.v.transpose(1, 2))  # (n, R, K)
             dropped = weight
             if block.factors is not None:
                 dropped = weight * block.factors
@@ -128,8 +127,10 @@ class _GatheredAttention(Function):
 
 def _one_block(q: Tensor, k: Tensor, v: Tensor, index: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """Compute `gathered_attention` of a new token by NumPy, whose calls take half of the time of torch's."""
-    (batch, groups, _, dim), (_, lists, queries, slots) = k.shape, index.shape
-    shares, (k, v, *steps) = math.lcm(groups, lists), _lines(k, v)
+    batch, groups, _, dim = k.shape
+    _, lists, queries, slots = index.shape
+    shares = math.lcm(groups, lists)
+    (k, v, *steps) = _lines(k, v)
     first = _firsts(batch, shares, (*steps, groups), (len(index), lists, queries))[0]
     line = index.numpy().repeat(shares // lists, axis=1)  # (B|1, S, Lq, K)
     bias = np.where(line < 0, -np.inf, 0.0).astype(np.float32).reshape(len(index), -1, 1, slots)
@@ -200,20 +201,22 @@ class _Block(NamedTuple):
 def _blocks(
     q: Tensor, k: Tensor, v: Tensor, index: Tensor, scale: float, dropout: PairDropout | None, dtype: torch.dtype
 ) -> Iterator[_Block]:
-    (batch, groups, length, dim), (_, lists, queries, slots) = k.shape, index.shape
-    shares, (k, v, *steps) = math.lcm(groups, lists), _lines(k, v)
+    batch, groups, length, dim = k.shape
+    _, lists, queries, slots = index.shape
+    shares = math.lcm(groups, lists)
+    (k, v, *steps) = _lines(k, v)
     first = torch.from_numpy(_firsts(batch, shares, (*steps, groups), (len(index), lists, queries))).to(q.device)
-    lines = first[0, :, None].expand(-1, queries).flatten()
+    lines = first[0, :, None].expand(-1, queries).flatten()  # (B·S·Lq)
     at = (first[1, :, None] + torch.arange(queries, device=q.device)).flatten()
     q = _by_share(q, shares)
-    index = index.flatten(0, 2)
+    index = index.flatten(0, 2)  # (lists, K)
     step = min(len(q), max(1, _GATHERED_ELEMENTS // (slots * dim)))
     chosen = [x.new_empty(step * slots, dim) for x in (k, v)]  # one buffer: new memory costs more than the copies
     for start in range(0, len(q), step):
         block = slice(start, min(start + step, len(q)))
         key = index.index_select(0, at[block]).long()  # (n, K)
         empty = key < 0
-        line = (key.clamp_min_(0) + lines[block, None]).flatten()
+        line = (key.clamp_min_(0) + lines[block, None]).flatten()  # (n·K)
         block_q = q[block].to(dtype)
         block_k, block_v = (
             torch.index_select(x, 0, line, out=buffer[: len(line)]).view(-1, slots, dim).to(dtype)
@@ -233,7 +236,8 @@ def _firsts(batch: int, shares: int, steps: tuple[int, int, int], lists: tuple[i
     """Return the first line and the first query's list of each sequence and share, an array (2, B·S). steps: lines of a
     sequence and of a key head, and G. lists: sizes of the index's first dimensions.
     """
-    (sequence, group, groups), (sequences, count, queries) = steps, lists
+    sequence, group, groups = steps
+    sequences, count, queries = lists
     rows = [(number, share) for number in range(batch) for share in range(shares)]
     lines = [number * sequence + share * groups // shares * group for number, share in rows]
     firsts = [(number % sequences * count + share * count // shares) * queries for number, share in rows]

@@ -6,14 +6,7 @@ entry's key (Lk if empty), and `order` the entries sorted by (key, number). This
 and a key's sums from several tiles are added in order: no program's work grows with the number of queries that chose a
 key, and results are deterministic.
 
-B batch, H heads, Lq queries, Lk keys, D head dim, K index slots, T entries per tile, n = B·H·Lq·K.
-
-Cost, with e bytes per number of q and i of the index. Forward: 4D·n FLOPs; n·2D·e bytes gathered, B·H·Lq·(2D·e + 4) and
-the index (n·i, or Lq·K·i if heads and sequences share it). Backward: 6D·n FLOPs and the forward's bytes again for dq,
-plus B·H·Lq·2D·e, with n·2e bytes written; then for dk and dv 4D·T·n FLOPs (products with T×T matrices, of which 4D·n
-are useful), n·(2D·e gathered + 2e + 8) bytes and n/T·16D of parts, a counting sort of n keys (of Lq·K if the index is
-shared), and 4·B·H·Lk·D·e bytes of dk and dv. Gathers mostly hit the L2 cache: a row's k and v take 2·Lk·D·e. Memory in
-addition to inputs and outputs, in the backward: 2e·n of pairs, 8 bytes per entry of the index, 16D·n/T of parts.
+K index slots, T entries per tile.
 """
 
 from typing import Any, NamedTuple
@@ -39,21 +32,23 @@ def _gathered(x, row, valid, stride, D: tl.constexpr, WIDTH: tl.constexpr):
 @triton.jit(do_not_specialize=["heads", "queries", "blocks"])
 def attend(
     q, k, v, index, out, lse, scale, heads, queries, slots, blocks, key_heads, list_heads, index_batch, index_head,
-    q_batch, q_head, q_token, k_batch, k_head, k_token, v_batch, v_head, v_token,
+    q_batch, q_head, q_stride, k_batch, k_head, k_stride, v_batch, v_head, v_stride,
     D: tl.constexpr, QUERIES: tl.constexpr, PLACES: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Attend for a block of a row's queries, PLACES slots at a time. Threads add their parts inside the loop and reduce
     over slots once, at the end. key_heads, list_heads: number of neighbouring heads with the same keys, the same index.
     """
     program = tl.program_id(0).to(tl.int64)
-    row, block = program // blocks, (program % blocks).to(tl.int32)
-    batch, head = row // heads, row % heads
+    row = program // blocks
+    block = (program % blocks).to(tl.int32)
+    batch = row // heads
+    head = row % heads
     k += batch * k_batch + head // key_heads * k_head
     v += batch * v_batch + head // key_heads * v_head
     query = block * QUERIES + tl.arange(0, QUERIES)
     real = query < queries
     index += batch * index_batch + head // list_heads * index_head + query.to(tl.int64)[:, None] * slots
-    query_rows = load_rows(q + batch * q_batch + head * q_head, query, real, q_token, D, WIDTH).to(tl.float32)
+    query_rows = load_rows(q + batch * q_batch + head * q_head, query, real, q_stride, D, WIDTH).to(tl.float32)
     highest = tl.full([QUERIES], -1e38, tl.float32)  # −∞ − (−∞) would be NaN
     total = tl.zeros([QUERIES], tl.float32)
     sums = tl.zeros([QUERIES, PLACES, WIDTH], tl.float32)
@@ -61,8 +56,8 @@ def attend(
         slot = first + tl.arange(0, PLACES)[None, :]
         key = tl.load(index + slot, mask=real[:, None] & (slot < slots), other=-1)
         visible = key >= 0
-        key_rows = _gathered(k, key, visible, k_token, D, WIDTH)
-        value_rows = _gathered(v, key, visible, v_token, D, WIDTH)
+        key_rows = _gathered(k, key, visible, k_stride, D, WIDTH)
+        value_rows = _gathered(v, key, visible, v_stride, D, WIDTH)
         score = tl.where(visible, tl.sum(key_rows * query_rows[:, None, :], 2) * scale, float("-inf"))
         higher = tl.maximum(highest, tl.max(score, 1))
         shrink = tl.exp(highest - higher)
@@ -82,23 +77,25 @@ def attend(
 @triton.jit(do_not_specialize=["heads", "queries", "blocks"])
 def query_gradients(
     q, k, v, index, out, lse, grad, grad_lse, dq, pairs, scale, heads, queries, slots, blocks, index_batch, index_head,
-    q_batch, q_head, q_token, k_batch, k_head, k_token, v_batch, v_head, v_token, grad_batch, grad_head, grad_token,
+    q_batch, q_head, q_stride, k_batch, k_head, k_stride, v_batch, v_head, v_stride, grad_batch, grad_head, grad_stride,
     D: tl.constexpr, QUERIES: tl.constexpr, PLACES: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Compute dq of a block of a row's queries, and for each entry the weight and the gradient of the scaled score:
     pairs (B·H, Lq·K, 2).
     """
     program = tl.program_id(0).to(tl.int64)
-    row, block = program // blocks, (program % blocks).to(tl.int32)
-    batch, head = row // heads, row % heads
+    row = program // blocks
+    block = (program % blocks).to(tl.int32)
+    batch = row // heads
+    head = row % heads
     k += batch * k_batch + head * k_head
     v += batch * v_batch + head * v_head
     query = block * QUERIES + tl.arange(0, QUERIES)
     real = query < queries
     number = row * queries + query
     index += batch * index_batch + head * index_head + query.to(tl.int64)[:, None] * slots
-    query_rows = load_rows(q + batch * q_batch + head * q_head, query, real, q_token, D, WIDTH).to(tl.float32)
-    grad_rows = load_rows(grad + batch * grad_batch + head * grad_head, query, real, grad_token, D, WIDTH).to(
+    query_rows = load_rows(q + batch * q_batch + head * q_head, query, real, q_stride, D, WIDTH).to(tl.float32)
+    grad_rows = load_rows(grad + batch * grad_batch + head * grad_head, query, real, grad_stride, D, WIDTH).to(
         tl.float32
     )
     delta = tl.sum(grad_rows * load_rows(out, number, real, D, D, WIDTH).to(tl.float32), 1)
@@ -111,8 +108,8 @@ def query_gradients(
         inside = real[:, None] & (slot < slots)
         key = tl.load(index + slot, mask=inside, other=-1)
         visible = key >= 0
-        key_rows = _gathered(k, key, visible, k_token, D, WIDTH)
-        value_rows = _gathered(v, key, visible, v_token, D, WIDTH)
+        key_rows = _gathered(k, key, visible, k_stride, D, WIDTH)
+        value_rows = _gathered(v, key, visible, v_stride, D, WIDTH)
         score = tl.sum(key_rows * query_rows[:, None, :], 2) * scale
         # Clamp: rounding can make a huge score larger than its log-sum, and exp of the difference infinite.
         weight = tl.exp(tl.where(visible, tl.minimum(score - row_lse[:, None], 0.0), float("-inf")))
@@ -145,7 +142,7 @@ def _keep(sums, x, parts, key, slot, whole, cut, D: tl.constexpr, WIDTH: tl.cons
 @triton.jit(do_not_specialize=["heads", "entries", "key_count", "tiles"])
 def tile_gradients(
     order, keys, pairs, q, grad, dk, dv, key_parts, value_parts, scale, heads, entries, slots, key_count, tiles,
-    order_batch, order_head, q_batch, q_head, q_token, grad_batch, grad_head, grad_token,
+    order_batch, order_head, q_batch, q_head, q_stride, grad_batch, grad_head, grad_stride,
     D: tl.constexpr, TILE: tl.constexpr, WIDTH: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute dk and dv of the keys whose entries are all in this tile. At most two keys are split, the first and the
@@ -155,8 +152,10 @@ def tile_gradients(
     Entries are summed per key by a product with the matrix of equal keys.
     """
     program = tl.program_id(0).to(tl.int64)
-    row, tile = program // tiles, (program % tiles).to(tl.int32)
-    batch, head = row // heads, row % heads
+    row = program // tiles
+    tile = (program % tiles).to(tl.int32)
+    batch = row // heads
+    head = row % heads
     order += batch * order_batch + head * order_head
     keys += batch * order_batch + head * order_head
     start = tile * TILE
@@ -176,11 +175,11 @@ def tile_gradients(
         pair = pairs + (row * entries + entry) * 2
         query = entry // slots
         weight = tl.load(pair, mask=real, other=0.0)
-        grads = load_rows(grad + batch * grad_batch + head * grad_head, query, real, grad_token, D, WIDTH)
+        grads = load_rows(grad + batch * grad_batch + head * grad_head, query, real, grad_stride, D, WIDTH)
         sums = dot(tl.where(same_key, weight[None, :], 0.0).to(grads.dtype), grads, PRECISION)
         _keep(sums, dv + row * key_count * D, value_parts, key, slot, whole, cut, D, WIDTH)
         score_grad = tl.load(pair + 1, mask=real, other=0.0)
-        query_rows = load_rows(q + batch * q_batch + head * q_head, query, real, q_token, D, WIDTH)
+        query_rows = load_rows(q + batch * q_batch + head * q_head, query, real, q_stride, D, WIDTH)
         sums = dot(tl.where(same_key, score_grad[None, :], 0.0).to(query_rows.dtype), query_rows, PRECISION) * scale
         _keep(sums, dk + row * key_count * D, key_parts, key, slot, whole, cut, D, WIDTH)
 
@@ -194,7 +193,8 @@ def join_tiles(
     of its parts in order of tiles.
     """
     program = tl.program_id(0).to(tl.int64)
-    row, tile = program // tiles, (program % tiles).to(tl.int32)
+    row = program // tiles
+    tile = (program % tiles).to(tl.int32)
     order += row // heads * order_batch + row % heads * order_head
     keys += row // heads * order_batch + row % heads * order_head
     start = tile * TILE
@@ -263,10 +263,11 @@ class _GatheredAttention(Function):
         index = index.contiguous()
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-        grid, numbers, fixed = _by_query(q, index)
-        shared = q.shape[1] // k.shape[1], q.shape[1] // index.shape[1]
-        steps = (*shared, *steps_of_lists(index, index.shape[2] * index.shape[3]), *strides(q, k, v))
-        launch(attend, grid, q, k, v, index, out, lse, scale, *numbers, *steps, **fixed)
+        grid, settings = _by_query(q, index)
+        launch(
+            attend, grid, q=q, k=k, v=v, index=index, out=out, lse=lse, scale=scale, **strides(q=q, k=k, v=v),
+            key_heads=q.shape[1] // k.shape[1], list_heads=q.shape[1] // index.shape[1], **settings,
+        )  # fmt: skip
         ctx.set_materialize_grads(False)
         ctx.scale = scale
         ctx.save_for_backward(q, k, v, index, out, lse)
@@ -279,40 +280,52 @@ class _GatheredAttention(Function):
         grad_lse = None if grads[1] is None else grads[1].contiguous()
         dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         pairs = torch.empty(*q.shape[:3], index.shape[3], 2, dtype=q.dtype, device=q.device)
-        grid, numbers, fixed = _by_query(q, index)
-        steps = (*steps_of_lists(index, index.shape[2] * index.shape[3]), *strides(q, k, v))
-        arguments = (q, k, v, index, out, lse, grad, grad_lse, dq, pairs, ctx.scale, *numbers, *steps, *strides(grad))
-        launch(query_gradients, grid, *arguments, **fixed)
+        grid, settings = _by_query(q, index)
+        launch(
+            query_gradients, grid, q=q, k=k, v=v, index=index, out=out, lse=lse, grad=grad, grad_lse=grad_lse, dq=dq,
+            pairs=pairs, scale=ctx.scale, **strides(q=q, k=k, v=v, grad=grad), **settings,
+        )  # fmt: skip
         dk, dv = _key_gradients(q, k, index, grad, pairs, ctx.scale)
         return dq, dk, dv, None, None
 
 
-def _by_query(q: Tensor, index: Tensor) -> tuple[tuple[int], tuple[int, ...], dict[str, Any]]:
-    """Return grid, sizes and settings of the kernels with one program per block of queries."""
+def _by_query(q: Tensor, index: Tensor) -> tuple[tuple[int], dict[str, int]]:
+    """Return grid and sizes of the kernels with one program per block of queries."""
     batch, heads, queries, head_dim = q.shape
     sizes = _sizes(head_dim, q.dtype)
     blocks = -(-queries // sizes.queries)
-    fixed = {"D": head_dim, "QUERIES": sizes.queries, "PLACES": sizes.slots, "WIDTH": block(head_dim), "num_warps": 1}
-    return (batch * heads * blocks,), (heads, queries, index.shape[3], blocks), fixed
+    settings = {"heads": heads, "queries": queries, "slots": index.shape[3], "blocks": blocks, "num_warps": 1}
+    settings |= {"D": head_dim, "QUERIES": sizes.queries, "PLACES": sizes.slots, "WIDTH": block(head_dim)}
+    return (batch * heads * blocks,), settings | steps_of_lists("index", index, queries * index.shape[3])
 
 
 def _key_gradients(
     q: Tensor, k: Tensor, index: Tensor, grad: Tensor, pairs: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
-    (batch, heads, queries, head_dim), key_count, slots = q.shape, k.shape[2], index.shape[3]
+    batch, heads, queries, head_dim = q.shape
+    key_count = k.shape[2]
+    slots = index.shape[3]
     entries = queries * slots
     sizes = _sizes(head_dim, q.dtype)
     tiles = -(-entries // sizes.tile)
     keys = torch.where(index < 0, key_count, index).to(torch.int32).view(-1, entries)
     order = counting_sort(keys, key_count.bit_length())
-    steps = steps_of_lists(index, entries)
     dk, dv = (torch.zeros(k.shape, dtype=k.dtype, device=k.device) for _ in range(2))
     parts = torch.empty(2, batch * heads, tiles, 2, head_dim, dtype=torch.float32, device=q.device)
-    fixed = {"D": head_dim, "TILE": sizes.tile, "WIDTH": block(head_dim)}
-    arguments = (order, keys, pairs, q, grad, dk, dv, *parts, scale, heads, entries, slots, key_count, tiles, *steps)
-    settings = {**fixed, "PRECISION": precision(), "num_warps": sizes.warps}
-    launch(tile_gradients, (batch * heads * tiles,), *arguments, *strides(q, grad), **settings)
-    arguments = (order, keys, dk, dv, *parts, heads, entries, key_count, tiles, *steps)
-    settings = {**fixed, "AT_ONCE": 8 if head_dim <= 128 else 4, "num_warps": 1}
-    launch(join_tiles, (batch * heads * tiles,), *arguments, **settings)
+    grid = (batch * heads * tiles,)
+    shared: dict[str, Any] = {
+        "order": order,
+        "keys": keys,
+        "dk": dk,
+        "dv": dv,
+        "key_parts": parts[0],
+        "value_parts": parts[1],
+    }
+    shared |= {"heads": heads, "entries": entries, "key_count": key_count, "tiles": tiles, "D": head_dim}
+    shared |= {"TILE": sizes.tile, "WIDTH": block(head_dim), **steps_of_lists("order", index, entries)}
+    launch(
+        tile_gradients, grid, **shared, pairs=pairs, q=q, grad=grad, scale=scale, slots=slots,
+        **strides(q=q, grad=grad), PRECISION=precision(), num_warps=sizes.warps,
+    )  # fmt: skip
+    launch(join_tiles, grid, **shared, AT_ONCE=8 if head_dim <= 128 else 4, num_warps=1)
     return dk, dv

@@ -10,7 +10,7 @@ j receives from the S sampled queries, half uniformly. Σ_draws f(j)/c_j is then
 every f, and draws concentrate on keys with much attention. The sum over a bucket's keys and the normaliser of the
 softmax are estimated in this way, in O(S·L) time; ψ is their ratio.
 
-B batch, H heads, L length, D head dim, N buckets, S sampled queries, C drawn keys, T tokens of a tile.
+N buckets, S sampled queries, C drawn keys, T tokens of a tile.
 """
 
 from collections.abc import Iterator
@@ -60,7 +60,7 @@ def draw_keys(q: Tensor, k: Tensor, points: Tensor, *, scale: float) -> Draws:
     points: (C,) fp64, a random point of each of C equal parts of [0, 1), the cumulative probability of keys, so that
     the number of draws of a key is less than its expectation by at most two.
     """
-    keys = k.transpose(-1, -2)
+    keys = k.transpose(-1, -2)  # (B, H, D, L)
     wide = torch.promote_types(k.dtype, torch.float32)
     scaled = q * scale
     scores = (scaled[:, :, part] @ keys for part in tiles(q, k.shape[2]))  # precise enough for drawing keys

@@ -1,7 +1,5 @@
-"""Kernels of `hash_learning` on rows of scores of all buckets, one launch per function. Scores and utilities are read
+"""Kernels of `hash_learning` on rows of scores of all N buckets, one launch per function: scores and utilities are read
 once, results written once; a program processes whole rows.
-
-B batch, H heads, T tokens, N buckets.
 """
 
 import torch
@@ -17,8 +15,10 @@ _NUMBERS = 8192  # per program
 def unit_sum(utility: Tensor) -> Tensor:
     """Compute `hash_learning.unit_sum` in place."""
     utility = utility.contiguous()
-    tile, count, buckets = _tile(utility), utility[..., 0].numel(), utility.shape[-1]
-    launch(unit_sum_kernel, (-(-count // tile["ROWS"]),), utility, count, buckets, **tile)
+    count = utility[..., 0].numel()
+    tile = _tile(utility)
+    grid = (-(-count // tile["ROWS"]),)
+    launch(unit_sum_kernel, grid, utility=utility, count=count, buckets=utility.shape[-1], **tile)
     return utility
 
 
@@ -29,7 +29,10 @@ def ranks(scores: Tensor, first: int) -> Tensor:
     out = torch.empty(batch, heads, buckets, tokens, dtype=torch.int64, device=scores.device)
     tile = _tile(scores)
     blocks = -(-tokens // tile["ROWS"])
-    launch(ranks_kernel, (batch * heads * blocks,), scores, out, first, tokens, buckets, blocks, **tile)
+    launch(
+        ranks_kernel, (batch * heads * blocks,), scores=scores, out=out, first=first, tokens=tokens, buckets=buckets,
+        blocks=blocks, **tile,
+    )  # fmt: skip
     return out
 
 
@@ -37,11 +40,14 @@ def divergence(
     scores: Tensor, utility: Tensor, codes: Tensor, weight: float, learn: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Compute `hash_learning.divergence`; the gradient overwrites the scores."""
-    scores, utility, codes = scores.contiguous(), utility.contiguous(), codes.contiguous()
-    tile, count, buckets = _tile(scores), codes.numel(), scores.shape[-1]
+    scores = scores.contiguous()
+    count = codes.numel()
+    tile = _tile(scores)
     sums = torch.empty(count, 3, dtype=torch.float32, device=scores.device)
-    grid = (-(-count // tile["ROWS"]),)
-    launch(divergence_kernel, grid, scores, utility, codes, sums, weight, count, buckets, LEARN=learn, **tile)
+    launch(
+        divergence_kernel, (-(-count // tile["ROWS"]),), scores=scores, utility=utility.contiguous(),
+        codes=codes.contiguous(), sums=sums, weight=weight, count=count, buckets=scores.shape[-1], LEARN=learn, **tile,
+    )  # fmt: skip
     return sums.sum(0, dtype=torch.float64), scores if learn else None
 
 
@@ -80,7 +86,8 @@ def unit_sum_kernel(utility, count, buckets, ROWS: tl.constexpr, WIDTH: tl.const
 def ranks_kernel(scores, out, first, tokens, buckets, blocks, ROWS: tl.constexpr, WIDTH: tl.constexpr):
     """Compute out (B·H, N, T): the bits of −ln softmax(scores), with the token's number in the low bits."""
     head = (tl.program_id(0) // blocks).to(tl.int64)
-    token, bucket = tl.program_id(0) % blocks * ROWS + tl.arange(0, ROWS), tl.arange(0, WIDTH)
+    token = tl.program_id(0) % blocks * ROWS + tl.arange(0, ROWS)
+    bucket = tl.arange(0, WIDTH)
     valid = (token < tokens)[:, None] & (bucket < buckets)[None, :]
     places = (head * tokens + token)[:, None] * buckets + bucket[None, :]
     penalty = tl.abs(_log_softmax(scores, places, valid))

@@ -11,8 +11,7 @@ output,
 either B applied to v_l·k for every column l of v (`tables`, cost L·m·D²), or a sum over colliding pairs (`pairs`, Eq.
 22, cost nnz·(m + D)). It uses the codes of the forward.
 
-B batch, H heads, L length, D head dim, m hashes, τ code bits, G rows (heads of batch elements) at a time, T buckets, C
-chunk, X columns.
+m hashes, τ code bits, G rows (heads of batch elements) at a time, T buckets, C chunk, X columns.
 """
 
 import math
@@ -195,7 +194,8 @@ class _HashTableAttention(Function):
             for piece, count in _chunks(codes, spec.causal_chunk, dtype):
                 both[:, piece] += count @ values[:, piece]
             both /= q_codes.shape[2]
-            out.flatten(0, 1)[part], total.flatten(0, 1)[part] = both[..., :-1], both[..., -1]
+            out.flatten(0, 1)[part] = both[..., :-1]
+            total.flatten(0, 1)[part] = both[..., -1]
         ctx.spec = spec
         ctx.group = group
         ctx.save_for_backward(q, k, v, q_codes, k_codes, total)
@@ -221,7 +221,8 @@ class _HashTableAttention(Function):
             else:
                 into_q, into_k = _table_gradients(rows_q, rows_k, rows_v, g, codes, spec.causal_chunk)
             factor = spec.code_bits / (2 * hashes)
-            dq.flatten(0, 1)[part], dk.flatten(0, 1)[part] = into_q.mul_(factor), into_k.mul_(factor)
+            dq.flatten(0, 1)[part] = into_q.mul_(factor)
+            dk.flatten(0, 1)[part] = into_k.mul_(factor)
             dv.flatten(0, 1)[part] = into_v.div_(hashes)
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None, None
 
@@ -251,7 +252,8 @@ def _through_tables(
     whole = slice(0, None)
     pieces = [whole] if chunk is None else [slice(i, min(i + chunk, length)) for i in range(0, length, chunk)]
     for subset in row_slices(hashes, _TABLE_ELEMENTS, rows * width * max(tables, length, source.shape[2])):
-        into, out_of = source[:, subset], target[:, subset]  # (G, m', L)
+        into = source[:, subset]  # (G, m', L)
+        out_of = target[:, subset]
         first = torch.arange(rows * into.shape[1], device=values.device).view(rows, -1, 1) * tables
         into = into + first
         out_of = out_of + first
@@ -331,8 +333,8 @@ def _pair_gradients(
     runs = _key_runs(codes, causal)
     # Contiguous for any strides of q and k, because `flatten` of the targets must not copy
     into_q, into_k = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k))
-    sources = [x.flatten(0, 1) for x in (q, k, v, g)]
-    targets = [x.flatten(0, 1) for x in (into_q, into_k)]
+    sources = [x.flatten(0, 1) for x in (q, k, v, g)]  # (G·L, D)
+    targets = [x.flatten(0, 1) for x in (into_q, into_k)]  # (G·L, D)
     for first, last in _query_ranges(runs.size):
         query, key, count = _colliding(runs, first, last, q.shape[1])
         # Split further, because a single query can exceed a block
@@ -445,7 +447,7 @@ class _ExpectedAttention(Function):
         ctx.spec = spec
         ctx.save_for_backward(q, k, v)
         dtype = torch.promote_types(v.dtype, torch.float32)
-        flat_q, flat_k, flat_v = (x.flatten(0, 1).to(dtype) for x in (q, k, v))
+        flat_q, flat_k, flat_v = (x.flatten(0, 1).to(dtype) for x in (q, k, v))  # (G, L, D)
         out = torch.empty(*flat_q.shape[:2], v.shape[3], dtype=dtype, device=v.device)
         total = torch.empty(flat_q.shape[:2], dtype=dtype, device=v.device)
         for rows, queries, keys, weight in _tiles(flat_q, flat_k, group, spec):
@@ -460,7 +462,7 @@ class _ExpectedAttention(Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors
         dtype = grads[0].dtype
-        q, k, v, g = (x.flatten(0, 1).to(dtype) for x in (*saved, grads[0]))
+        q, k, v, g = (x.flatten(0, 1).to(dtype) for x in (*saved, grads[0]))  # (G, L, D)
         dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v))
         for rows, queries, keys, weight in _tiles(q, k, ctx.group, ctx.spec):
             dv[rows, keys] += torch.bmm(weight.transpose(1, 2), g[rows, queries])

@@ -12,19 +12,10 @@ pair. The cost of a token is thus its pairs in a small bucket, and at most 4·D 
 size, so no choice by the number of collisions is needed. ∇k likewise.
 
 Long runs are split at the boundaries between spans; each program sums one span, and `join_spans` adds the sums of whole
-spans. One program adds all hashes of a target in order, without atomics, so results are deterministic. (Adding rows to
-tables would move 8·D bytes per row, and 4·D to clear them; running sums move 2·p·D.)
+spans. One program adds all hashes of a target in order, without atomics, so results are deterministic.
 
-Cost, for n = B·H·m·L (token, hash) pairs, L = Lq = Lk, e bytes per number of v, p bytes per number of a hash's result
-(2 in bf16, else 4), c bytes per code (2 or 4, 8 with masks or documents), T = 64 indices in a product (32 in fp32), S
-mean run length over tokens: - forward: n codes sorted; n·(2c + 20 + 2·p·D) bytes; 2·D·T·n FLOPs; values gathered, D·e·n
-bytes, mostly from the L2 cache. - backward: 2n codes sorted, n·(c + 16) bytes more; the forward's cost for ∇v; and for
-∇q and ∇k each n·(24 + 2.5·p·D) bytes plus D·e·n·(3 to 5) gathered, mostly from the L2 cache, and n·(4·D·max(T, min(S,
-2·D)) + 4·D²) FLOPs. Memory in addition to inputs and outputs: p·D + 24 bytes per token for one hash, or for as many
-hashes as fit 2 GiB; a quarter more in the backward. Launches: 7 per slab of such hashes, and 19 in the backward.
-
-B batch, H heads, L length, D head dim, m hashes, τ code bits, G = B·H rows, S spans. Arrays of (row, hash) are
-contiguous: buckets and order (G, m, length), first and end (G, m, targets' length).
+m hashes, τ code bits, S spans. Arrays of (row, hash) are contiguous: buckets and order (G, m, length), first and end
+(G, m, targets' length).
 """
 
 from collections.abc import Sequence
@@ -51,7 +42,8 @@ def _rows(x, row, valid, columns, D: tl.constexpr):
 @triton.jit
 def _store_rows(x, row, valid, columns, value, ADD: tl.constexpr, D: tl.constexpr):
     """Store rows (n) of x (..., D) = value; ADD: add value to the stored rows."""
-    address, mask = x + row[:, None] * D + columns[None, :], valid[:, None] & (columns < D)[None, :]
+    address = x + row[:, None] * D + columns[None, :]
+    mask = valid[:, None] & (columns < D)[None, :]
     if ADD:
         value += tl.load(address, mask=mask, other=0.0)
     tl.store(address, value.to(x.dtype.element_ty), mask=mask)
@@ -66,9 +58,12 @@ def sum_runs(
     start and the span's start up to the index, inclusive. tails (G, m, S, D): sums at each span's last index.
     """
     program = tl.program_id(0)
-    span, row_hash = program % spans, (program // spans).to(tl.int64)
-    row, base = row_hash // hashes, row_hash * length
-    step, columns = tl.arange(0, TILE), tl.arange(0, WIDTH)
+    span = program % spans
+    row_hash = (program // spans).to(tl.int64)
+    row = row_hash // hashes
+    base = row_hash * length
+    step = tl.arange(0, TILE)
+    columns = tl.arange(0, WIDTH)
     carried = tl.zeros([WIDTH], tl.float32)
     stop = tl.minimum((span + 1) * SPAN, length)
     for begin in range(span * SPAN, stop, TILE):
@@ -99,7 +94,9 @@ def join_spans(
     A program processes the runs whose first span is in its segment of spans, up to their end.
     """
     program = tl.program_id(0)
-    part, segment, row_hash = program % parts, program // parts % segments, (program // parts // segments).to(tl.int64)
+    part = program % parts
+    segment = program // parts % segments
+    row_hash = (program // parts // segments).to(tl.int64)
     columns = part * BLOCK + tl.arange(0, BLOCK)
     inside = columns < wide
     base = row_hash * length
@@ -136,21 +133,26 @@ def find_windows(
     target = program % blocks * BLOCK + tl.arange(0, BLOCK)
     inside = target < targets
     bucket = tl.load(target_buckets + row_hash * targets + target, mask=inside, other=0)
-    low, high = tl.zeros([BLOCK], tl.int32), tl.zeros([BLOCK], tl.int32) + tl.where(inside, length, 0)
+    low = tl.zeros([BLOCK], tl.int32)
+    high = tl.zeros([BLOCK], tl.int32) + tl.where(inside, length, 0)
     for _ in range(steps):
-        middle, searching = (low + high) // 2, low < high
+        middle = (low + high) // 2
+        searching = low < high
         middle_bucket = tl.load(buckets + base + middle, mask=searching, other=0)
         below = searching & ((middle_bucket > bucket) if REVERSED else (middle_bucket < bucket))
-        low, high = tl.where(below, middle + 1, low), tl.where(searching & (below == 0), middle, high)
+        low = tl.where(below, middle + 1, low)
+        high = tl.where(searching & (below == 0), middle, high)
     tl.store(first + row_hash * targets + target, low, mask=inside)
     high = tl.where(inside, length, low)
     for _ in range(steps):
-        middle, searching = (low + high) // 2, low < high
+        middle = (low + high) // 2
+        searching = low < high
         visible = searching & (tl.load(buckets + base + middle, mask=searching, other=0) == bucket)
         if CAUSAL:
             position = tl.load(order + base + middle, mask=searching, other=0)
             visible = visible & ((position >= target) if REVERSED else (position <= target))
-        low, high = tl.where(visible, middle + 1, low), tl.where(searching & (visible == 0), middle, high)
+        low = tl.where(visible, middle + 1, low)
+        high = tl.where(searching & (visible == 0), middle, high)
     tl.store(end + row_hash * targets + target, low, mask=inside)
 
 
@@ -164,9 +166,11 @@ def read_sums(
     """
     program = tl.program_id(0)
     row = (program // blocks).to(tl.int64)
-    target, columns = program % blocks * BLOCK + tl.arange(0, BLOCK), tl.arange(0, WIDTH)
+    target = program % blocks * BLOCK + tl.arange(0, BLOCK)
+    columns = tl.arange(0, WIDTH)
     inside = target < targets
-    total, many = tl.zeros([BLOCK, WIDTH], tl.float32), tl.zeros([BLOCK], tl.int32)
+    total = tl.zeros([BLOCK, WIDTH], tl.float32)
+    many = tl.zeros([BLOCK], tl.int32)
     for number in range(hashes):
         row_hash = row * hashes + number
         begin = tl.load(first + row_hash * targets + target, mask=inside, other=0)
@@ -191,9 +195,13 @@ def sum_products(
 ):  # fmt: skip
     """Compute products (G, m, S, D, D): Σ left_j·right_jᵀ over a span's sources in the bucket of its last source."""
     program = tl.program_id(0)
-    part, span, row_hash = program % parts, program // parts % spans, (program // parts // spans).to(tl.int64)
-    row, base = row_hash // hashes, row_hash * length
-    step, rows = tl.arange(0, TILE), tl.arange(0, WIDTH)
+    part = program % parts
+    span = program // parts % spans
+    row_hash = (program // parts // spans).to(tl.int64)
+    row = row_hash // hashes
+    base = row_hash * length
+    step = tl.arange(0, TILE)
+    rows = tl.arange(0, WIDTH)
     columns = part * COLUMNS + tl.arange(0, COLUMNS)
     stop = tl.minimum((span + 1) * SPAN, length)
     last_bucket = tl.load(buckets + base + stop - 1)
@@ -203,7 +211,8 @@ def sum_products(
             slot = begin + step
             inside = (slot < stop) & (tl.load(buckets + base + slot, mask=slot < stop, other=0) == last_bucket)
             token = row * length + tl.load(order + base + slot, mask=inside, other=0)
-            a, b = _rows(left, token, inside, rows, D), _rows(right, token, inside, columns, D)
+            a = _rows(left, token, inside, rows, D)
+            b = _rows(right, token, inside, columns, D)
             total += dot(tl.trans(a), b, PRECISION)
     slot = (row_hash * spans + span) * D * D + rows[:, None] * D + columns[None, :]
     valid = (rows < D)[:, None] & (columns < D)[None, :]
@@ -224,9 +233,12 @@ def weighted_sums(
     pair.
     """
     program = tl.program_id(0)
-    part, block, row_hash = program % parts, program // parts % blocks, (program // parts // blocks).to(tl.int64)
+    part = program % parts
+    block = program // parts % blocks
+    row_hash = (program // parts // blocks).to(tl.int64)
     row = row_hash // hashes
-    base, columns = row_hash * length, part * COLUMNS + tl.arange(0, COLUMNS)
+    base = row_hash * length
+    columns = part * COLUMNS + tl.arange(0, COLUMNS)
     slot = block * BLOCK + tl.arange(0, BLOCK)
     target = tl.load(target_order + row_hash * targets + slot, mask=slot < targets, other=0)
     begin = tl.load(first + row_hash * targets + target, mask=slot < targets, other=0)
@@ -259,7 +271,8 @@ def weighted_sums(
             a = _rows(target_left, row * targets + target, whole & (span == boundary), depth, D)
             b = _rows(products, (row_hash * spans + boundary - 1) * D + depth, depth < D, columns, D)
             if a.dtype != tl.float32:  # sums of long runs can exceed the range of fp16
-                a, b = a.to(tl.bfloat16), b.to(tl.bfloat16)
+                a = a.to(tl.bfloat16)
+                b = b.to(tl.bfloat16)
             total += dot(a, b, PRECISION)
         boundary = tl.min(tl.where(whole & (span > boundary), span, spans + 1), axis=0)
 
@@ -273,7 +286,8 @@ def add_hashes(
 ):  # fmt: skip
     """Store in out (G, targets, D) (ADD: add to it) scale·Σ_h partial (G, m, targets, D)."""
     program = tl.program_id(0)
-    row, columns = (program // blocks).to(tl.int64), tl.arange(0, WIDTH)
+    row = (program // blocks).to(tl.int64)
+    columns = tl.arange(0, WIDTH)
     target = program % blocks * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK, WIDTH], tl.float32)
     for number in range(hashes):
@@ -305,7 +319,8 @@ class _Sizes(NamedTuple):
 
 def _sizes(head_dim: int, dtype: torch.dtype) -> _Sizes:
     width = block(head_dim)
-    span, reads = max(128, 4 * width), max(16, 2048 // width)
+    span = max(128, 4 * width)
+    reads = max(16, 2048 // width)
     if dtype == torch.float32:
         return _Sizes(width, span, reads, 32, 32, 32, min(width, 32), 8 if width > 32 else 4)
     return _Sizes(width, span, reads, 64, 64, 32, min(width, 64), 8 if width > 128 else 4)
@@ -348,7 +363,8 @@ class _HashTableAttention(Function):
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, q_codes: Tensor, k_codes: Tensor,
         group: tuple[Tensor, Tensor] | None, spec: HashTableAttentionSpec,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        hashes, slabs = q_codes.shape[2], _slabs(q_codes, k_codes, v)
+        hashes = q_codes.shape[2]
+        slabs = _slabs(q_codes, k_codes, v)
         several = len(slabs) > 1
         out = _total((*q.shape[:3], v.shape[3]), torch.float32, q.device, several)
         matches = _total(q.shape[:3], torch.float32, q.device, several)
@@ -357,7 +373,8 @@ class _HashTableAttention(Function):
             queries, keys = _buckets(q_codes, k_codes, group, spec, slab)
             sources = _sorted(keys, spec.code_bits)
             _add_sums(out, values, sources, _windows(queries, sources, spec), hashes, several, matches)
-        ctx.spec, ctx.group = spec, group
+        ctx.spec = spec
+        ctx.group = group
         ctx.save_for_backward(q, k, v, q_codes, k_codes)
         total = matches / hashes if several else matches
         ctx.mark_non_differentiable(total)
@@ -368,15 +385,18 @@ class _HashTableAttention(Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, q_codes, k_codes = ctx.saved_tensors
         spec: HashTableAttentionSpec = ctx.spec
-        hashes, slabs = q_codes.shape[2], _slabs(q_codes, k_codes, v)
+        hashes = q_codes.shape[2]
+        slabs = _slabs(q_codes, k_codes, v)
         several = len(slabs) > 1
         dq, dk, dv = (_total(x.shape, x.dtype, x.device, several) for x in (q, k, v))
         rows_q, rows_k, rows_v, g = _row_copies(v.dtype, q, k, v, grads[0])
         factor = spec.code_bits / (2 * hashes)
         for slab in slabs:
             queries, keys = _buckets(q_codes, k_codes, ctx.group, spec, slab)
-            by_query, by_key = _sorted(queries, spec.code_bits, reverse=spec.causal), _sorted(keys, spec.code_bits)
-            of_queries, of_keys = _windows(queries, by_key, spec), _windows(keys, by_query, spec)
+            by_query = _sorted(queries, spec.code_bits, reverse=spec.causal)
+            by_key = _sorted(keys, spec.code_bits)
+            of_queries = _windows(queries, by_key, spec)
+            of_keys = _windows(keys, by_query, spec)
             _add_sums(dv, g, by_query, of_keys, hashes, several)
             _add_weighted(dq, (g, by_query), of_queries, (rows_v, rows_k, by_key), factor, several)
             _add_weighted(dk, (rows_v, by_key), of_keys, (g, rows_q, by_query), factor, several)
@@ -429,7 +449,8 @@ def _sorted(buckets: Tensor, code_bits: int, reverse: bool = False) -> _Sorted:
     if buckets.dtype == torch.int64:
         ordered, order = torch.sort(buckets, dim=-1, stable=True)
         if reverse:
-            ordered, order = ordered.flip(-1), order.flip(-1)
+            ordered = ordered.flip(-1)
+            order = order.flip(-1)
         return _Sorted(ordered, order.to(torch.int32), reverse)
     ordered = torch.empty_like(buckets)
     order = counting_sort(buckets.flatten(0, 1), code_bits, ordered.flatten(0, 1), reverse)
@@ -441,9 +462,11 @@ def _windows(targets: Tensor, sources: _Sorted, spec: HashTableAttentionSpec) ->
     length = sources.order.shape[2]
     windows = _Windows(*(torch.empty(targets.shape, dtype=torch.int32, device=targets.device) for _ in range(2)))
     blocks = -(-count // _SEARCHES)
-    arguments = (targets, *sources[:2], *windows, count, length, blocks, length.bit_length())
-    fixed = {"CAUSAL": spec.causal, "REVERSED": sources.reversed, "BLOCK": _SEARCHES}
-    launch(find_windows, (rows * hashes * blocks,), *arguments, **fixed, num_warps=4)
+    launch(
+        find_windows, (rows * hashes * blocks,), target_buckets=targets, buckets=sources.buckets, order=sources.order,
+        first=windows.first, end=windows.end, targets=count, length=length, blocks=blocks, steps=length.bit_length(),
+        CAUSAL=spec.causal, REVERSED=sources.reversed, BLOCK=_SEARCHES, num_warps=4,
+    )  # fmt: skip
     return windows
 
 
@@ -465,16 +488,19 @@ def _add_sums(
     spans = -(-length // sizes.span)
     sums = torch.empty(rows, hashes, length, head_dim, dtype=_own_dtype(values), device=out.device)
     tails = torch.empty(rows, hashes, spans, head_dim, dtype=torch.float32, device=out.device)
-    fixed = {"D": head_dim, "WIDTH": sizes.width, "SPAN": sizes.span}
-    arguments = (values, sources.order, sources.buckets, sums, tails, hashes, length, spans)
-    settings = {"TILE": sizes.tile, "PRECISION": precision(), "num_warps": sizes.warps}
-    launch(sum_runs, (rows * hashes * spans,), *arguments, **fixed, **settings)
+    shared = {"sums": sums, "tails": tails, "hashes": hashes, "length": length, "spans": spans}
+    shared |= {"D": head_dim, "WIDTH": sizes.width, "SPAN": sizes.span}
+    launch(
+        sum_runs, (rows * hashes * spans,), values=values, order=sources.order, buckets=sources.buckets, **shared,
+        TILE=sizes.tile, PRECISION=precision(), num_warps=sizes.warps,
+    )  # fmt: skip
     _join_spans(tails, sources, sizes)
     blocks = -(-count // sizes.reads)
-    scales = 1 / all_hashes, 1.0 if several else 1 / all_hashes
-    targets = (*windows, out, met, *scales, hashes, count, length, spans, blocks)
-    settings = {"ADD": several, "BLOCK": sizes.reads, "num_warps": 4}
-    launch(read_sums, (rows * blocks,), sums, tails, *targets, **fixed, **settings)
+    launch(
+        read_sums, (rows * blocks,), **shared, first=windows.first, end=windows.end, out=out, met=met,
+        scale=1 / all_hashes, met_scale=1.0 if several else 1 / all_hashes, targets=count, blocks=blocks, ADD=several,
+        BLOCK=sizes.reads, num_warps=4,
+    )  # fmt: skip
 
 
 def _join_spans(tails: Tensor, sources: _Sorted, sizes: _Sizes) -> None:
@@ -484,11 +510,13 @@ def _join_spans(tails: Tensor, sources: _Sorted, sizes: _Sizes) -> None:
         return
     wide = tails[0, 0, 0].numel()
     columns = min(1024, block(wide))
-    segments, parts = -(-spans // _SEGMENT), -(-wide // columns)
-    arguments = (tails, sources.buckets, sources.order.shape[2], spans, segments, parts, wide)
-    grid = (tails.shape[0] * tails.shape[1] * segments * parts,)
-    fixed = {"SPAN": sizes.span, "SEGMENT": _SEGMENT, "BLOCK": columns}
-    launch(join_spans, grid, *arguments, **fixed, num_warps=1 if columns < 256 else 4)
+    segments = -(-spans // _SEGMENT)
+    parts = -(-wide // columns)
+    launch(
+        join_spans, (tails.shape[0] * tails.shape[1] * segments * parts,), tails=tails, buckets=sources.buckets,
+        length=sources.order.shape[2], spans=spans, segments=segments, parts=parts, wide=wide, SPAN=sizes.span,
+        SEGMENT=_SEGMENT, BLOCK=columns, num_warps=1 if columns < 256 else 4,
+    )  # fmt: skip
 
 
 def _add_weighted(
@@ -502,28 +530,30 @@ def _add_weighted(
     """Add to out_i scale·Σ_j (left_i·left_j) right_j over i's windows in all hashes. targets: left (G, targets, D) and
     their sorted order. sources: left and right (G, length, D) and their order. several: there are several slabs.
     """
-    (target_left, target_order), (left, right, order) = targets, sources
+    target_left, target_order = targets
+    left, right, order = sources
     rows, hashes, count = windows.first.shape
     length, head_dim = left.shape[1:]
     sizes = _sizes(head_dim, left.dtype)
     spans = -(-length // sizes.span)
     parts = -(-head_dim // sizes.columns)
-    fixed = {"D": head_dim, "WIDTH": sizes.width, "COLUMNS": sizes.columns, "SPAN": sizes.span}
-    fixed |= {"num_warps": sizes.warps}
     dtype = _own_dtype(left)
     products = torch.empty(rows, hashes, spans, head_dim, head_dim, dtype=dtype, device=out.device)
-    arguments = (left, right, order.order, order.buckets, products, hashes, length, spans, parts)
-    grid = (rows * hashes * spans * parts,)
-    launch(sum_products, grid, *arguments, **fixed, TILE=sizes.tile, PRECISION=precision())
+    shared = {"left": left, "right": right, "order": order.order, "products": products, "hashes": hashes}
+    shared |= {"length": length, "spans": spans, "parts": parts, "D": head_dim, "WIDTH": sizes.width}
+    shared |= {"COLUMNS": sizes.columns, "SPAN": sizes.span, "PRECISION": precision(), "num_warps": sizes.warps}
+    launch(sum_products, (rows * hashes * spans * parts,), **shared, buckets=order.buckets, TILE=sizes.tile)
     _join_spans(products, order, sizes)
     blocks = -(-count // sizes.block)
     # Neighbours in one hash are unrelated in the next, so each hash writes separate results.
     partial = torch.empty(rows, hashes, count, head_dim, dtype=dtype, device=out.device)
-    tensors = (target_left, target_order.order, *windows, left, right, order.order, products, partial)
-    numbers = (hashes, count, length, spans, blocks, parts)
-    tiles = {"BLOCK": sizes.block, "TILE": sizes.pairs, "DEPTH": min(32, sizes.width), "PRECISION": precision()}
-    grid = (rows * hashes * blocks * parts,)
-    launch(weighted_sums, grid, *tensors, *numbers, **fixed, **tiles, num_stages=2)
+    launch(
+        weighted_sums, (rows * hashes * blocks * parts,), **shared, target_left=target_left,
+        target_order=target_order.order, first=windows.first, end=windows.end, out=partial, targets=count,
+        blocks=blocks, BLOCK=sizes.block, TILE=sizes.pairs, DEPTH=min(32, sizes.width), num_stages=2,
+    )  # fmt: skip
     blocks = -(-count // sizes.reads)
-    settings = {"D": head_dim, "WIDTH": sizes.width, "ADD": several, "BLOCK": sizes.reads, "num_warps": 4}
-    launch(add_hashes, (rows * blocks,), partial, out, scale, hashes, count, blocks, **settings)
+    launch(
+        add_hashes, (rows * blocks,), partial=partial, out=out, scale=scale, hashes=hashes, targets=count,
+        blocks=blocks, D=head_dim, WIDTH=sizes.width, ADD=several, BLOCK=sizes.reads, num_warps=4,
+    )  # fmt: skip

@@ -1,9 +1,7 @@
 """Hash functions of attention, from vectors to bucket codes: angular LSH (Reformer) and sign codes (YOSO).
 
 Torch in blocks of positions, so that projections of a whole sequence are never stored. `reference_*` are the
-definitions, in float64.
-
-B batch, H heads, L length, D head dim, R rounds, m hashes, τ code bits, P the next power of two of D.
+definitions, in float64. m hashes, τ code bits, P the next power of two of D.
 """
 
 import math
@@ -210,7 +208,7 @@ def hadamard(x: Tensor) -> Tensor:
     """
     half = 1
     while half < x.shape[-1]:
-        a, b = x.unflatten(-1, (-1, 2, half)).unbind(-2)
-        x = torch.stack([a + b, a - b], dim=-2).flatten(-3)
+        a, b = x.unflatten(-1, (-1, 2, half)).unbind(-2)  # (..., P/(2·half), half)
+        x = torch.stack([a + b, a - b], dim=-2).flatten(-3)  # (..., P)
         half *= 2
     return x

@@ -1,11 +1,7 @@
 """Kernels of `hashing`, which write only the codes: projections stay in registers.
 
 x (B, H, L, D) has any strides except 1 along D; codes are (B, H, rounds or hashes, L). Every product is the sum of
-three TF32 products, which is precise to about 22 bits, and does not depend on whether
-TF32 is allowed.
-
-B batch, H heads, L length, D head dim, R rounds, S columns of a round's rotations, P the next power of two, m hashes,
-τ code bits.
+three TF32 products, which is precise to about 22 bits, and does not depend on whether TF32 is allowed.
 """
 
 import math
@@ -17,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megasparse.ops.hashing import Kind, code_dtype, hash_planes
-from megasparse.ops.kernels import block, dot, launch, whole_vectors
+from megasparse.ops.kernels import block, dot, launch, strides, whole_vectors
 
 _WARPS = 4
 _COORDINATES = 64 * 32 * _WARPS  # coordinates per program: 64 per thread; up to P = 64 threads exchange nothing
@@ -25,20 +21,20 @@ _HASHES = 64  # hashes per program
 
 
 @triton.jit
-def _vectors(x, row, heads, batch_stride, head_stride):
+def _vectors(x, row, heads, x_batch, x_head):
     """Return the address of the first vector of batch and head number `row`."""
-    return x + (row // heads) * batch_stride + (row % heads) * head_stride
+    return x + (row // heads) * x_batch + (row % heads) * x_head
 
 
 @triton.jit
-def _projected(x, token, length, stride, matrix, columns, last, matrix_stride, D: tl.constexpr, DEPTH: tl.constexpr):
+def _projected(x, token, length, x_stride, matrix, columns, last, matrix_stride, D: tl.constexpr, DEPTH: tl.constexpr):
     """Return products of `token`'s vectors with `columns` of matrix (D, `last`), fp32, in pieces of DEPTH along D."""
     depth = tl.arange(0, DEPTH)
     score = tl.zeros([token.shape[0], columns.shape[0]], tl.float32)
     for first in range(0, D, DEPTH):
         d = first + depth
         inside = (token < length)[:, None] & (d < D)[None, :]
-        a = tl.load(x + token.to(tl.int64)[:, None] * stride + d[None, :], mask=inside, other=0).to(tl.float32)
+        a = tl.load(x + token.to(tl.int64)[:, None] * x_stride + d[None, :], mask=inside, other=0).to(tl.float32)
         inside = (d < D)[:, None] & (columns < last)[None, :]
         b = tl.load(matrix + d[:, None] * matrix_stride + columns[None, :], mask=inside, other=0).to(tl.float32)
         score += dot(a, b, "tf32x3")
@@ -47,15 +43,18 @@ def _projected(x, token, length, stride, matrix, columns, last, matrix_stride, D
 
 @triton.jit(do_not_specialize=["length", "heads", "rounds"])
 def angular(
-    x, rotations, codes, length, heads, rounds, batch_stride, head_stride, stride, columns, FACTORS: tl.constexpr,
+    x, rotations, codes, length, heads, rounds, x_batch, x_head, x_stride, columns, FACTORS: tl.constexpr,
     D: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
     """Compute codes of TOKENS tokens of a row in a round: for each factor, the first maximum of [xR; −xR]. rotations:
     (H, R, D, `columns`). Rounds of the same tokens are neighbouring programs, so that x is in the cache.
     """
-    program, tiles = tl.program_id(0), tl.cdiv(length, TOKENS)
-    round_, tile, row = program % rounds, program // rounds % tiles, (program // rounds // tiles).to(tl.int64)
-    x = _vectors(x, row, heads, batch_stride, head_stride)
+    program = tl.program_id(0)
+    tiles = tl.cdiv(length, TOKENS)
+    round_ = program % rounds
+    tile = program // rounds % tiles
+    row = (program // rounds // tiles).to(tl.int64)
+    x = _vectors(x, row, heads, x_batch, x_head)
     matrix = rotations + ((row % heads) * rounds + round_) * D * columns
     token = tile * TOKENS + tl.arange(0, TOKENS)
     code = tl.zeros([TOKENS], tl.int32)
@@ -67,7 +66,7 @@ def angular(
         low_at = tl.zeros([TOKENS], tl.int32)
         for first in range(0, half, COLUMNS):
             column = first + tl.arange(0, COLUMNS)
-            score = _projected(x, token, length, stride, matrix, column, half, columns, D, DEPTH)
+            score = _projected(x, token, length, x_stride, matrix, column, half, columns, D, DEPTH)
             inside = (column < half)[None, :]
             best, at = tl.max(tl.where(inside, score, float("-inf")), 1, return_indices=True)
             high_at = tl.where(best > high, first + at, high_at)
@@ -83,19 +82,23 @@ def angular(
 
 @triton.jit(do_not_specialize=["length", "heads"])
 def hidden_units(
-    x, weight, bias, out, length, heads, batch_stride, head_stride, stride, width, first, D: tl.constexpr,
+    x, weight, bias, out, length, heads, x_batch, x_head, x_stride, width, first, D: tl.constexpr,
     TOKENS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
     """Compute relu(xW + b) of TOKENS tokens of a row, for COLUMNS of the D units, into out (B·H, L, `width`) from
     column `first` on. weight: (H, D, D). bias: (H, D).
     """
-    program, tiles, groups = tl.program_id(0), tl.cdiv(length, TOKENS), tl.cdiv(D, COLUMNS)
-    group, tile, row = program % groups, program // groups % tiles, (program // groups // tiles).to(tl.int64)
-    x = _vectors(x, row, heads, batch_stride, head_stride)
+    program = tl.program_id(0)
+    tiles = tl.cdiv(length, TOKENS)
+    groups = tl.cdiv(D, COLUMNS)
+    group = program % groups
+    tile = program // groups % tiles
+    row = (program // groups // tiles).to(tl.int64)
+    x = _vectors(x, row, heads, x_batch, x_head)
     token = tile * TOKENS + tl.arange(0, TOKENS)
     unit = group * COLUMNS + tl.arange(0, COLUMNS)
     head = row % heads
-    score = _projected(x, token, length, stride, weight + head * D * D, unit, D, D, D, DEPTH)
+    score = _projected(x, token, length, x_stride, weight + head * D * D, unit, D, D, D, DEPTH)
     score += tl.load(bias + head * D + unit, mask=unit < D, other=0)[None, :]
     address = out + (row * length + token)[:, None] * width + first + unit[None, :]
     tl.store(address, tl.maximum(score, 0.0), mask=(token < length)[:, None] & (unit < D)[None, :])
@@ -109,8 +112,10 @@ def best_bucket(
     """Compute the first maximum of xW + Σb, for TOKENS tokens of a row. x: (B·H, L, D). weight: (H, D, `buckets`).
     bias: (BIASES, H, `buckets`).
     """
-    program, tiles = tl.program_id(0), tl.cdiv(length, TOKENS)
-    tile, row = program % tiles, (program // tiles).to(tl.int64)
+    program = tl.program_id(0)
+    tiles = tl.cdiv(length, TOKENS)
+    tile = program % tiles
+    row = (program // tiles).to(tl.int64)
     token = tile * TOKENS + tl.arange(0, TOKENS)
     x += row * length * D
     weight += (row % heads) * D * buckets
@@ -132,20 +137,24 @@ def best_bucket(
 
 @triton.jit(do_not_specialize=["heads", "bits"])
 def sides(
-    x, normals, codes, length, heads, hashes, bits, batch_stride, head_stride, stride, D: tl.constexpr,
+    x, normals, codes, length, heads, hashes, bits, x_batch, x_head, x_stride, D: tl.constexpr,
     TOKENS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
     """Compute codes of TOKENS tokens of a row in COLUMNS hashes: bit t is [r·x >= 0], normals r (H, τ, D, m)."""
-    program, tiles, groups = tl.program_id(0), tl.cdiv(length, TOKENS), tl.cdiv(hashes, COLUMNS)
-    group, tile, row = program % groups, program // groups % tiles, (program // groups // tiles).to(tl.int64)
-    x = _vectors(x, row, heads, batch_stride, head_stride)
+    program = tl.program_id(0)
+    tiles = tl.cdiv(length, TOKENS)
+    groups = tl.cdiv(hashes, COLUMNS)
+    group = program % groups
+    tile = program // groups % tiles
+    row = (program // groups // tiles).to(tl.int64)
+    x = _vectors(x, row, heads, x_batch, x_head)
     token = tile * TOKENS + tl.arange(0, TOKENS)
     hash_ = group * COLUMNS + tl.arange(0, COLUMNS)
     normals += (row % heads) * bits * D * hashes
     code = tl.zeros([TOKENS, COLUMNS], tl.int32)
     bit = 0
     while bit < bits:
-        score = _projected(x, token, length, stride, normals, hash_, hashes, hashes, D, DEPTH)
+        score = _projected(x, token, length, x_stride, normals, hash_, hashes, hashes, D, DEPTH)
         code |= (score >= 0).to(tl.int32) << bit
         normals += D * hashes
         bit += 1
@@ -181,7 +190,7 @@ def _part(x, part, LEVELS: tl.constexpr, PARTS_LEVELS: tl.constexpr, FIRST: tl.c
 
 @triton.jit(do_not_specialize=["heads", "hashes", "bits"])
 def transformed_sides(
-    x, diagonals, codes, length, heads, hashes, bits, batch_stride, head_stride, stride, again, D: tl.constexpr,
+    x, diagonals, codes, length, heads, hashes, bits, x_batch, x_head, x_stride, again, D: tl.constexpr,
     LEVELS: tl.constexpr, PARTS_LEVELS: tl.constexpr, FIRST: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
     """Compute codes of TOKENS tokens of a row in one part of a group's P = 2^LEVELS hashes: bit t is the sign of a
@@ -191,13 +200,18 @@ def transformed_sides(
     P: tl.constexpr = 1 << LEVELS
     PARTS: tl.constexpr = 1 << PARTS_LEVELS
     HASHES: tl.constexpr = P // PARTS
-    part_count, groups = tl.cdiv(hashes, HASHES), tl.cdiv(hashes, P)
-    program, tiles = tl.program_id(0), tl.cdiv(length, TOKENS)
-    part, tile, row = program % part_count, program // part_count % tiles, (program // part_count // tiles).to(tl.int64)
-    x = _vectors(x, row, heads, batch_stride, head_stride) + (tile * TOKENS).to(tl.int64) * stride
-    inside, d = tl.arange(0, TOKENS), tl.arange(0, P)
+    part_count = tl.cdiv(hashes, HASHES)
+    groups = tl.cdiv(hashes, P)
+    program = tl.program_id(0)
+    tiles = tl.cdiv(length, TOKENS)
+    part = program % part_count
+    tile = program // part_count % tiles
+    row = (program // part_count // tiles).to(tl.int64)
+    x = _vectors(x, row, heads, x_batch, x_head) + (tile * TOKENS).to(tl.int64) * x_stride
+    inside = tl.arange(0, TOKENS)
+    d = tl.arange(0, P)
     token = tile * TOKENS + inside
-    places = inside[None, :] * stride + d[:, None]
+    places = inside[None, :] * x_stride + d[:, None]
     valid = (token < length)[None, :]
     if D < P:
         valid &= (d < D)[:, None]
@@ -219,19 +233,18 @@ def transformed_sides(
 
 
 def angular_hash(x: Tensor, rotations: Tensor, factors: list[int]) -> Tensor:
-    """Compute `hashing.angular_hash` in one launch for all rows, rounds and factors.
-
-    Cost: 6·B·H·R·L·D·S operations in TF32. Moves x once (rounds and factors reread it from the cache), the rotations,
-    and 2 or 4 bytes per code: B·H·L·(D·bytes + 2·R).
-    """
+    """Compute `hashing.angular_hash` in one launch for all rows, rounds and factors."""
     x = whole_vectors(x)
     batch, heads, length, width = x.shape
-    rounds, columns = rotations.shape[1], rotations.shape[3]
+    rounds = rotations.shape[1]
+    columns = rotations.shape[3]
     codes = torch.empty(batch, heads, rounds, length, dtype=code_dtype(math.prod(factors)), device=x.device)
     sizes = _tile(max(factors) // 2, width)
     grid = (-(-length // sizes["TOKENS"]) * batch * heads * rounds,)
-    arguments = (x, rotations.float().contiguous(), codes, length, heads, rounds, *x.stride()[:3], columns)
-    launch(angular, grid, *arguments, FACTORS=tuple(factors), D=width, **sizes)
+    launch(
+        angular, grid, x=x, rotations=rotations.float().contiguous(), codes=codes, length=length, heads=heads,
+        rounds=rounds, **strides(x=x), columns=columns, FACTORS=tuple(factors), D=width, **sizes,
+    )  # fmt: skip
     return codes
 
 
@@ -239,8 +252,7 @@ def learned_codes(inputs: Sequence[Tensor], weights: Sequence[tuple[Tensor, ...]
     """Return the first maximum of Σ_f W2_f·relu(W1_f·x_f + b1_f) + b2_f over N buckets: (B, H, L).
 
     inputs: x_f (B, H, L, D). weights: of each function (H, D, D), (H·D), (H, D, N), (H·N), or of a linear function only
-    (H, D, N). Cost: 6·B·H·L·D·(D + N) operations in TF32 for each input. Moves the inputs once, the hidden units twice,
-    and 2 or 4 bytes per token.
+    (H, D, N).
     """
     batch, heads, length, width = inputs[0].shape
     second = torch.cat([layer[-2:][0] for layer in weights], 1)
@@ -253,43 +265,45 @@ def learned_codes(inputs: Sequence[Tensor], weights: Sequence[tuple[Tensor, ...]
         sizes = _tile(width, width)
         grid = (-(-length // sizes["TOKENS"]) * batch * heads * -(-width // sizes["COLUMNS"]),)
         for number, (x, w) in enumerate(zip(map(whole_vectors, inputs), weights, strict=True)):
-            arguments = (x, w[0].contiguous(), w[1].contiguous(), hidden, length, heads, *x.stride()[:3])
-            launch(hidden_units, grid, *arguments, total, number * width, D=width, **sizes)
+            launch(
+                hidden_units, grid, x=x, weight=w[0].contiguous(), bias=w[1].contiguous(), out=hidden, length=length,
+                heads=heads, **strides(x=x), width=total, first=number * width, D=width, **sizes,
+            )  # fmt: skip
     codes = torch.empty(batch, heads, length, dtype=code_dtype(second.shape[2]), device=hidden.device)
     sizes = _tile(second.shape[2], hidden.shape[3])
     grid = (-(-length // sizes["TOKENS"]) * batch * heads,)
-    arguments = (hidden, second, torch.cat(biases) if biases else second, codes, length, heads, second.shape[2])
-    launch(best_bucket, grid, *arguments, D=hidden.shape[3], BIASES=len(biases), **sizes)
+    launch(
+        best_bucket, grid, x=hidden, weight=second, bias=torch.cat(biases) if biases else second, codes=codes,
+        length=length, heads=heads, buckets=second.shape[2], D=hidden.shape[3], BIASES=len(biases), **sizes,
+    )  # fmt: skip
     return codes
 
 
 def sign_codes(x: Tensor, key: int, heads: range, hashes: int, code_bits: int, kind: Kind) -> Tensor:
-    """Compute `hashing.sign_codes` in one launch.
-
-    Cost: gaussian 6·B·H·L·D·m·τ operations in TF32; hadamard 3·B·H·L·τ·P·(1 + log₂ P) for each P hashes. Moves x once
-    and 2 or 4 bytes per code: B·H·L·(D·bytes + 2·m).
-    """
+    """Compute `hashing.sign_codes` in one launch."""
     x = whole_vectors(x)
     batch, count, length, width = x.shape
     assert len(heads) == count
     planes = hash_planes(key, heads, hashes, code_bits, width, kind, x.device)
     codes = torch.empty(batch, len(heads), hashes, length, dtype=code_dtype(1 << code_bits), device=x.device)
+    shared = {"x": x, "codes": codes, "length": length, "heads": count, "hashes": hashes, "bits": code_bits, "D": width}
+    shared |= strides(x=x)
     if kind == "gaussian":
         planes = planes.permute(0, 2, 3, 1).contiguous()  # (H, τ, D, m)
         sizes = _tile(hashes, width)
         grid = (-(-length // sizes["TOKENS"]) * batch * len(heads) * -(-hashes // sizes["COLUMNS"]),)
-        arguments = (x, planes, codes, length, len(heads), hashes, code_bits, *x.stride()[:3])
-        launch(sides, grid, *arguments, D=width, **sizes)
+        launch(sides, grid, **shared, normals=planes, **sizes)
         return codes
     power = 1 << (width - 1).bit_length()
     tokens = min(32 * _WARPS, _COORDINATES // power)
     hashes_per_part = min(power, 1 << (hashes - 1).bit_length(), _HASHES)
     parts = -(-hashes // hashes_per_part)
     grid = (-(-length // tokens) * batch * len(heads) * parts,)
-    arguments = (x, planes, codes, length, len(heads), hashes, code_bits, *x.stride()[:3])
     levels = power.bit_length() - 1
-    split = {"LEVELS": levels, "PARTS_LEVELS": levels - (hashes_per_part.bit_length() - 1), "FIRST": parts == 1}
-    launch(transformed_sides, grid, *arguments, 0, D=width, **split, TOKENS=tokens, num_warps=_WARPS)
+    launch(
+        transformed_sides, grid, **shared, diagonals=planes, again=0, LEVELS=levels,
+        PARTS_LEVELS=levels - (hashes_per_part.bit_length() - 1), FIRST=parts == 1, TOKENS=tokens, num_warps=_WARPS,
+    )  # fmt: skip
     return codes
 
 

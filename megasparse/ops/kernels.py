@@ -38,7 +38,8 @@ if INTERPRETED.value:  # Triton 3.6 and 3.7 call int() on loop bounds, 1-element
 def dot(a, b, PRECISION: tl.constexpr):
     """Return a·b, (m, k) and (k, n), summed in fp32. PRECISION: for fp32 factors, see `precision`."""
     if INTERPRETED:  # the interpreter would multiply bf16 bit patterns
-        a, b = a.to(tl.float32), b.to(tl.float32)
+        a = a.to(tl.float32)
+        b = b.to(tl.float32)
     return tl.dot(a, b, input_precision=PRECISION)
 
 
@@ -81,15 +82,16 @@ def empty_alike(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     return torch.empty_like(x, **settings)
 
 
-def strides(*xs: Tensor) -> list[int]:
-    """Return the batch, head and token strides of each tensor (B, H, L, D)."""
-    return [stride for x in xs for stride in x.stride()[:3]]
+def strides(**xs: Tensor) -> dict[str, int]:
+    """Return the strides of each tensor (B, H, L, D) as NAME_batch, NAME_head and NAME_stride (of tokens)."""
+    names = ("batch", "head", "stride")
+    return {f"{x}_{name}": step for x in xs for name, step in zip(names, xs[x].stride()[:3], strict=True)}
 
 
-def steps_of_lists(x: Tensor, row: int = 1) -> tuple[int, int]:
-    """Return the batch and head strides of lists x (B|1, H|1, ...) with `row` numbers each; 0 for a shared list."""
+def steps_of_lists(name: str, x: Tensor, row: int) -> dict[str, int]:
+    """Return the strides of lists x (B|1, H|1, ...) of `row` numbers as NAME_batch and NAME_head, 0 if shared."""
     batch, heads = x.shape[:2]
-    return heads * row if batch > 1 else 0, row if heads > 1 else 0
+    return {f"{name}_batch": heads * row if batch > 1 else 0, f"{name}_head": row if heads > 1 else 0}
 
 
 def precision() -> str:
@@ -136,16 +138,19 @@ _MOST_BINARIES = 4096  # entries, since each length adds some
 _observer: Callable[[Launch], None] = Launch.start
 
 
-def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **settings: Any) -> None:
-    """Start `kernel`, see `Launch.start`."""
-    _observer(Launch(kernel, grid, arguments, settings))
+def launch(kernel: Any, grid: tuple[int, ...], **values: Any) -> None:
+    """Start `kernel`, given its parameters by name, num_warps and num_stages. See `Launch.start`."""
+    constants = kernel.fn.__annotations__
+    arguments = tuple(values.pop(name) for name in kernel.arg_names if name not in constants)
+    _observer(Launch(kernel, grid, arguments, values))
 
 
 @contextlib.contextmanager
 def observed(see: Callable[[Launch], None]) -> Iterator[None]:
     """Context manager that passes kernel launches to `see` instead of running them."""
     global _observer
-    before, _observer = _observer, see
+    before = _observer
+    _observer = see
     try:
         yield
     finally:

@@ -8,7 +8,7 @@ exponent c_f so far, and a query divides by its largest exponent over f, includi
 denominator is then 1: nothing overflows, no denominator vanishes. Causal maxima run over earlier tokens only. Factors
 common to numerator and denominator (1/√F, exp(−|q|²/2)) are omitted.
 
-B batch, H heads, L length, D head dim, F features, T tokens per tile.
+F features, T tokens per tile.
 """
 
 from collections.abc import Callable
@@ -164,7 +164,7 @@ def _absorb(
 
 def _read(q: Tensor, total: Tensor, level: Tensor, *, projection: Tensor, scale: float) -> Tensor:
     """Return the output of each query over the keys of a state, (B, L, H, D)."""
-    e = _query_exponents(q.transpose(1, 2), projection, scale) + level
+    e = _query_exponents(q.transpose(1, 2), projection, scale) + level  # (B, H, T, F)
     return _divided(torch.exp(e - e.detach().amax(-1, keepdim=True)) @ total).to(q.dtype).transpose(1, 2)
 
 
@@ -208,7 +208,7 @@ def _within(query: Tensor, key: Tensor, values: Tensor, top: Tensor, chunk: int)
 
 def _add(state: State, key: Tensor, values: Tensor, level: Tensor) -> State:
     """Return the state with additional keys, relative to `level`, the new maximum."""
-    shrunk = torch.exp(state.level - level).transpose(-1, -2) * state.total
+    shrunk = torch.exp(state.level - level).transpose(-1, -2) * state.total  # (B, H, F, D + 1)
     return State(shrunk + torch.exp(key - level).transpose(-1, -2) @ values, level)
 
 

@@ -2,8 +2,8 @@
 
 The blockwise form computes a few chunks at a time, recomputed in the backward, in linear memory.
 
-B batch, H heads, L length, D head dim, C chunk, W chunks per sequence, S chunks of keys per chunk of queries: 2, or 3
-if attention is not causal, E = (S + 1)·C − 1 distances.
+C chunk, W chunks per sequence, S chunks of keys per chunk of queries: 2, or 3 if attention is not causal, E = (S + 1)·C
+− 1 distances.
 """
 
 from dataclasses import dataclass
@@ -14,14 +14,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megasparse.ops.operator import MOST_PAIRS, Operator
+from megasparse.ops.operator import Operator
 from megasparse.ops.random import PairDropout
 from megasparse.ops.tiled import tiled
 
 PADDING = -1
 """Document number of padding and of empty slots."""
 _LAST = torch.iinfo(torch.int32).max  # document number of padding during sorting
-_SCORE_ELEMENTS = 1 << 20  # scores per tile: 4 MB of fp32
+_SCORE_ELEMENTS = 1 << 20  # scores per tile on a CPU: 4 MB of fp32, near its cache
+_SCORE_ELEMENTS_ON_GPU = 1 << 25  # 128 MB
 
 
 class RelativeVectors(NamedTuple):
@@ -69,9 +70,7 @@ def _relative_local_attention(
         q, k, v: (B, H, L, D).
         relative: r, u and w.
         spec: Chunk, causality and scale.
-        key_mask: (B, L) bool, true for real tokens.
-        segments: (B, L) document numbers >= 0; documents never attend to each other.
-        dropout: Dropout of the probabilities.
+        key_mask, segments, dropout: As in `bucketed_attention`.
 
     Returns:
         (B, H, L, D) in q's dtype; padding gets 0. Softmax in fp32 or wider.
@@ -103,7 +102,8 @@ def _relative_local_attention(
             F.pad(mixed, (0, whole)).unflatten(2, (chunks, chunk)).transpose(1, 2),
             F.pad(numbers, around).unfold(1, span * chunk, chunk),
         ]
-    tiles = -(-batch * heads * chunks * chunk * relative.r.shape[1] // _SCORE_ELEMENTS)
+    most = _SCORE_ELEMENTS if q.device.type == "cpu" else _SCORE_ELEMENTS_ON_GPU
+    tiles = -(-batch * heads * chunks * chunk * relative.r.shape[1] // most)
     out = tiled(partial(_attend, spec=spec, dropout=dropout), inputs, relative, tiles)  # (B, W, H, C, D)
     out = out.transpose(1, 2).flatten(2, 3)[:, :, :length]  # (B, H, L, D)
     return out if order is None else _take(out, order.argsort(dim=-1))
@@ -135,7 +135,7 @@ def reference(
     row = (2 * spec.chunk - 1 - distance).clamp(0, r.shape[1] - 1)  # row of r
     of_distance = torch.einsum("bhid,hed->bhie", q + w[:, None], r)  # (B, H, L, E)
     of_position = of_distance.gather(3, row[:, None].expand(-1, heads, -1, -1))  # (B, H, L, L)
-    score = ((q + u[:, None]) @ k.transpose(-1, -2) + of_position) * spec.scale
+    score = ((q + u[:, None]) @ k.transpose(-1, -2) + of_position) * spec.scale  # (B, H, L, L)
     no_visible_key = ~real[:, None, :, None]
     score = score.masked_fill(~visible[:, None], -torch.inf).masked_fill(no_visible_key, 0.0)
     probability = torch.softmax(score, dim=-1)
@@ -144,13 +144,7 @@ def reference(
     return (probability @ v).masked_fill(no_visible_key, 0.0).to(out_dtype)
 
 
-relative_local_attention = Operator(
-    _relative_local_attention,
-    reference=reference,
-    kernels="megasparse.ops.local_attention_kernels:relative_local_attention",
-    most_rows=MOST_PAIRS,
-    cast=2,
-)
+relative_local_attention = Operator(_relative_local_attention, reference=reference, cast=2)
 
 
 def by_document(q: Tensor, key_mask: Tensor | None, segments: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
@@ -210,5 +204,5 @@ def _attend(
 def _skew(x: Tensor, keys: int) -> Tensor:
     """Convert x (..., C, E) by distance to (..., C, S·C) by key: [a, b] of the result is x[a, b − a + C − 1]."""
     chunk, count = x.shape[-2:]
-    rows = x.flatten(-2)[..., chunk - 1 : chunk - 1 + chunk * (count - 1)]
+    rows = x.flatten(-2)[..., chunk - 1 : chunk - 1 + chunk * (count - 1)]  # (..., C·(E − 1))
     return rows.unflatten(-1, (chunk, count - 1))[..., :keys] if chunk > 1 else x

@@ -40,13 +40,9 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, dtype
 
 
 def _unit_keys(q: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute k = q/|q| (Reformer section 2), in fp32 or wider, cast back; a zero vector stays zero.
+    """Compute k = q/|q| (Reformer section 2) of q (B, H, L, D), in fp32 or wider, cast back; a zero vector stays zero.
 
-    Args:
-        q: (B, H, L, D).
-
-    Returns:
-        q and k, (B, H, L, D) each. Use the returned q from then on, to join the gradients of both in one pass.
+    Returns q and k. Use the returned q from then on, to join the gradients of both in one pass.
     """
     # Tiles over heads, because the backward stores several copies.
     return q, tiled(_unit, [q], [], -(-q.numel() // _ELEMENTS))
@@ -57,11 +53,8 @@ def _unit(x: Tensor) -> Tensor:
 
 
 def _unit_vectors(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Compute x/|x| of x (B, H, L, D), in fp32 or wider; a zero vector stays zero, and gets no gradient.
-
-    Args:
-        x: (B, H, L, D).
-        dtype: Dtype of the result, by default the dtype of the computation.
+    """Compute x/|x| of x (B, H, L, D), in fp32 or wider; a zero vector stays zero, and gets no gradient. dtype: of the
+    result, by default that of the computation.
     """
     x = at_least_fp32(x)
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)

@@ -2,7 +2,7 @@
 gradients of a norm's weights.
 
 A program of a norm processes whole rows of E = `width` numbers in fp32; RMS norm has neither centring nor bias. The
-backward of unit keys joins the gradients of queries and keys. B batch, H heads, L length, D head dim.
+backward of unit keys joins the gradients of queries and keys.
 """
 
 from typing import Any
@@ -44,7 +44,8 @@ def norm_gradient(x, weight, grad, dx, sums, rows, width, programs, eps, CENTRED
     columns = tl.arange(0, WIDTH)
     inside = columns < width
     gain = tl.load(weight + columns, mask=inside, other=0).to(tl.float32)
-    to_weight, to_bias = tl.zeros([WIDTH], tl.float32), tl.zeros([WIDTH], tl.float32)
+    to_weight = tl.zeros([WIDTH], tl.float32)
+    to_bias = tl.zeros([WIDTH], tl.float32)
     row = tl.program_id(0)
     while row < rows:
         offsets = row.to(tl.int64) * width + columns
@@ -70,11 +71,7 @@ _PROGRAMS = 512  # programs of the weight gradient, fixed so that sums do not de
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, dtype: torch.dtype) -> Tensor:
-    """Compute `normalize.layer_norm`.
-
-    Cost: forward reads x and writes the result; backward reads x and the gradient and writes the gradient of x, and
-    8·512·E bytes of partial weight gradients. Means and variances are recomputed, without extra reads.
-    """
+    """Compute `normalize.layer_norm`. Means and variances are recomputed in the backward, without extra reads."""
     return _LayerNorm.apply(x, weight, bias, eps, dtype)
 
 
@@ -83,20 +80,27 @@ class _LayerNorm(Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, dtype: torch.dtype) -> Tensor:
         x = x.contiguous()
         out = torch.empty_like(x, dtype=dtype)
-        ctx.eps, ctx.centred = eps, bias is not None
-        launch(norm, (_rows(x),), x, weight, bias, out, x.shape[-1], eps, CENTRED=ctx.centred, **_norm_settings(x))
+        ctx.eps = eps
+        ctx.centred = bias is not None
+        launch(
+            norm, (_rows(x),), x=x, weight=weight, bias=bias, out=out, width=x.shape[-1], eps=eps, CENTRED=ctx.centred,
+            **_norm_settings(x),
+        )  # fmt: skip
         ctx.save_for_backward(x, weight)
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        rows, width = _rows(x), x.shape[-1]
+        rows = _rows(x)
+        width = x.shape[-1]
         programs = min(_PROGRAMS, rows)
         dx = torch.empty_like(x)
         sums = torch.empty(programs, 1 + ctx.centred, width, dtype=torch.float32, device=x.device)
-        arguments = (x, weight, grads[0].contiguous(), dx, sums, rows, width, programs, ctx.eps)
-        launch(norm_gradient, (programs,), *arguments, CENTRED=ctx.centred, **_norm_settings(x))
+        launch(
+            norm_gradient, (programs,), x=x, weight=weight, grad=grads[0].contiguous(), dx=dx, sums=sums, rows=rows,
+            width=width, programs=programs, eps=ctx.eps, CENTRED=ctx.centred, **_norm_settings(x),
+        )  # fmt: skip
         d_weight, *d_bias = sums.sum(0).to(weight.dtype)
         return dx, d_weight, d_bias[0] if d_bias else None, None, None
 
@@ -145,24 +149,26 @@ def unit(
 
 @triton.jit(do_not_specialize=["heads", "length", "blocks"])
 def unit_gradient(
-    q, grad_q, grad_k, dq, q_batch, q_head, q_stride, gq_batch, gq_head, gq_stride, gk_batch, gk_head, gk_stride,
-    dq_batch, dq_head, dq_stride, heads, length, blocks, shortest, D: tl.constexpr, WIDTH: tl.constexpr,
-    TOKENS: tl.constexpr,
+    q, grad_q, grad_k, dq, q_batch, q_head, q_stride, grad_q_batch, grad_q_head, grad_q_stride, grad_k_batch,
+    grad_k_head, grad_k_stride, dq_batch, dq_head, dq_stride, heads, length, blocks, shortest, D: tl.constexpr,
+    WIDTH: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
     """Compute dq = grad_q + (grad_k − u·(u·grad_k)) / |q| with u = q/|q|; grad_k/shortest for shorter queries, and 0
     for a zero vector if shortest is 0. grad_q: None means 0.
     """
     batch, head, token, inside = _tokens(heads, length, blocks, TOKENS)
     x = load_rows(q + batch * q_batch + head * q_head, token, inside, q_stride, D, WIDTH).to(tl.float32)
-    grad = load_rows(grad_k + batch * gk_batch + head * gk_head, token, inside, gk_stride, D, WIDTH).to(tl.float32)
+    grad = load_rows(grad_k + batch * grad_k_batch + head * grad_k_head, token, inside, grad_k_stride, D, WIDTH).to(
+        tl.float32
+    )
     norm_x, divisor = _lengths(x, shortest)
     u = _over(x, divisor)
     along = tl.where(norm_x >= shortest, tl.sum(u * grad, 1)[:, None], 0.0)
     total = _over(grad - u * along, divisor)
     if grad_q is not None:
-        total += load_rows(grad_q + batch * gq_batch + head * gq_head, token, inside, gq_stride, D, WIDTH).to(
-            tl.float32
-        )
+        total += load_rows(
+            grad_q + batch * grad_q_batch + head * grad_q_head, token, inside, grad_q_stride, D, WIDTH
+        ).to(tl.float32)
     store_rows(dq + batch * dq_batch + head * dq_head, token, total, inside, dq_stride, D, WIDTH)
 
 
@@ -170,10 +176,7 @@ _NUMBERS = 4096  # per program
 
 
 def unit_keys(q: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute `normalize.unit_keys`.
-
-    Cost: forward reads q and writes k, 2·B·H·L·D·bytes; backward reads q and both gradients and writes one, twice that.
-    """
+    """Compute `normalize.unit_keys`."""
     q, k = _UnitKeys.apply(q)
     return q, k
 
@@ -183,7 +186,7 @@ class _UnitKeys(Function):
     def forward(ctx: Any, q: Tensor) -> tuple[Tensor, Tensor]:
         rows = whole_vectors(q)
         k = empty_alike(rows)
-        _launch_unit(unit, SHORTEST, rows, k)
+        _launch_unit(unit, SHORTEST, q=rows, k=k)
         ctx.save_for_backward(rows)
         return q, k
 
@@ -192,7 +195,7 @@ class _UnitKeys(Function):
         (q,) = ctx.saved_tensors
         grad_q, grad_k = (whole_vectors(grad) for grad in grads)
         dq = empty_alike(q)
-        _launch_unit(unit_gradient, SHORTEST, q, grad_q, grad_k, dq)
+        _launch_unit(unit_gradient, SHORTEST, q=q, grad_q=grad_q, grad_k=grad_k, dq=dq)
         return dq
 
 
@@ -206,7 +209,7 @@ class _UnitVectors(Function):
     def forward(ctx: Any, x: Tensor, dtype: torch.dtype) -> Tensor:
         rows = whole_vectors(x)
         out = empty_alike(rows, dtype)
-        _launch_unit(unit, 0.0, rows, out)
+        _launch_unit(unit, 0.0, q=rows, k=out)
         ctx.save_for_backward(rows)
         return out
 
@@ -214,17 +217,18 @@ class _UnitVectors(Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         (x,) = ctx.saved_tensors
         dx = empty_alike(x)
-        _launch_unit(unit_gradient, 0.0, x, None, whole_vectors(grads[0]), dx)
+        _launch_unit(unit_gradient, 0.0, q=x, grad_q=None, grad_k=whole_vectors(grads[0]), dq=dx)
         return dx, None
 
 
-def _launch_unit(kernel: Any, shortest: float, q: Tensor, *others: Tensor | None) -> None:
-    _, heads, length, width = q.shape
+def _launch_unit(kernel: Any, shortest: float, q: Tensor, **others: Tensor | None) -> None:
+    batch, heads, length, width = q.shape
     wide = block(width)
     tokens = max(1, _NUMBERS // wide)
     blocks = -(-length // tokens)
-    sizes = (heads, length, blocks, shortest)
-    steps = strides(*(q if x is None else x for x in (q, *others)))
-    fixed = {"D": width, "WIDTH": wide, "TOKENS": tokens, "num_warps": 4}
-    grid = (blocks * q.shape[0] * heads,)
-    launch(kernel, grid, q, *others, *steps, *sizes, **fixed)
+    tensors = {"q": q, **others}
+    steps = strides(**{name: q if x is None else x for name, x in tensors.items()})
+    launch(
+        kernel, (blocks * batch * heads,), **tensors, **steps, heads=heads, length=length, blocks=blocks,
+        shortest=shortest, D=width, WIDTH=wide, TOKENS=tokens, num_warps=4,
+    )  # fmt: skip

@@ -40,7 +40,7 @@ class Operator(Generic[P, R]):
 
     Args:
         blocks: Plain torch in blocks of bounded memory. Its docstring becomes the operator's.
-        kernels: "module:function" of Triton kernels, imported on first use.
+        kernels: "module:function" of Triton kernels, imported on first use; None runs `blocks` on GPUs too.
         reference: Dense and slow definition; None if `blocks` is the definition.
         decides: Position of the argument whose device, dtype and shape select the implementation.
         cast: Number of arguments after the first that are cast to its dtype (torch.autocast leaves some inputs in bf16
@@ -55,23 +55,27 @@ class Operator(Generic[P, R]):
         self,
         blocks: Callable[P, R],
         *,
-        kernels: str,
+        kernels: str | None = None,
         reference: Callable[P, R] | None = None,
         decides: int = 0,
         cast: int = 0,
         differentiable: bool = True,
         **limits: Any,
     ):
-        self.blocks, self.kernels, self.reference = blocks, kernels, reference or blocks
+        self.blocks = blocks
+        self.kernels = kernels
+        self.reference = reference or blocks
         self.limits = limits
-        self.decides, self.cast, self.differentiable = decides, cast, differentiable
+        self.decides = decides
+        self.cast = cast
+        self.differentiable = differentiable
         update_wrapper(self, blocks)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         x: Any = args[self.decides]
         chosen = implementation(x, **self.limits, dropout=kwargs.get("dropout"))
         function: Callable[..., R] = self.reference if chosen == "reference" else self.blocks
-        if chosen == "triton":
+        if chosen == "triton" and self.kernels is not None:
             module, name = self.kernels.split(":")
             function = getattr(importlib.import_module(module), name)
             kwargs.pop("dropout", None)
@@ -92,19 +96,13 @@ def implementation(
 ) -> Implementation:
     """Return the implementation for vectors x (..., L, D).
 
-    Kernels run on a GPU for `dtypes`, up to a width D of `largest_width` (None: any) and `most_rows` rows of L, else
-    blockwise torch. Tensors on the meta device get the implementation for GPUs, so that GPU memory can be estimated
-    without one. Unsupported GPUs (ROCm, compute capability below 8.0, or too little shared memory for D) run blockwise
-    torch, with one warning on stderr.
+    Kernels run on a GPU for `dtypes`, up to a width D of `largest_width` (None: any) and `most_rows` rows of L, without
+    `dropout` of probabilities, else blockwise torch. Tensors on the meta device get the implementation for GPUs, to
+    estimate GPU memory without one. Unsupported GPUs (ROCm, compute capability below 8.0, or too little shared memory
+    for D) run blockwise torch, with one warning on stderr.
 
     The environment variable MEGASPARSE_OPS=reference|blockwise|triton overrides the choice; kernels then also run on a
-    CPU, in Triton's interpreter.
-
-    Args:
-        dropout: Dropout of attention probabilities, which kernels do not support, or None.
-
-    Raises:
-        ConfigError: MEGASPARSE_OPS has another value, or forces kernels that do not support x.
+    CPU, in Triton's interpreter. Raises ConfigError if it has another value, or forces kernels that do not support x.
     """
     requested = os.environ.get(VARIABLE)
     fits = x.dtype in dtypes and (largest_width is None or x.shape[-1] <= largest_width)

@@ -1,4 +1,4 @@
-"""Functions of positions: sinusoids and rotations of pairs. B batch, L length, H heads, D head dim."""
+"""Functions of positions: sinusoids and rotations of pairs."""
 
 import math
 from dataclasses import dataclass
@@ -36,13 +36,13 @@ def cached_sinusoids(first: int, count: int, width: int, device: torch.device) -
         return _sinusoids(first, count, width, device)
 
 
-def rotate(x: Tensor, first_position: int, frequency: Tensor, scale: float = 1.0) -> Tensor:
+def rotate(x: Tensor, first_position: int | Tensor, frequency: Tensor, scale: float = 1.0) -> Tensor:
     """Apply rotary positions (Su et al., RoFormer): rotate the pair (x_i, x_{i+D/2}) by position·frequency_i, times
-    `scale`. x: (B, H, L, D). frequency: (D/2,) float64.
+    `scale`. x: (B, H, L, D). first_position: or what to add to each index, (B or 1, 1, L). frequency: (D/2,) float64.
     """
     half = x.shape[-1] // 2
-    position = torch.arange(first_position, first_position + x.shape[2], dtype=torch.float64, device=x.device)
-    angle = position[:, None] * frequency  # (L, D/2)
+    position = torch.arange(x.shape[2], dtype=torch.float64, device=x.device) + first_position
+    angle = position[..., None] * frequency  # (L, D/2), or (B or 1, 1, L, D/2)
     wide = at_least_fp32(x)
     wide = wide if scale == 1.0 else wide * scale
     cosine = torch.cos(angle).to(wide.dtype)
@@ -82,8 +82,8 @@ class Rotary:
             return 1.0
         return self.attention_factor or 0.1 * math.log(self.factor) + 1.0
 
-    def __call__(self, x: Tensor, first_position: int) -> Tensor:
-        """Rotate x (B, H, L, D), whose tokens are at positions from `first_position` on."""
+    def __call__(self, x: Tensor, first_position: int | Tensor) -> Tensor:
+        """Rotate x (B, H, L, D), whose tokens are at positions from `first_position` on, see `rotate`."""
         return rotate(x, first_position, self.frequencies(x.device), self.scale)
 
     def frequencies(self, device: torch.device | str = "cpu") -> Tensor:

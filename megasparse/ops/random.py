@@ -2,9 +2,7 @@
 
 A draw's key is derived from (run seed, step, layer, purpose); rotations add round and global head, dropout adds global
 sample and position. A resumed run, a different number of ranks, a recomputed layer and cached decoding therefore use
-the same draws, and none is stored. The micro-step is excluded because it depends on the number of ranks.
-
-B batch, L length, H heads, R rounds, E width.
+the same draws, and none is stored. The micro-step is excluded because it depends on the number of ranks. E width.
 """
 
 import hashlib
@@ -150,7 +148,12 @@ class _Dropout(torch.autograd.Function):
         ctx: Any, x: Tensor, stream: Tensor | None, rate: float, key: int, rows: Tensor, dtype: torch.dtype, sign: int,
         relu: bool,
     ) -> Tensor:  # fmt: skip
-        ctx.rate, ctx.key, ctx.rows, ctx.dtype, ctx.sign, ctx.relu = rate, key, rows, x.dtype, sign, relu
+        ctx.rate = rate
+        ctx.key = key
+        ctx.rows = rows
+        ctx.dtype = x.dtype
+        ctx.sign = sign
+        ctx.relu = relu
         ctx.added = stream is not None
         if implementation(x, largest_width=None) != "triton":
             return _dropped_in_blocks(x, rate, key, rows, dtype)
@@ -187,7 +190,7 @@ def least_kept(rate: float) -> int:
 def _dropped_in_blocks(x: Tensor, rate: float, key: int, rows: Tensor, dtype: torch.dtype) -> Tensor:
     """Apply dropout in blocks that fit in a CPU's cache, because drawing all bits at once is slower than a matmul."""
     x = x.to(torch.promote_types(x.dtype, dtype))
-    flat = x.flatten(0, 1)
+    flat = x.flatten(0, 1)  # (B·L, E)
     out = torch.empty_like(flat, memory_format=torch.contiguous_format)
     row, column = _seeds(key, rows.flatten(), x.shape[2])
     step = max(1, (_CPU_BLOCK_ELEMENTS if x.device.type == "cpu" else _GPU_BLOCK_ELEMENTS) // x.shape[2])
@@ -241,7 +244,8 @@ def normal(key: int, rows: Tensor, columns: int) -> Tensor:
 
     Box–Muller in float64 from two 32-bit draws.
     """
-    radius, angle = random_bits(derive(key, "radius"), rows, columns), random_bits(derive(key, "angle"), rows, columns)
+    radius = random_bits(derive(key, "radius"), rows, columns)
+    angle = random_bits(derive(key, "angle"), rows, columns)
     uniform = (radius.double() + (2**31 + 0.5)) / 2**32  # in (0, 1)
     return (torch.sqrt(-2.0 * torch.log(uniform)) * torch.cos(angle.double() * (2 * math.pi / 2**32))).float()
 

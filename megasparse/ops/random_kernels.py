@@ -72,18 +72,22 @@ def drop(
     """Return dropout(x) of x (B, L, E), or dropout(relu(x)), bit-identical to `ops.random` in torch. rows: (B, L)
     int64. stream: tensor to which sign times the result is added. in_place: write the sum to the stream, which is
     contiguous.
-
-    Cost: tensors are read and the result written once, plus 8·B·L bytes of rows; 12 integer operations per element.
     """
-    x, rows = x.contiguous(), rows.contiguous()
+    x = x.contiguous()
+    rows = rows.contiguous()
     stream = None if stream is None else stream.contiguous()
     out = stream if in_place and stream is not None else empty_like(x, dtype=dtype)
-    count, width = rows.numel(), x.shape[-1]
+    count = rows.numel()
+    width = x.shape[-1]
     columns = min(_LARGEST_COLUMNS, triton.next_power_of_2(width))
     tall = _NUMBERS // columns
     grid = (-(-count // tall), -(-width // columns))
-    arguments = (x, rows, stream, out, count, width, *halves(key), least_kept(rate), 1.0 / (1.0 - rate))
-    launch(_dropout, grid, *arguments, SIGN=sign, RELU=relu, ROWS=tall, COLUMNS=columns, num_warps=4)
+    low, high = halves(key)
+    launch(
+        _dropout, grid, x=x, rows=rows, stream=stream, out=out, count=count, width=width, low=low, high=high,
+        threshold=least_kept(rate), scale=1.0 / (1.0 - rate), SIGN=sign, RELU=relu, ROWS=tall, COLUMNS=columns,
+        num_warps=4,
+    )  # fmt: skip
     return out
 
 
@@ -100,7 +104,8 @@ def relu_gradient(grad: Tensor, out: Tensor, scale: float) -> Tensor:
     """Return scale·grad where `out` is positive, else 0: the gradient of dropout(relu(x)) with result `out`."""
     grad = grad.contiguous()
     dx = empty_like(out)
-    launch(_relu_gradient, (-(-out.numel() // _NUMBERS),), grad, out, dx, out.numel(), scale, NUMBERS=_NUMBERS)
+    grid = (-(-out.numel() // _NUMBERS),)
+    launch(_relu_gradient, grid, grad=grad, out=out, dx=dx, count=out.numel(), scale=scale, NUMBERS=_NUMBERS)
     return dx
 
 
@@ -130,8 +135,11 @@ def bits_by_head(key: int, heads: range, count: int, columns: int, device: torch
 def _draw_bits(out: Tensor, rows: Tensor | None, key: int, first: int, count: int) -> Tensor:
     columns = out.shape[-1]
     grid = (out.numel() // max(1, columns), -(-columns // _LARGEST_COLUMNS))
-    arguments = (rows, out, columns, *halves(key), first, count)
-    launch(_bits, grid, *arguments, COLUMNS=min(_LARGEST_COLUMNS, triton.next_power_of_2(columns)), num_warps=4)
+    low, high = halves(key)
+    launch(
+        _bits, grid, rows=rows, out=out, columns=columns, low=low, high=high, first=first, count=count,
+        COLUMNS=min(_LARGEST_COLUMNS, triton.next_power_of_2(columns)), num_warps=4,
+    )  # fmt: skip
     return out
 
 
@@ -156,6 +164,10 @@ def normals(key: int, heads: range, count: int, columns: int, device: torch.devi
     """Compute `ops.random.normal_by_head` in one launch, equal up to the rounding of float64 logarithms and cosines."""
     out = torch.empty(len(heads), count, columns, dtype=torch.float32, device=device)
     grid = (len(heads) * count, -(-columns // _LARGEST_COLUMNS))
-    arguments = (out, heads.start, count, columns, *halves(derive(key, "radius")), *halves(derive(key, "angle")))
-    launch(_normals, grid, *arguments, COLUMNS=_LARGEST_COLUMNS, num_warps=4)
+    low, high = halves(derive(key, "radius"))
+    other_low, other_high = halves(derive(key, "angle"))
+    launch(
+        _normals, grid, out=out, first=heads.start, count=count, columns=columns, low=low, high=high,
+        other_low=other_low, other_high=other_high, COLUMNS=_LARGEST_COLUMNS, num_warps=4,
+    )  # fmt: skip
     return out

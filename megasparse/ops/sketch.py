@@ -1,9 +1,7 @@
 """Smart Bird's sketch: a narrow single-head attention, and the keys that every head samples from its weights.
 
-The blockwise form proceeds tile by tile: memory O(L·K), never O(L²).
-
-B batch, H heads, L length, Lq queries, d width of the sketch, K keys per query, T queries and C keys per tile, see
-`KEYS`.
+The blockwise form proceeds tile by tile: memory O(L·K), never O(L²). d width of the sketch, K keys per query, T queries
+and C keys per tile, see `KEYS`.
 """
 
 import math
@@ -76,14 +74,8 @@ def _sketched_attention(
 ) -> tuple[Tensor, Tensor]:
     """Compute h_i = Σ_j α_ij v_j with α_ij = exp(q_i·k_j/√d − lse_i), one head (Smart Bird Eq. 1).
 
-    Args:
-        q, k, v: (B, L, d).
-        causal: Only keys at or before the query are visible.
-        key_mask: (B, L) bool, true for real tokens.
-        segments: (B, L) document numbers; documents never attend to each other.
-
-    Returns:
-        h (B, L, d) and lse (B, L), the log of the sum, in fp32 or wider; padding gets 0 and −∞.
+    q, k, v: (B, L, d). key_mask, segments: as in `bucketed_attention`. Returns h (B, L, d) and lse (B, L) in fp32 or
+    wider; padding gets 0 and −∞.
     """
     q, k, v = (x.to(torch.promote_types(q.dtype, torch.float32)) for x in (q, k, v))
     h, lse = _SketchedAttention.apply(q, k, v, _Sight(causal, key_mask, segments))
@@ -96,7 +88,7 @@ def reference_attention(
     """Compute `sketched_attention` densely."""
     q, k, v = (x.to(torch.promote_types(q.dtype, torch.float32)) for x in (q, k, v))
     alpha, visible = sketched_weights(q, k, causal, key_mask, segments)
-    score = (q @ k.transpose(-1, -2)) / q.shape[2] ** 0.5
+    score = (q @ k.transpose(-1, -2)) / q.shape[2] ** 0.5  # (B, L, L)
     lse = score.masked_fill(~visible, -1e300 if q.dtype == torch.float64 else -1e38).logsumexp(-1)
     return alpha @ v, lse.masked_fill(~visible.any(-1), -torch.inf)
 
@@ -161,7 +153,7 @@ def exact_projection(x: Tensor, weight: Tensor) -> Tensor:
         from megasparse.ops.sketch_kernels import exact_projection as project
 
         return torch.stack([*map(project, x.unbind(1), weight)], dim=1) if x.dim() == 4 else project(x, weight)
-    wide = weight.double().mT
+    wide = weight.double().mT  # (E, d) or (G, E, d)
     parts = [part.double() @ wide for part in x.split(_PROJECTED, dim=-2)]
     return torch.cat(parts, dim=-2) if len(parts) > 1 else parts[0]
 
@@ -285,7 +277,7 @@ def _product_tiles(
         for first_key in range(0, last, width):
             keys = torch.arange(first_key, min(first_key + width, last), device=q.device)
             products = memory[: batch * len(positions) * len(keys)].view(batch, -1, len(keys))  # (B, T, C)
-            of_keys = k[:, first_key : first_key + len(keys)].transpose(-1, -2)
+            of_keys = k[:, first_key : first_key + len(keys)].transpose(-1, -2)  # (B, d, C)
             torch.bmm(q[:, rows], of_keys, out=products)
             yield _ProductTile(products, rows, positions, keys, first_query + start, first_key, sight)
 
@@ -372,7 +364,7 @@ def top_k(ranks: Tensor, count: int) -> tuple[Tensor, Tensor]:
     if number < 2:
         return ranks.topk(min(count, size), dim=-1)
     width = size // number
-    blocks = ranks[..., : width * number].unflatten(-1, (number, width))
+    blocks = ranks[..., : width * number].unflatten(-1, (number, width))  # (..., number, width)
     best = blocks.amax(-2).topk(count, dim=-1, sorted=False).indices.unsqueeze(-2).expand(*blocks.shape[:-1], count)
     slots = best + torch.arange(0, width * number, width, device=ranks.device)[:, None]
     rest = torch.arange(width * number, size, device=ranks.device).expand(*ranks.shape[:-1], -1)
@@ -520,7 +512,7 @@ def sketched_weights(
         visible = visible & key_mask[:, rows, None] & key_mask[:, None, :]
     if segments is not None:
         visible = visible & (segments[:, rows, None] == segments[:, None, :])
-    score = (q @ k.transpose(-1, -2)) / width**0.5
+    score = (q @ k.transpose(-1, -2)) / width**0.5  # (B, Lq, L)
     score = (torch.round(score * 256) / 256 if rounded else score).masked_fill(~visible, -torch.inf)
     largest = score.amax(-1, keepdim=True).detach().clamp_min(torch.finfo(score.dtype).min)
     weight = torch.exp(score - largest)

@@ -6,15 +6,6 @@ multiplications of separate coordinates. Vectors are stored as (B, d, L) fp32, q
 
 A program that chooses keys is one warp with a few rows of one head. It stores their best keys and processes the others
 in order of position: a later key must exceed the worst stored one, which few do after the first tiles.
-
-Cost, for n visible pairs (B·L², half of it if causal). All of it is arithmetic on ordinary cores: the vectors of a head
-(16·B·L·d bytes) stay in the L2 cache. Operations are multiplications or additions; exponentials and roots are separate.
-sketched_attention: forward 6·d·n (scores twice, sums), n exponentials; bytes 16·B·L·d + 4·B·L.
-its backward: 14·d·n (scores and ∂α twice, three sums), 2n exponentials; bytes 40·B·L·d + 16·B·L.
-chosen_keys, per head: 2·d·n and about 10·n; n roots; in tiles that are not skipped, 16·n integer operations for draws;
-about K·ln(L/K) insertions per row, of about 40 instructions of a warp. Bytes 8·B·L·d + 4·B·H·L·K.
-
-B batch, H heads, L length, Lq queries, d width of the sketch, K keys per query.
 """
 
 from typing import Any
@@ -100,8 +91,11 @@ def attend(
     running maximum would cost a second exponential per pair, more than recomputing the scores.)"""
     batch = tl.program_id(1).to(tl.int64)
     first = (tl.num_programs(0) - 1 - tl.program_id(0)) * ROWS  # causal rows with most visible keys start first
-    queries, columns = first + tl.arange(0, ROWS), tl.arange(0, COLUMNS)
-    q, k, v = q + batch * WIDTH * length, k + batch * WIDTH * length, v + batch * WIDTH * length
+    queries = first + tl.arange(0, ROWS)
+    columns = tl.arange(0, COLUMNS)
+    q = q + batch * WIDTH * length
+    k = k + batch * WIDTH * length
+    v = v + batch * WIDTH * length
     if documents is not None:
         documents += batch * length
     query = vectors(q, queries, length, WIDTH)
@@ -116,7 +110,8 @@ def attend(
         highest = tl.maximum(highest, tl.where(visible, score, -float("inf")))
     top = tl.max(highest, 1)
     top = tl.where(top == -float("inf"), 0.0, top)
-    total, sums = tl.zeros((ROWS, COLUMNS), tl.float32), nothing(WIDTH, ROWS, COLUMNS)
+    total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    sums = nothing(WIDTH, ROWS, COLUMNS)
     for start in range(0, end, COLUMNS):
         keys = start + columns
         score = product(query, vectors(k, keys, length, WIDTH), WIDTH)
@@ -146,8 +141,10 @@ def grad_queries(
     """Compute ∂q (B, L, d) of a program's queries. grad_h: (B, d, L). shift: h·∂h − ∂lse, (B, L)."""
     batch = tl.program_id(1).to(tl.int64)
     first = (tl.num_programs(0) - 1 - tl.program_id(0)) * ROWS
-    queries, columns = first + tl.arange(0, ROWS), tl.arange(0, COLUMNS)
-    k, v = k + batch * WIDTH * length, v + batch * WIDTH * length
+    queries = first + tl.arange(0, ROWS)
+    columns = tl.arange(0, COLUMNS)
+    k = k + batch * WIDTH * length
+    v = v + batch * WIDTH * length
     if documents is not None:
         documents += batch * length
     query = vectors(q + batch * WIDTH * length, queries, length, WIDTH)
@@ -176,24 +173,29 @@ def grad_keys(
     """Compute ∂k and ∂v (B, L, d) of a program's keys; see `grad_queries`."""
     batch = tl.program_id(1).to(tl.int64)
     first = tl.program_id(0) * ROWS
-    keys, columns = first + tl.arange(0, ROWS), tl.arange(0, COLUMNS)
-    q, grad_h = q + batch * WIDTH * length, grad_h + batch * WIDTH * length
+    keys = first + tl.arange(0, ROWS)
+    columns = tl.arange(0, COLUMNS)
+    q = q + batch * WIDTH * length
+    grad_h = grad_h + batch * WIDTH * length
     if documents is not None:
         documents += batch * length
     key = vectors(k + batch * WIDTH * length, keys, length, WIDTH)
     value = vectors(v + batch * WIDTH * length, keys, length, WIDTH)
     key_document = document_of(keys, documents, length)
-    key_sums, value_sums = nothing(WIDTH, ROWS, COLUMNS), nothing(WIDTH, ROWS, COLUMNS)
+    key_sums = nothing(WIDTH, ROWS, COLUMNS)
+    value_sums = nothing(WIDTH, ROWS, COLUMNS)
     for start in range(first if CAUSAL else 0, length, COLUMNS):
         queries = start + columns
-        query, grad = vectors(q, queries, length, WIDTH), vectors(grad_h, queries, length, WIDTH)
+        query = vectors(q, queries, length, WIDTH)
+        grad = vectors(grad_h, queries, length, WIDTH)
         row_lse = tl.load(lse + batch * length + queries, mask=queries < length, other=0.0)
         offset = tl.load(shift + batch * length + queries, mask=queries < length, other=0.0)
         last, document = sight(queries, documents, length, CAUSAL)
         visible = (keys[:, None] <= last[None, :]) & (key_document[:, None] == document[None, :])
         grad_weight = product(value, grad, WIDTH)
         weight, slope = slopes(product(key, query, WIDTH), visible, row_lse[None, :], grad_weight, offset[None, :])
-        key_sums, value_sums = add(key_sums, slope, query, WIDTH), add(value_sums, weight, grad, WIDTH)
+        key_sums = add(key_sums, slope, query, WIDTH)
+        value_sums = add(value_sums, weight, grad, WIDTH)
     store(grad_k + batch * length * WIDTH, keys, length, key_sums, 1.0, WIDTH)
     store(grad_v + batch * length * WIDTH, keys, length, value_sums, 1.0, WIDTH)
 
@@ -201,7 +203,8 @@ def grad_keys(
 @triton.jit(do_not_specialize=["count"])
 def project(x, weight, out, count, width_in, width, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """Compute out (N, d) = x (N, E)·weightᵀ, weight (d, E), in float64, with the same summation order for each row."""
-    row, output = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64), tl.arange(0, WIDTH)
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    output = tl.arange(0, WIDTH)
     total = tl.zeros([ROWS, WIDTH], tl.float64)
     for first in range(0, width_in, COLUMNS):
         column = first + tl.arange(0, COLUMNS)
@@ -217,9 +220,11 @@ def project(x, weight, out, count, width_in, width, WIDTH: tl.constexpr, ROWS: t
 @triton.jit(do_not_specialize=["candidates"])
 def multiply(q, k, index, out, candidates, width, WIDTH: tl.constexpr, COLUMNS: tl.constexpr):
     """Compute out (T, C) = q (T, d)·k[index] (T, C, d) in float64, with the same summation order for each pair."""
-    row, coordinate = tl.program_id(0).to(tl.int64), tl.arange(0, WIDTH)
+    row = tl.program_id(0).to(tl.int64)
+    coordinate = tl.arange(0, WIDTH)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    valid, pair = column < candidates, row * candidates + column
+    valid = column < candidates
+    pair = row * candidates + column
     a = tl.load(q + row * width + coordinate, mask=coordinate < width, other=0).to(tl.float64)
     key = tl.load(index + pair, mask=valid, other=0)
     inside = valid[:, None] & (coordinate < width)[None, :]
@@ -270,8 +275,10 @@ def ranked(score, SIGNED: tl.constexpr):
 @triton.jit
 def row_seeds(seeds, number):
     """Return `ops.random._seeds` of rows, and the shift of columns. seeds: the two halves of the key."""
-    key_low, key_high = tl.load(seeds).to(tl.uint32, bitcast=True), tl.load(seeds + 1).to(tl.uint32, bitcast=True)
-    low, high = number.to(tl.uint32) + key_low, (number >> 32).to(tl.uint32) + key_high
+    key_low = tl.load(seeds).to(tl.uint32, bitcast=True)
+    key_high = tl.load(seeds + 1).to(tl.uint32, bitcast=True)
+    low = number.to(tl.uint32) + key_low
+    high = (number >> 32).to(tl.uint32) + key_high
     return mix(mix(low) ^ mix(high)), key_high
 
 
@@ -293,7 +300,8 @@ def insert(rank, keys, best, index, worst):
     key = tl.min(tl.where(rank == highest[:, None], keys[None, :], _LAST), 1)
     out = tl.max(tl.where(best == worst[:, None], index, -_LAST), 1)
     replaced = (index == out[:, None]) & beats[:, None]
-    best, index = tl.where(replaced, highest[:, None], best), tl.where(replaced, key[:, None], index)
+    best = tl.where(replaced, highest[:, None], best)
+    index = tl.where(replaced, key[:, None], index)
     rank = tl.where((keys[None, :] == key[:, None]) & beats[:, None], _TAKEN, rank)
     return rank, best, index, tl.min(best, 1)
 
@@ -306,7 +314,8 @@ def write(out, rows, queries, best, index, COUNT: tl.constexpr):
         key = tl.min(tl.where(best == highest[:, None], index, _LAST), 1)
         tl.store(out + rows.to(tl.int64) * COUNT + slot, tl.maximum(key, -1), mask=rows < queries)
         written = index == key[:, None]
-        best, index = tl.where(written, _TAKEN, best), tl.where(written, _LAST, index)
+        best = tl.where(written, _TAKEN, best)
+        index = tl.where(written, _LAST, index)
 
 
 @triton.jit(do_not_specialize=["queries", "first_query"])  # decoding changes them at every token
@@ -320,9 +329,12 @@ def choose(
     PLACES: K rounded up to a power of two. Avoid loops nested in branches: some assemblers miscompile them.
     """
     tl.static_assert(TILE % COLUMNS == 0)
-    batch, head = (tl.program_id(1) // HEADS).to(tl.int64), tl.program_id(1) % HEADS
+    batch = (tl.program_id(1) // HEADS).to(tl.int64)
+    head = tl.program_id(1) % HEADS
     first = (tl.num_programs(0) - 1 - tl.program_id(0)) * ROWS  # causal rows with most visible keys start first
-    rows, columns, slots = first + tl.arange(0, ROWS), tl.arange(0, COLUMNS), tl.arange(0, PLACES)
+    rows = first + tl.arange(0, ROWS)
+    columns = tl.arange(0, COLUMNS)
+    slots = tl.arange(0, PLACES)
     inside = rows < queries
     if documents is not None:
         documents += batch * length
@@ -386,10 +398,14 @@ class _Attention(Function):
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool, documents: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         batch, length, width = q.shape
-        ctx.dtypes, ctx.causal = [x.dtype for x in (q, k, v)], causal
-        q, k, v = _coordinates(q, width**-0.5), _coordinates(k), _coordinates(v)
-        h, lse = q.new_empty(batch, length, width), q.new_empty(batch, length)
-        _launch(attend, 8, q, k, v, documents, h, lse, CAUSAL=causal)
+        ctx.dtypes = [x.dtype for x in (q, k, v)]
+        ctx.causal = causal
+        q = _coordinates(q, width**-0.5)
+        k = _coordinates(k)
+        v = _coordinates(v)
+        h = q.new_empty(batch, length, width)
+        lse = q.new_empty(batch, length)
+        _launch(attend, 8, q=q, k=k, v=v, documents=documents, h=h, lse=lse, CAUSAL=causal)
         ctx.save_for_backward(q, k, v, documents, h, lse)
         return h, lse
 
@@ -398,20 +414,21 @@ class _Attention(Function):
         q, k, v, documents, h, lse = ctx.saved_tensors
         grad_h, grad_lse = grads
         shift = (h * grad_h).sum(-1) - grad_lse
-        shared = (q, k, v, documents, lse, _coordinates(grad_h), shift)
+        shared = {"q": q, "k": k, "v": v, "documents": documents, "lse": lse, "shift": shift, "CAUSAL": ctx.causal}
+        shared["grad_h"] = _coordinates(grad_h)
         grad_q, grad_k, grad_v = (torch.empty_like(h) for _ in range(3))
-        _launch(grad_queries, 4, *shared, grad_q, q.shape[1] ** -0.5, CAUSAL=ctx.causal)
-        _launch(grad_keys, 4, *shared, grad_k, grad_v, CAUSAL=ctx.causal)
+        _launch(grad_queries, 4, **shared, grad_q=grad_q, scale=q.shape[1] ** -0.5)
+        _launch(grad_keys, 4, **shared, grad_k=grad_k, grad_v=grad_v)
         return *(x.to(d) for x, d in zip((grad_q, grad_k, grad_v), ctx.dtypes, strict=True)), None, None
 
 
-def _launch(kernel: Any, most: int, q: Tensor, *arguments: Any, CAUSAL: bool) -> None:
+def _launch(kernel: Any, most: int, q: Tensor, **values: Any) -> None:
     """Launch a kernel. most: rows per thread for d <= 4; larger d leaves registers for fewer."""
     batch, width, length = q.shape
     rows = _WARPS * max(1, min(most, 1 << (4 * most // width).bit_length() - 1))
     launch(
-        kernel, (-(-length // rows), batch), q, *arguments, length,
-        WIDTH=width, CAUSAL=CAUSAL, ROWS=rows, COLUMNS=_LANES, num_warps=_WARPS,
+        kernel, (-(-length // rows), batch), q=q, **values, length=length, WIDTH=width, ROWS=rows, COLUMNS=_LANES,
+        num_warps=_WARPS,
     )  # fmt: skip
 
 
@@ -426,18 +443,19 @@ def chosen_keys(
     and a row's choice does not depend on other rows.
     """
     batch, queries, width = q.shape
-    length, heads = k.shape[1], 1 if noise is None else len(noise.heads)
+    length = k.shape[1]
+    heads = 1 if noise is None else len(noise.heads)
     out = torch.empty(batch, heads, queries, spec.count, dtype=torch.int32, device=q.device)
     drawn = spec.sampling if noise is None or spec.sampling != "top_k" else "raw"
     needs_lse = noise is not None and spec.sampling.startswith("inverse_log")
     launch(
         choose, (-(-queries // _CHOOSING), batch * heads),
-        _coordinates(q, width**-0.5), _coordinates(k),
-        lse.float().contiguous() if needs_lse and lse is not None else None,
-        _documents(key_mask, segments),
-        None if noise is None else noise.rows.contiguous(),
-        None if noise is None else noise.tiles(length),
-        out, queries, length, first_query,
+        q=_coordinates(q, width**-0.5), k=_coordinates(k),
+        lse=lse.float().contiguous() if needs_lse and lse is not None else None,
+        documents=_documents(key_mask, segments),
+        numbers=None if noise is None else noise.rows.contiguous(),
+        seeds=None if noise is None else noise.tiles(length),
+        out=out, queries=queries, length=length, first_query=first_query,
         WIDTH=width, CAUSAL=spec.causal, HEADS=heads, COUNT=spec.count, SAMPLING=drawn, TILE=KEYS,
         ROWS=_CHOOSING, COLUMNS=64, PLACES=max(_LANES, triton.next_power_of_2(spec.count)), num_warps=1,
     )  # fmt: skip
@@ -459,18 +477,24 @@ def _documents(key_mask: Tensor | None, segments: Tensor | None) -> Tensor | Non
 
 def exact_projection(x: Tensor, weight: Tensor) -> Tensor:
     """Compute `sketch.exact_projection` in one launch: it reads x once and does 2·d·E float64 operations per row."""
-    rows, width = x.reshape(-1, x.shape[2]), len(weight)
+    rows = x.reshape(-1, x.shape[2])
+    width = len(weight)
     out = torch.empty(len(rows), width, dtype=torch.float64, device=x.device)
     wide = triton.next_power_of_2(width)
-    settings = {"WIDTH": wide, "ROWS": 64 // wide, "COLUMNS": 64, "num_warps": _WARPS}
-    arguments = (rows, weight.contiguous(), out, len(rows), rows.shape[1], width)
-    launch(project, (-(-len(rows) * wide // 64),), *arguments, **settings)
+    launch(
+        project, (-(-len(rows) * wide // 64),), x=rows, weight=weight.contiguous(), out=out, count=len(rows),
+        width_in=rows.shape[1], width=width, WIDTH=wide, ROWS=64 // wide, COLUMNS=64, num_warps=_WARPS,
+    )  # fmt: skip
     return out.view(*x.shape[:2], width)
 
 
 def gathered_products(q: Tensor, k: Tensor, index: Tensor) -> Tensor:
     """Compute `sketch.gathered_products` without storing the gathered rows; it moves 8·C·(d + 2) bytes per query."""
-    out, width = torch.empty(index.shape, dtype=torch.float64, device=q.device), q.shape[1]
-    grid, settings = (len(q), -(-index.shape[1] // 64)), {"WIDTH": triton.next_power_of_2(width), "COLUMNS": 64}
-    launch(multiply, grid, q.contiguous(), k.contiguous(), index.contiguous(), out, index.shape[1], width, **settings)
+    candidates = index.shape[1]
+    width = q.shape[1]
+    out = torch.empty(index.shape, dtype=torch.float64, device=q.device)
+    launch(
+        multiply, (len(q), -(-candidates // 64)), q=q.contiguous(), k=k.contiguous(), index=index.contiguous(),
+        out=out, candidates=candidates, width=width, WIDTH=triton.next_power_of_2(width), COLUMNS=64,
+    )  # fmt: skip
     return out

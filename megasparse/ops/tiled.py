@@ -26,14 +26,17 @@ class _Tiled(Function):
     @staticmethod
     def forward(ctx: Any, function: Callable[..., Tensor], tiles: int, count: int, *tensors: Tensor) -> Tensor:
         remember_autocast(ctx, *tensors)
-        ctx.function, ctx.tiles, ctx.count = function, tiles, count
+        ctx.function = function
+        ctx.tiles = tiles
+        ctx.count = count
         ctx.save_for_backward(*tensors)
         weights = tensors[count:]
         return torch.cat([function(*tile, *weights) for tile in pieces(tensors[:count], tiles)], dim=1)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        inputs, weights = ctx.saved_tensors[: ctx.count], ctx.saved_tensors[ctx.count :]
+        inputs = ctx.saved_tensors[: ctx.count]
+        weights = ctx.saved_tensors[ctx.count :]
         needed = ctx.needs_input_grad[3:]
         grad_inputs = [torch.empty_like(x) if need else None for x, need in zip(inputs, needed, strict=False)]
         windows = [pieces([grad], ctx.tiles) for grad in grad_inputs if grad is not None]
@@ -61,9 +64,11 @@ class GradientSums:
 
     def leaf(self, name: str, dim: int = 0, start: int = 0, count: int | None = None) -> Tensor:
         """Return the weight, or `count` of its rows or columns, as a leaf whose gradient the next `take` adds."""
-        weight, total = self._all[name].detach(), self._sums.get(name)
+        weight = self._all[name].detach()
+        total = self._sums.get(name)
         if count is not None:
-            weight, total = weight.narrow(dim, start, count), None if total is None else total.narrow(dim, start, count)
+            weight = weight.narrow(dim, start, count)
+            total = None if total is None else total.narrow(dim, start, count)
         if total is not None:
             self._used.append((weight.requires_grad_(), total))
         return weight
@@ -73,11 +78,16 @@ class GradientSums:
         if name in self.weights:
             self._used.append((self.weights[name], self._sums[name]))
 
+    def total(self, name: str) -> Tensor:
+        """Return the sum of a weight so far, in fp32 or wider."""
+        return self._sums[name]
+
     def take(self, outputs: Sequence[Tensor], grads: Sequence[Tensor], inputs: Sequence[Any]) -> tuple[Tensor, ...]:
         """Return the gradients of `inputs`, None for the unused. Gradients of the leaves since the last `take` are
         added to the sums.
         """
-        leaves, self._used = self._used, []
+        leaves = self._used
+        self._used = []
         cast = [grad.to(y.dtype) for y, grad in zip(outputs, grads, strict=True)]
         gradients = torch.autograd.grad(outputs, [*inputs, *(leaf for leaf, _ in leaves)], cast, allow_unused=True)
         for (_, total), grad in zip(leaves, gradients[len(inputs) :], strict=True):

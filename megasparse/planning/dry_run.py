@@ -1,7 +1,6 @@
 """A few trial steps of a configuration on synthetic tokens, in one process."""
 
 import contextlib
-import ctypes
 import statistics
 import time
 from collections.abc import Iterator
@@ -12,7 +11,7 @@ import torch
 
 from megasparse.config.schema import Config
 from megasparse.data.batches import Batch
-from megasparse.model.adapters import add_adapters
+from megasparse.model.adapters import add_adapters, quantise_layers
 from megasparse.model.build import build_model
 from megasparse.model.encoder import Encoder
 from megasparse.ops.random import RngContext
@@ -24,7 +23,7 @@ from megasparse.system import usable_cores
 from megasparse.training.engines import build_engine
 from megasparse.training.engines.contract import Engine
 from megasparse.training.ranks import Ranks, start_ranks
-from megasparse.training.reporting.memory import peak_bytes, resident_bytes
+from megasparse.training.reporting.memory import peak_bytes, resident_bytes, trim_memory
 
 
 @dataclass(frozen=True)
@@ -138,6 +137,8 @@ def trial_engine(config: Config, ranks: Ranks) -> tuple[Engine, Batch]:
         model.set_word_starts(torch.ones(config.model.vocabulary, dtype=torch.bool))
     if config.lora is not None:
         add_adapters(model, config.lora, run.seed)
+        dtype = torch.bfloat16 if training.precision == "bf16" else torch.float32
+        quantise_layers(model, config.lora, dtype, ranks.device)
     engine = build_engine(model, config, lambda step, samples: RngContext(run.seed, step, samples, True), ranks)
     tokens = dummy_records(config.model, micro, config.data.sequence_length, run.seed)
     return engine, Batch(tokens, torch.arange(micro))
@@ -148,8 +149,7 @@ def reset_peak(device: torch.device) -> int:
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         return torch.cuda.memory_allocated(device)
-    with contextlib.suppress(AttributeError, OSError, TypeError):  # return free memory to the system (only glibc)
-        ctypes.CDLL(None).malloc_trim(0)
+    trim_memory()
     with contextlib.suppress(OSError):  # if the kernel does not allow it, earlier peaks of the process are included
         Path("/proc/self/clear_refs").write_text("5")
     return resident_bytes()

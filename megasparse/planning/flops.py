@@ -12,7 +12,7 @@ import torch
 from megasparse.attention.contract import Attention
 from megasparse.attention.cross import CrossAttention
 from megasparse.attention.flops import Flops, product
-from megasparse.attention.heads import build_mechanism, ranks_with_the_same_heads
+from megasparse.attention.heads import build_mechanism, head_dim, ranks_with_the_same_heads
 from megasparse.config.schema import GATED, ModelConfig, encoder_part, heads_of_layer
 from megasparse.errors import ConfigError
 from megasparse.training.ranks import Ranks
@@ -52,16 +52,34 @@ def known_flops_per_token(model: ModelConfig, sequence_length: int) -> tuple[flo
 def hardware_flops_by_part(model: ModelConfig, sequence_length: int, ranks: int = 1) -> dict[str, float]:
     """Return FLOPs per token including recomputation, for attention, projections, feed-forward and head.
 
-    Reversible and checkpointed layers rerun the forward; tiles (`feed_forward_tiles`, `loss_tiles`) rerun it one by
-    one, in checkpointed layers a third time. Scores recomputed inside a kernel's backward are not counted. ranks:
-    sequence-parallel degree; work replicated on several ranks is counted on each.
+    Reversible and checkpointed layers rerun the forward, all but the last of `checkpoint_layers` twice; tiles
+    (`feed_forward_tiles`, `loss_tiles`) rerun it one by one, in layers that are checkpointed whole once more. Scores
+    recomputed inside a kernel's backward are not counted. ranks: sequence-parallel degree; work replicated on several
+    ranks is counted on each.
     """
     parts, activations = flops_by_part(model, sequence_length, ranks, hardware=True), model.activations
-    rerun = 0.0 if activations == "stored" else 1.0
+    stored = -(-model.layers // model.checkpoint_layers)  # layers whose input is stored
+    rerun = 0.0 if activations == "stored" else 2.0 - stored / model.layers
+    share = tiled_layers(model) if ranks == 1 else 0.0
     # A reversible backward knows the output gradient when it recomputes, so each tile is recomputed only once.
-    tiled = 1.0 if model.feed_forward_tiles > 1 and activations != "reversible" else 0.0
+    tiled = 1.0 - share if model.feed_forward_tiles > 1 and activations != "reversible" else 0.0
     times = {"attention": rerun, "projections": rerun, "feed-forward": rerun + tiled, "head": model.loss_tiles > 1}
-    return {part: passes.both + times[part] * passes.forward for part, passes in parts.items()}
+    flops = {part: passes.both + times[part] * passes.forward for part, passes in parts.items()}
+    keys = 2 * head_dim(model) * (model.key_heads or model.heads)  # projected before the backward's first tile
+    flops["projections"] += 2.0 * model.d_model * keys * model.layers * share
+    return flops
+
+
+def tiled_layers(model: ModelConfig) -> float:
+    """Return the share of the layers that are recomputed tile by tile on one rank."""
+    whole = model.kind != "decoder" or model.attention.head_groups > 1 or model.attention.dropout > 0.0
+    if whole or model.feed_forward_tiles == 1 or not model.activations.startswith("checkpoint"):
+        return 0.0
+    with torch.device("meta"):
+        kinds = {kind for layer in range(model.layers) for kind in heads_of_layer(model, layer)}
+        tiled = {kind for kind in kinds if build_mechanism(kind, model, model.heads).attends_prefix}
+    layers = [heads_of_layer(model, layer).keys() <= tiled for layer in range(model.layers)]
+    return sum(layers) / len(layers) if model.padding_token is None else 0.0
 
 
 def flops_by_part(model: ModelConfig, length: int, ranks: int = 1, hardware: bool = False) -> dict[str, Flops]:

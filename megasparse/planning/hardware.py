@@ -1,9 +1,10 @@
-"""GPUs by name and sizes in bytes, the options of `megasparse plan`; importable without torch."""
+"""The options of `megasparse plan`: GPUs by name, their number, and sizes in bytes; importable without torch."""
 
 import re
 from dataclasses import dataclass, replace
 
 from megasparse.config.messages import show
+from megasparse.config.schema import Config
 from megasparse.errors import ConfigError
 from megasparse.training.reporting import PEAK_TFLOPS
 
@@ -18,7 +19,7 @@ UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12} | {
 @dataclass(frozen=True)
 class Hardware:
     """One GPU: dense bf16 `peak` in FLOP/s, `memory` in bytes, `bandwidth` in bytes/s, and the fraction of the peak
-    that products `reach`. host: bytes/s of a node's CPU memory, shared by its GPUs.
+    that products `reach`. host: bytes/s of a node's CPU memory, shared by its GPUs. link: bytes/s between the two.
     """
 
     name: str
@@ -27,14 +28,16 @@ class Hardware:
     bandwidth: float = 2.04e12
     reach: float = 0.55
     host: float = 410e9
+    link: float = 25e9
 
 
 GPUS = {
     "A100": Hardware("A100", PEAK_TFLOPS["A100"] * 1e12),
-    "H100": Hardware("H100", PEAK_TFLOPS["H100"] * 1e12, bandwidth=3.35e12, reach=REACH, host=614e9),
-    "H200": Hardware("H200", PEAK_TFLOPS["H200"] * 1e12, 141 * 10**9, 4.8e12, REACH, 614e9),
+    "H100": Hardware("H100", PEAK_TFLOPS["H100"] * 1e12, bandwidth=3.35e12, reach=REACH, host=614e9, link=50e9),
+    "H200": Hardware("H200", PEAK_TFLOPS["H200"] * 1e12, 141 * 10**9, 4.8e12, REACH, 614e9, 50e9),
 }
-"""From NVIDIA's data sheets of SXM modules (A100: 80 GB); 16 channels of DDR4-3200 or DDR5-4800 per node."""
+"""From NVIDIA's data sheets of SXM modules (A100: 80 GB); 16 channels of DDR4-3200 or DDR5-4800 per node; 80 % of
+PCIe 4 or 5 with 16 lanes."""
 
 
 def hardware(name: str, peak_tflops: float | None) -> Hardware:
@@ -56,3 +59,22 @@ def parse_bytes(option: str, text: str) -> int:
         problem = f"{show(text)} is not a size" if match is None or match[2] else f"{show(text)} needs a unit"
         raise ConfigError(option, problem, "Write a number above 0 and a unit, such as 80GiB or 85.9GB")
     return int(number * units[match[2].lower()])
+
+
+def micro_batches(config: Config, gpus: int, per_node: int) -> int:
+    """Return the number of micro-batches per rank and step. Raises ConfigError if `gpus` does not divide them."""
+    training, sequence = config.training, config.parallel.sequence
+    if gpus > per_node and gpus % per_node:
+        hint = "Give a multiple of it, or another --gpus-per-node"
+        raise ConfigError("--gpus", f"{gpus} is not a multiple of --gpus-per-node = {per_node}", hint)
+    if gpus % sequence:
+        problem = f"{gpus} is not a multiple of parallel.sequence = {sequence}"
+        raise ConfigError("--gpus", problem, "Give a multiple of it, or change parallel.sequence")
+    share = training.micro_batch * (gpus // sequence)
+    if training.global_batch % share:
+        problem = f"{show(gpus)} GPUs process {share} sequences at once, and training.global_batch = "
+        problem += f"{training.global_batch} is not a multiple of {share}"
+        most = training.global_batch // training.micro_batch * sequence
+        hint = f"Use at most {most} GPUs, or raise training.global_batch or parallel.sequence"
+        raise ConfigError("--gpus", problem, hint)
+    return training.global_batch // share

@@ -24,11 +24,13 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from megasparse.config.schema import Config, ModelConfig
-from megasparse.model.adapters import add_adapters
+from megasparse.model.adapters import add_adapters, quantise_layers
 from megasparse.model.build import empty_model
 from megasparse.model.encoder import Encoder
+from megasparse.ops.quantised import Quantised
 from megasparse.ops.random import RngContext
 from megasparse.optimizers import OPTIMIZERS
+from megasparse.planning.flops import tiled_layers
 from megasparse.planning.states import States
 
 META = torch.device("meta")
@@ -38,6 +40,10 @@ LSH (1 and 18 of them in 2.5 ms), local attention (1 and 6, 1.3 ms) and LHA (345
 with an H200."""
 PERIODS = 7, 8
 """Periods of the pattern in the two shallow models from which the pass of a deeper model is extrapolated linearly."""
+SHORT = 2, 3
+"""The same if layers are recomputed or stored one by one."""
+SHORTEST = 8192
+"""Tokens of the shorter of two passes from which a pass of many recomputed tiles is extrapolated."""
 VIEWS = {
     *("alias", "as_strided", "detach", "diagonal", "expand", "is_same_size", "lift_fresh", "narrow", "permute"),
     *("promote_types", "select", "slice", "split", "split_with_sizes", "squeeze", "t", "transpose", "unbind"),
@@ -65,6 +71,8 @@ class LiveBytes(TorchDispatchMode):
         return peak
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if Quantised in types:  # it dequantises its arguments and calls this again
+            return NotImplemented
         result = function(*args, **(kwargs or {}))
         inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         outputs = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
@@ -168,7 +176,7 @@ class ConfiguredPass:
     def __init__(self, config: Config):
         # Dropout of attention probabilities cannot be counted without kernels; its blocks do not need more memory.
         self.config = _without_attention_dropout(config)
-        self.count = cache(self._count)
+        self.count, self._whole, self._reduced = cache(self._count), cache(self._count_whole), cache(self._with)
 
     @cached_property
     def model(self) -> Any:
@@ -179,14 +187,17 @@ class ConfiguredPass:
                 model.word_starts = torch.ones(config.vocabulary, dtype=torch.bool)
             if self.config.lora is not None:
                 add_adapters(model, self.config.lora, 0)
-        if self.config.training.precision == "bf16":
+        rounded = self.config.training.precision == "bf16"
+        if self.config.lora is not None:
+            quantise_layers(model, self.config.lora, torch.bfloat16 if rounded else torch.float32, META)
+        if rounded:
             for weight in model.parameters():
-                weight.data = weight.data.bfloat16()
+                if weight.dtype == torch.float32:
+                    weight.data = weight.data.bfloat16()
         return model.train()
 
     @cached_property
     def states(self) -> States:
-        weights = list(self.model.parameters())
         trained = {name: weight for name, weight in self.model.named_parameters() if weight.requires_grad}
         number, largest = sum(w.numel() for w in trained.values()), max(w.numel() for w in trained.values())
         optimizer = OPTIMIZERS[self.config.optimizer.name]
@@ -198,30 +209,49 @@ class ConfiguredPass:
             else:
                 factors += size
         scratch = optimizer.scratch_bytes({name: weight.shape for name, weight in trained.items()})
-        frozen = sum(weight.numel() for weight in weights) - number
+        frozen = [weight for weight in self.model.parameters() if not weight.requires_grad]
+        sizes = [w.stored_bytes if isinstance(w, Quantised) else w.numel() * w.element_size() for w in frozen]
+        frozen_largest = max((w.numel() for w in frozen), default=0)
         rounded = self.config.training.precision == "bf16"
-        return States(number, frozen, largest, moments, rounded, scratch, factors)
+        numbers = sum(w.numel() for w in frozen)
+        return States(number, numbers, largest, moments, rounded, scratch, factors, sum(sizes), frozen_largest)
 
     def _count(self, length: int) -> PassBytes:
         """Count a pass of the configured micro-batch. length: tokens per sequence on this rank."""
         model, period = self.config.model, len(self.config.model.attention.pattern)
-        rest = model.layers % period
-        if model.source is not None or model.layers <= max(PERIODS) * period + rest:
+        rest, periods = model.layers % period, PERIODS if model.activations == "reversible" else SHORT
+        if model.source is not None or model.layers <= max(periods) * period + rest:
+            return self._count_long(length)
+        few, many = (self._reduced(layers=number * period + rest) for number in periods)
+        share = (model.layers - max(periods) * period - rest) / ((periods[1] - periods[0]) * period)
+        return extrapolated(few._count_long(length), many._count_long(length), share)
+
+    def _count_long(self, length: int) -> PassBytes:
+        """Count a pass of all layers; of many recomputed tiles from two short passes with tiles of the same size."""
+        configured, tiles = self.config.data.sequence_length, self.config.model.feed_forward_tiles
+        tile = -(-configured // tiles)
+        few = max(2, SHORTEST // tile)
+        if tiled_layers(self.config.model) < 1 or self.config.parallel.sequence > 1 or tiles < 4 * few:
             return self._count_whole(length)
-        depths = [periods * period + rest for periods in PERIODS]
-        shallow = [self.config.model_copy(update={"model": model.model_copy(update={"layers": n})}) for n in depths]
-        few, many = (ConfiguredPass(config)._count_whole(length) for config in shallow)
-        share = (model.layers - depths[1]) / (depths[1] - depths[0])
+        short, double = (self._reduced(tiles=number)._whole(number * tile) for number in (few, 2 * few))
+        times = length / (few * tile)  # in units of the first pass
 
-        def line(low: float, high: float) -> float:
-            return high + (high - low) * share
+        names = "beside", "moved", "by_attention", "host"
+        beside, moved, *others = (
+            getattr(double, name) + (getattr(double, name) - getattr(short, name)) * (times - 2) for name in names
+        )
+        # Gradients of keys are added tile by tile to longer and longer prefixes: a·n + b·n².
+        grown = short.moved * times + (double.moved - 2 * short.moved) / 2 * times * (times - 1)
+        return PassBytes(short.gradients, beside, max(moved, grown), *others)
 
-        # Gradients at the end, and gradients when activations are largest; both grow with depth.
-        first = line(few.peak(0), many.peak(0))
-        last = line(few.peak(int(few.gradients[-1])), many.peak(int(many.gradients[-1])))
-        peak = min(last, max(first, line(few.peak(), many.peak())))
-        of_all = (line(getattr(few, name), getattr(many, name)) for name in ("moved", "by_attention", "host"))
-        return PassBytes(np.array([peak - first]), np.array([first]), *of_all)
+    def _with(self, tiles: int | None = None, layers: int | None = None) -> "ConfiguredPass":
+        """Return the pass with fewer layers, or with fewer tiles of the same size of a shorter sequence."""
+        model = self.config.model
+        changes = {"layers": layers or model.layers, "checkpoint_layers": 1}  # which changes CPU memory only
+        if tiles is not None:
+            losses = max(1, model.loss_tiles * tiles // model.feed_forward_tiles)
+            changes |= {"feed_forward_tiles": tiles, "loss_tiles": losses}
+        return ConfiguredPass(self.config.model_copy(update={"model": model.model_copy(update=changes)}))
 
     def _count_whole(self, length: int) -> PassBytes:
         model, config, batch = self.model, self.config.model, self.config.training.micro_batch
@@ -233,6 +263,20 @@ class ConfiguredPass:
         rng = RngContext(0, 0, torch.arange(batch, device=META), training=True)
         with torch.random.fork_rng([]), META, as_on_a_gpu():
             return count_pass(model, lambda: model(tokens, rng)[0])
+
+
+def extrapolated(few: PassBytes, many: PassBytes, times: float) -> PassBytes:
+    """Add `times` the difference of two passes to the second."""
+
+    def line(low: float, high: float) -> float:
+        return high + (high - low) * times
+
+    # Gradients at the end, and gradients when activations are largest; both grow with depth.
+    first = line(few.peak(0), many.peak(0))
+    last = line(few.peak(int(few.gradients[-1])), many.peak(int(many.gradients[-1])))
+    peak = min(last, max(first, line(few.peak(), many.peak())))
+    of_all = (line(getattr(few, name), getattr(many, name)) for name in ("moved", "by_attention", "host"))
+    return PassBytes(np.array([peak - first]), np.array([first]), *of_all)
 
 
 def dummy_records(model: ModelConfig, batch: int, length: int, seed: int) -> Tensor:

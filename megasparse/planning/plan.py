@@ -10,6 +10,7 @@ step are a roofline of counted work, without communication and swap:
                                         weights and moments
 """
 
+import math
 from bisect import bisect_left
 from collections.abc import Iterator
 from functools import cached_property
@@ -18,11 +19,10 @@ from typing import Any
 import torch
 
 from megasparse.attention.heads import head_dim
-from megasparse.config.messages import show
 from megasparse.config.schema import Config
 from megasparse.errors import ConfigError
-from megasparse.planning.flops import hardware_flops_by_part, model_flops_per_token
-from megasparse.planning.hardware import GPUS, Hardware
+from megasparse.planning.flops import hardware_flops_by_part, model_flops_per_token, tiled_layers
+from megasparse.planning.hardware import GPUS, Hardware, micro_batches
 from megasparse.planning.passes import ConfiguredPass
 from megasparse.planning.states import Memory, MemoryPool, Zero, building, gigabytes, memory
 from megasparse.training.ranks import Ranks, local_ranks
@@ -35,6 +35,8 @@ STREAMED = 0.8
 OPTIMIZER_BYTES = 30
 STEPS = 64
 """The longest sequence is searched in multiples of the configured length divided by this."""
+TILES = 4096, 2048, 1024
+"""Tokens of a tile that `Plan.fitted` tries. Products of at least 1,024 rows reach most of a GPU's speed."""
 LARGEST = 1 << 14
 """The search ends at this multiple of the configured length."""
 
@@ -48,7 +50,7 @@ class Plan:
         """Raises ConfigError if the number of GPUs does not divide the batch, the sequence or the nodes."""
         self.config, self.gpu, self.gpus, self.per_node = config, gpu, gpus, per_node
         self.available = gpu.memory if available is None else available
-        self.micro_batches = _micro_batches(config, gpus, per_node)
+        self.micro_batches = micro_batches(config, gpus, per_node)
         self.zero = Zero.of(config.run.engine, config.deepspeed, gpus > 1)
         self.passes = ConfiguredPass(config)
         self.states = self.passes.states
@@ -77,8 +79,14 @@ class Plan:
             rank.device["all-to-all"] = int(exchanged * tokens * model.heads * head_dim(model) * self.states.size)
         rank.device["CUDA context, libraries (assumed)"] = RESERVE
         if model.activations == "checkpoint_cpu":
-            rank.host["offloaded activations"] = int(tokens * model.layers * model.d_model * 4)
+            stored = -(-model.layers // model.checkpoint_layers) + model.checkpoint_layers - 1
+            rank.host["offloaded activations"] = stored * self._input(tokens)
         return rank
+
+    def _input(self, tokens: float) -> int:
+        """Return the bytes of a layer's input."""
+        model = self.config.model
+        return int(tokens * model.d_model * (2 if model.residual_dtype == "bf16" else 4))
 
     @property
     def peak(self) -> int:
@@ -97,6 +105,35 @@ class Plan:
         device, _ = self.building
         parts = self.memory.device if self.peak >= device else {"while the model is built": device}
         return [MemoryPool("GPU memory", parts, self.available)]
+
+    def fitted(self, host: int | None) -> "Plan":
+        """Return the plan with the largest tiles that fit the GPU, and the fewest layers recomputed together whose
+        inputs fit `host` bytes of a node's CPU memory, None for any; itself if layers are not recomputed tile by tile.
+        """
+        model, length, plan = self.config.model, self.config.data.sequence_length, self
+        if self.config.parallel.sequence > 1 or tiled_layers(model.model_copy(update={"feed_forward_tiles": 2})) < 1:
+            return self
+        for tile in TILES:
+            tiles = {"feed_forward_tiles": -(-length // tile), "loss_tiles": -(-length * 8 // tile)}
+            plan = self._changed(tiles)
+            if plan.fits:
+                break
+        ranks = min(self.gpus, self.per_node)
+        for together in range(2, 1 + math.isqrt(model.layers)):
+            if host is None or ranks * sum(plan.memory.host.values()) <= host:
+                break
+            plan = plan._changed({"checkpoint_layers": together})
+        return plan
+
+    def _changed(self, changes: dict[str, int]) -> "Plan":
+        config = self.config.model_copy(update={"model": self.config.model.model_copy(update=changes)})
+        return Plan(config, self.gpu, self.gpus, self.per_node, self.available)
+
+    @property
+    def settings(self) -> dict[str, int]:
+        """Keys of `model` that `fitted` chooses."""
+        model = self.config.model
+        return {key: getattr(model, key) for key in ("feed_forward_tiles", "loss_tiles", "checkpoint_layers")}
 
     @property
     def fits(self) -> bool:
@@ -152,6 +189,9 @@ class Plan:
         seconds["elementwise"] = self.micro_batches * counted.moved / bandwidth
         # The GPU waits if the host needs longer for launches than the GPU for the computation.
         seconds["launches"] = max(0.0, self.micro_batches * counted.host - sum(seconds.values()))
+        if (model := self.config.model).activations == "checkpoint_cpu":  # written, read twice, in part once more
+            crossings = model.layers * (3 + 2 * (1 - 1 / model.checkpoint_layers))
+            seconds["transfers"] = crossings * self._input(tokens) / gpu.link
         weights = self.states.trained / (self.gpus if self.zero.stage > 0 else 1)
         host = gpu.host * STREAMED / min(self.gpus, self.per_node)
         seconds["optimizer"] = OPTIMIZER_BYTES * weights / (host if self.zero.optimizer_offload else bandwidth)
@@ -180,6 +220,7 @@ class Plan:
             "hardware_flops_per_step": self.hardware_flops,
             "seconds": self.seconds,
             "step_seconds": self.step_seconds,
+            "settings": self.settings,
             "assumptions": {"gpus_per_node": self.per_node, "streamed": STREAMED, **vars(self.gpu)},
         }
 
@@ -202,6 +243,7 @@ class Plan:
         rows.append(("peak of a GPU", f"{gigabytes(self.peak)} of {gigabytes(self.available)}: {verdict}"))
         longest = "none" if self.longest is None else f"{self.longest:,} tokens"
         rows.append(("longest sequence that fits", longest))
+        rows.append(("planned with", " ".join(f"--set model.{key}={value}" for key, value in self.settings.items())))
         try:
             utilisation = self.model_flops / (self.step_seconds * gpu.peak * self.gpus)
             rows.append(("model FLOPs per step", f"{self.model_flops:.3g}"))
@@ -226,25 +268,6 @@ def pretraining_pools(config: Config, ranks: Ranks) -> list[MemoryPool]:
     plan = Plan(config, GPUS["A100"], ranks.world_size, local, available_bytes(ranks.device))
     host = plan.memory.host if sum(plan.memory.host.values()) >= plan.building[1] else {"start": plan.building[1]}
     return [*plan.pools, MemoryPool("CPU memory", host, available_bytes(torch.device("cpu")) // local)]
-
-
-def _micro_batches(config: Config, gpus: int, per_node: int) -> int:
-    """Return the number of micro-batches per rank and step."""
-    training, sequence = config.training, config.parallel.sequence
-    if gpus > per_node and gpus % per_node:
-        hint = "Give a multiple of it, or another --gpus-per-node"
-        raise ConfigError("--gpus", f"{gpus} is not a multiple of --gpus-per-node = {per_node}", hint)
-    if gpus % sequence:
-        problem = f"{gpus} is not a multiple of parallel.sequence = {sequence}"
-        raise ConfigError("--gpus", problem, "Give a multiple of it, or change parallel.sequence")
-    share = training.micro_batch * (gpus // sequence)
-    if training.global_batch % share:
-        problem = f"{show(gpus)} GPUs process {share} sequences at once, and training.global_batch = "
-        problem += f"{training.global_batch} is not a multiple of {share}"
-        most = training.global_batch // training.micro_batch * sequence
-        hint = f"Use at most {most} GPUs, or raise training.global_batch or parallel.sequence"
-        raise ConfigError("--gpus", problem, hint)
-    return training.global_batch // share
 
 
 def _seconds(seconds: float) -> str:

@@ -1,7 +1,8 @@
 """Sizes and locations of weights, gradients and optimizer state under ZeRO (Rajbhandari et al. 2019), and the check
 that a run fits.
 
-N trained weights, n ranks that partition the states, s bytes per weight (2 in bf16, else 4).
+N trained weights, n ranks that partition the states, s bytes per weight (2 in bf16, else 4). Frozen weights are
+additional and may be quantised.
 
     stage   weights   fp32 weights, moments   gradients read by the optimizer
     0       s·N       4·N in bf16, 8·N        4·N
@@ -69,6 +70,10 @@ class States:
     """True if the model's weights are bf16 and the optimizer keeps fp32 weights."""
     scratch: int = 0
     factors: int = 0
+    frozen_bytes: int = 0
+    """Bytes of the frozen weights."""
+    frozen_largest: int = 0
+    """Number of elements of the largest frozen weight."""
 
     @property
     def size(self) -> int:
@@ -86,14 +91,14 @@ class Memory:
 def building(states: States, zero: Zero, ranks: int) -> tuple[int, int]:
     """Return the peak bytes of a rank's device and of its share of CPU memory while the model and engine are built.
 
-    Below ZeRO 3 the device stores all weights in fp32, read or drawn one at a time; frozen weights are read completely
-    before they are rounded. Under ZeRO 3 it stores this rank's partition and one complete weight at a time, also when
-    DeepSpeed gathers weights to register hooks. Then DeepSpeed allocates fp32 weights and gradients, but not moments;
-    with offloading it allocates gradients twice.
+    Below ZeRO 3 the device stores all trained weights in fp32, read or drawn one at a time; frozen weights are rounded
+    or quantised one at a time. Under ZeRO 3 they are rounded in CPU memory, and the device stores this rank's partition
+    and one complete weight at a time, also when DeepSpeed gathers weights to register hooks. Then DeepSpeed allocates
+    fp32 weights and gradients, but not moments; with offloading it allocates gradients twice.
     """
-    read = 4 * max(states.largest, states.frozen)
+    frozen = states.frozen_bytes + 4 * states.frozen_largest
     if zero.stage < 3:
-        return 4 * states.trained + states.size * states.frozen, read
+        return 4 * states.trained + frozen, 4 * max(states.largest, states.frozen_largest)
     pieces = (states.trained + states.frozen) * states.size // ranks
     masters = gradients = 4 * states.trained // ranks
     device = states.size * (states.largest + zero.bucket)
@@ -104,7 +109,7 @@ def building(states: States, zero: Zero, ranks: int) -> tuple[int, int]:
     if not zero.optimizer_offload:
         device += masters + gradients
     offloaded = (pieces if zero.weight_offload else 0) + (masters + 2 * gradients if zero.optimizer_offload else 0)
-    return device, max(offloaded, host + 4 * states.largest // ranks, 4 * states.frozen)
+    return device, max(offloaded, host + 4 * states.largest // ranks, frozen)
 
 
 def memory(states: States, zero: Zero, ranks: int, *, passing: int, again: int, accumulated: bool) -> Memory:
@@ -138,7 +143,7 @@ def memory(states: States, zero: Zero, ranks: int, *, passing: int, again: int, 
     buffers = 0
     if zero.stage > 0:
         buffers = zero.bucket * states.size * (2 if zero.overlap and zero.stage < 3 else 1)
-    weights = (number + states.frozen) * states.size // (shared if zero.stage == 3 else 1)
+    weights = (number * states.size + states.frozen_bytes) // (shared if zero.stage == 3 else 1)
     device = {
         "weights": 0 if zero.weight_offload else weights,
         "gathered weights": min(number + states.frozen, zero.live) * states.size if zero.stage == 3 else 0,

@@ -90,7 +90,8 @@ def runs_of(
             for name, words in comparison["evaluate"].items():
                 result = folder / (f"evaluation-{name.replace(' ', '_')}.json" if name else "evaluation.json")
                 label = f"{arm}; {name}" if name else arm
-                evaluations[label] = ["evaluate", "--checkpoint", str(folder), *words, "--json", str(result)]
+                options = [*words, "--allow-leaking-attention", "--json", str(result)]  # the table marks leaks
+                evaluations[label] = ["evaluate", "--checkpoint", str(folder), *options]
             runs.append(ArmRun(arm, folder, training, evaluations))
     return runs
 
@@ -123,6 +124,8 @@ def _train_and_evaluate(run: ArmRun) -> list[tuple[str, Row]]:
     seconds = {"seconds": sum(step[STEP_SECONDS] for step in steps), "step_seconds": _quiet_step(steps)}
     for label, words in run.evaluations.items():
         result = json.loads(read_file(words[-1]))
+        if result["protocol"].get("leaks"):
+            label += " (leaks: not a code length)"
         rows.append((label, {"accuracy": result["accuracy"], "loss": result["nats"] / result["dims"], **seconds}))
     return rows
 

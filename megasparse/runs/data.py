@@ -10,15 +10,16 @@ from typing import Any
 from megasparse.config.schema import Config, ModelConfig
 from megasparse.data.batches import TrainingBatches
 from megasparse.data.corpora import CORPORA
-from megasparse.data.corpora.records import RecordSource
+from megasparse.data.corpora.chats import contains_chats
 from megasparse.data.corpora.source import Source, find_parts, report_left_out
-from megasparse.data.corpora.tables import JSON_SUFFIXES, json_texts
+from megasparse.data.corpora.tables import JSON_SUFFIXES, JsonLinesCorpus
 from megasparse.data.index import Index
-from megasparse.data.index_file import INDEX_FILE
+from megasparse.data.index_file import INDEX_FILE, SEPARATOR, IndexFile, parse
 from megasparse.data.prepare import prepare
 from megasparse.data.tokenizers import NAMED, Tokenizer, build_tokenizer
 from megasparse.data.urls import GIGABYTE, ShardCache
-from megasparse.errors import ConfigError
+from megasparse.errors import ConfigError, DataError
+from megasparse.files import read_file
 from megasparse.training.checkpoints.checkpoint import tokenizer_copy
 from megasparse.training.ranks import Ranks, RunHooks
 
@@ -85,8 +86,8 @@ def open_folder(path: str | Path, config: Config, tokenizer: Tokenizer) -> Index
     """Open the index of a folder of shards, for the model and sequence length of a configuration.
 
     Raises DataError as `Index.load`, and ConfigError if data.tokenizer, data.sequence_length,
-    evaluation.sequence_length, model.source.length, model.vocabulary, model.padding_token, model.masking.token or
-    model.sentence_order does not fit the folder.
+    evaluation.sequence_length, model.source.length, model.vocabulary, model.padding_token, model.document_separator,
+    model.masking.token or model.sentence_order does not fit the folder.
     """
     index = Index.load(path, ShardCache(config.data.cache, int(config.data.cache_gb * GIGABYTE)))
     index.require_tokenizer(tokenizer)
@@ -100,6 +101,10 @@ def open_folder(path: str | Path, config: Config, tokenizer: Tokenizer) -> Index
 def _check_objectives(index: Index, model: ModelConfig, tokenizer: Tokenizer) -> None:
     """Raise ConfigError if the model's objective needs other data or other ids of special tokens."""
     special, mask, order = tokenizer.special, model.masking.token, model.sentence_order
+    ends = index.file.source.get(SEPARATOR, model.document_separator)
+    if model.document_separator != ends:
+        problem = f"{json.dumps(model.document_separator)}, but conversations in {index.directory} end with {ends}"
+        raise ConfigError("model.document_separator", problem, f"Set it to {ends}, or read the folder with --data")
     if model.source is not None and index.record is None:
         problem = f'"{model.kind}", but {index.directory} contains running text'
         raise ConfigError("model.kind", problem, "Prepare pairs of texts: megasparse prepare-data parallel")
@@ -140,38 +145,58 @@ def with_texts(config: Config, texts: str, ranks: Ranks) -> Config:
 
     Args:
         config: Configuration of the run.
-        texts: File, folder or URL of text files (one document per file) or JSON lines with a field `text`; in a folder
-            with both, the kind with more bytes is read. The last 5 % of the bytes are held out, up to 30 % if the last
-            document is long; if it is longer, all files form one running text. Otherwise tokens attend only within
-            their document. A folder of shards becomes `data.path` unchanged.
+        texts: File, folder or URL of text files (one document per file) or JSON lines with a field `text` or with
+            conversations, see `corpora.chats`; in a folder with both, the kind with more bytes is read. The last 5 % of
+            the bytes are held out, up to 30 % if the last document is long; if it is longer, all files form one running
+            text. Otherwise tokens attend only within their document. A folder of shards becomes `data.path` unchanged.
         ranks: Ranks of the run.
 
     Raises:
         UserError: The texts cannot be prepared; raised on all ranks.
     """
-    if (Path(texts) / INDEX_FILE).exists():
-        return config.model_copy(update={"data": config.data.model_copy(update={"path": texts})})
-    output = Path(config.run.directory) / "data"
-    documents = ranks.on_first_rank(lambda: _prepare(texts, config.data.tokenizer, output))
-    model = config.model
-    if documents and model.document_separator is None:
-        model = model.model_copy(update={"document_separator": build_tokenizer(config.data.tokenizer).separator})
+    output, documents = Path(texts), False
+    if not (output / INDEX_FILE).exists():
+        output = Path(config.run.directory) / "data"
+        documents = ranks.on_first_rank(lambda: _prepare(texts, config, output))
+    model, separator = config.model, parse(output / INDEX_FILE, IndexFile).source.get(SEPARATOR)
+    if separator is None and documents and model.end_token is None:
+        separator = build_tokenizer(config.data.tokenizer).separator
+    if separator is not None:
+        model = model.model_copy(update={"document_separator": separator})
     return config.model_copy(update={"model": model, "data": config.data.model_copy(update={"path": str(output)})})
 
 
-def _prepare(texts: str, tokenizer: str, output: Path) -> bool:
+def _prepare(texts: str, config: Config, output: Path) -> bool:
     """Write the shards. Return True if the texts are separate documents, with a separator after each."""
-    downloads, share = output / ".download", HELD_OUT[0]
+    downloads, share, tokenizer = output / ".download", HELD_OUT[0], config.data.tokenizer
     parts = find_parts([texts], None, downloads, "files")
     records = [part for part in parts if part.name.lower().endswith(tuple(JSON_SUFFIXES))]
     others = [part for part in parts if part not in {*records}]
     size_of = lambda parts: sum(path.stat().st_size for path in {part.path for part in parts})  # noqa: E731
     more, less = sorted((others, records), key=size_of, reverse=True)
     report_left_out(texts, len(more), [part.name for part in less], "only the kind with more bytes is read")
+    source: Source
     if more is records:
-        corpus, documents = "jsonl", True
-        options = _options(corpus, texts, tokenizer, share)
-        source: Source = RecordSource.examine([texts], records, json_texts, options, 1)
+        corpus, documents, flags, further = "jsonl", True, list[str](), dict[str, Any]()
+        if contains_chats(records):
+            start = config.model.start_token
+            corpus, flags = "chats", ["--length", f"{config.data.sequence_length}"]
+            flags += [] if start is None else ["--start-token", f"{start}"]
+            files = hashlib.sha256(Source.open([texts], None, downloads, "files", records).sha256.encode())
+            for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+                if (path := Path(tokenizer).with_name(name)).is_file():
+                    files.update(read_file(path))
+            further["files"] = files.hexdigest()
+            rendered = {**further, "length": config.data.sequence_length, "start_token": start}
+            if _is_prepared(output, rendered):
+                return True
+        lines_of_json = CORPORA[corpus]
+        assert isinstance(lines_of_json, JsonLinesCorpus)
+        for share in HELD_OUT:
+            options = _options(corpus, texts, tokenizer, share, *flags) | further
+            source = examined = lines_of_json.examine([texts], records, options, 1)
+            if examined.documents()["validation"]:
+                break
     else:
         corpus, source = "text", Source.open([texts], None, downloads, "files", others)
         before_last = 1 - source.parts[-1].size / source.total_bytes
@@ -182,6 +207,15 @@ def _prepare(texts: str, tokenizer: str, output: Path) -> bool:
     sample, command = options.pop("sample_bytes"), "megasparse pretrain --data"
     prepare(corpus, source, output, options=options, sample_bytes=sample, shard_bytes=SHARD, command=command)
     return documents
+
+
+def _is_prepared(output: Path, settings: dict[str, Any]) -> bool:
+    """True if all shards are there, with these settings: rendering conversations again could take long."""
+    try:
+        earlier = Index.load(output).file.settings
+    except DataError:
+        return False
+    return settings == {key: earlier.get(key) for key in settings}
 
 
 def _options(corpus: str, texts: str, tokenizer: str, share: int, *flags: str) -> dict[str, Any]:

@@ -4,6 +4,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from megasparse.config.schema import Config
 from megasparse.evaluation.held_out import held_out
 from megasparse.files import read_file, write_file
@@ -69,12 +71,18 @@ def pretrain(
         from megasparse.hub.importing import resumed_from
 
         resume = resumed_from(config, start, ranks)
+    base = None
+    if config.lora is not None:
+        from megasparse.hub.importing import base_digest
+
+        base = base_digest(config)
 
     def model() -> Any:
         if config.lora is not None:
             from megasparse.hub.importing import adapted
 
-            built: Any = adapted(config)
+            zero = config.deepspeed.get("zero_optimization", {}) if config.run.engine == "deepspeed" else {}
+            built: Any = adapted(config, torch.device("cpu") if zero.get("stage") == 3 else ranks.device)
         else:
             built = deferred_model(config.model, config.run.seed)
         if config.model.masking.whole_words:
@@ -86,7 +94,7 @@ def pretrain(
         work = flops[1] * training.steps * training.global_batch * length
         warn_if_long(work, training.precision, ["fewer training.steps", "a shorter data.sequence_length"], ranks)
     recipe = Recipe(
-        RunIdentity(config, data.fingerprint, data.evaluation.file.tokenizer.model_dump()),
+        RunIdentity(config, data.fingerprint, data.evaluation.file.tokenizer.model_dump(), base),
         make_rng=partial(RngContext, config.run.seed, training=True),
         build_model=model,
         initial=partial(initial_weight, config.model, config.run.seed),
@@ -96,7 +104,13 @@ def pretrain(
     )
     with open_training(recipe, ranks, resume, allow_changed_config, stop_at, signals) as run:
         if ranks.rank == 0 and (file := data.tokenizer.file) is not None:
-            write_file(Path(config.run.directory) / f"tokenizer{file.suffix}", read_file(file))
+            files: dict[str, str | bytes] = {f"tokenizer{file.suffix}": read_file(file)}
+            if config.model.kind == "decoder" and file.name == "tokenizer.json":
+                from megasparse.hub.tokenizer_files import companion_files
+
+                files |= companion_files(file.parent)  # chat template and end tokens, for generation and export
+            for name, content in files.items():
+                write_file(Path(config.run.directory) / name, content)
         result = train(run)
     ranks.stop()
     return result

@@ -56,6 +56,12 @@ def check(config: RunSettings) -> None:
         raise ConfigError("optimizer.name", problem, 'Set it to "adamw", or remove lora')
     if config.run.engine == "deepspeed":  # the torch engine must work without DeepSpeed installed
         deepspeed_section.check_values(config.deepspeed)
+        if (lora := getattr(config, "lora", None)) is not None and (lora.quantized or lora.dora):
+            stage, key = config.deepspeed.get("zero_optimization", {}).get("stage", 0), "lora.dora"
+            problem = "true is not supported under ZeRO stage 3, which splits the frozen weights"
+            if lora.quantized:
+                key, problem = "lora.quantized", problem.replace("true", show(lora.quantized))
+            require((stage == 3, key, problem, "Set deepspeed.zero_optimization.stage to 2"))
 
 
 def check_run(config: RunSettings) -> None:
@@ -77,6 +83,10 @@ def check_run(config: RunSettings) -> None:
         "Make it a multiple of training.micro_batch times the number of ranks",
     ))  # fmt: skip
     deepspeed_section.check_keys(config.deepspeed)
+    model, stage = getattr(config, "model", None), config.deepspeed.get("zero_optimization", {}).get("stage")
+    if model is not None and model.checkpoint_layers > 1 and stage == 3 and config.run.engine == "deepspeed":
+        problem = f"{model.checkpoint_layers}, but ZeRO 3 gathers the weights of one layer at a time"
+        raise ConfigError("model.checkpoint_layers", problem, "Set it to 1, or use a lower stage")
 
 
 BUCKETS = ("s3://", "gs://", "az://", "file:///")
@@ -101,6 +111,9 @@ def _initial_models(config: FinetuneConfig) -> list[str]:
 
 
 def _check_start(config: FinetuneConfig) -> None:
+    if config.lora is not None and config.lora.quantized is not None:
+        problem = f"{show(config.lora.quantized)} is not supported in fine-tuning on tasks, only by pretrain"
+        raise ConfigError("lora.quantized", problem, "Set it to null")
     start, names = config.start, _initial_models(config)
     if config.model is None:
         if start.glove is not None:
@@ -256,6 +269,8 @@ def _check_stack(model: ModelConfig) -> None:
         (blocks != model.blocks, "model.activations",
          f'"{model.activations}" needs {blocks} blocks, but model.blocks = "{model.blocks}"',
          f'Set model.activations to {fitting}, or model.blocks to "{blocks}"'),
+        (model.checkpoint_layers > 1 and not model.activations.startswith("checkpoint"), "model.checkpoint_layers",
+         f'{model.checkpoint_layers} needs model.activations = "checkpoint" or "checkpoint_cpu"', "Set it to 1"),
         (bert and model.residual_dtype == "bf16", "model.residual_dtype",
          'bf16, but model.style = "bert" normalises its stream after each addition, in fp32', 'Set it to "fp32"'),
         (layers > model.layers, "model.attention.pattern",
@@ -273,7 +288,7 @@ def _check_tokens(model: ModelConfig) -> None:
     special = {
         "model.padding_token": model.padding_token,
         "model.start_token": start,
-        "model.document_separator": model.document_separator,
+        "model.document_separator": model.separator_id,
         "model.sentence_order.separator": model.sentence_order.separator if model.sentence_order else None,
     }
     for key, token in special.items():

@@ -118,7 +118,7 @@ class Form(ABC):
 
     def _join(self, inputs: tuple[Input, ...], location: SourceLocation) -> Segments:
         parts = [self._ids(value, location) for value in inputs]
-        frame = self._frame(len(parts))
+        frame = self.frame(len(parts))
         special = sum(map(len, frame))
         if self.counts.is_cut(sum(map(len, parts)) + special, location):
             room = self.task.config.max_length - special
@@ -129,7 +129,7 @@ class Form(ABC):
         ends = (piece for pair in zip(parts, frame[1:], strict=True) for piece in pair)
         return segments(np.concatenate([frame[0], *ends]), sum(map(len, (*frame[:2], parts[0]))))
 
-    def _frame(self, segments: int) -> list[np.ndarray]:
+    def frame(self, segments: int) -> list[np.ndarray]:
         """Return the special tokens before, between and after the segments."""
         if self.special is None:
             between = [LINE_END] if self.tokenizer is not None and self.tokenizer.name == "bytes" else []
@@ -377,7 +377,7 @@ class ChoiceForm(LabelForm):
     def encoded(self, example: Example) -> EncodedExample:
         """Encode an example. Raises DataError if question and candidates are too long."""
         question, candidates, texts = example.inputs
-        begin, between, end = self._frame(2)
+        begin, between, end = self.frame(2)
         separator = end if len(end) else between  # a single one, even if the tokenizer puts two between segments
         parts = (question, *candidates, *texts)
         ids = [np.concatenate([self._ids(value, example.location), separator]) for value in parts]

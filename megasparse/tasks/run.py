@@ -351,44 +351,71 @@ def _predict(model: Finetuned, examples: Iterable[Example], say: Callable[[str],
     return predictions(model.form, encoded, predicted(model, encoded))
 
 
-SUFFIXES = (".jsonl", ".json", ".csv", ".tsv")
+def _text(row: Row) -> str:
+    value = row["predicted"]
+    return json.dumps(value) if isinstance(value, list | dict) else str(value)
+
+
+def _location(row: Row) -> str:
+    return str(SourceLocation(Path(row["file"]), row["line"]))
+
+
+def _json_lines(rows: Sequence[Row]) -> str:
+    """Return one object per line."""
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+def _json_by_name(rows: Sequence[Row]) -> str:
+    """Return an object of `predicted` by name, WikiHop's submission format."""
+    values: dict[str, Any] = {}
+    for row in rows:
+        if (name := row["name"]) in values:
+            raise DataError(_location(row), f'"{name}" occurs twice, which a .json cannot contain', "Write a .jsonl")
+        values[name] = row["predicted"]
+    return json.dumps(values, indent=1) + "\n"
+
+
+def _csv_table(rows: Sequence[Row]) -> str:
+    """Return `name`, `predicted` and `probability of CLASS`."""
+    classes = rows[0].get("probabilities") or ()
+    out = io.StringIO()
+    table = csv.writer(out, lineterminator="\n")
+    table.writerow(["name", "predicted", *(f"probability of {name}" for name in classes)])
+    table.writerows([row["name"], _text(row), *(row["probabilities"][one] for one in classes)] for row in rows)
+    return out.getvalue()
+
+
+def _glue_table(rows: Sequence[Row]) -> str:
+    """Return GLUE's submission format, `index` and `prediction`."""
+    out = "index\tprediction\n"
+    for row in rows:
+        name, text = row["name"], _text(row)
+        if any(mark in f"{name}{text}" for mark in "\t\r\n"):
+            problem = f"{[name, text]} contains a tab or a line end, which a .tsv cannot contain"
+            raise DataError(_location(row), problem, "Write a .csv")
+        out += f"{name}\t{text}\n"
+    return out
+
+
+WRITERS = {".jsonl": _json_lines, ".json": _json_by_name, ".csv": _csv_table, ".tsv": _glue_table}
+"""Suffix of a file of predictions -> its content."""
 
 
 def require_form(path: Path) -> None:
-    """Raise ConfigError if the suffix is not one of SUFFIXES."""
-    if path.suffix not in SUFFIXES:
+    """Raise ConfigError if the suffix is not in WRITERS."""
+    if path.suffix not in WRITERS:
         problem = f'"{path.suffix}" is not a known format of predictions: {path}'
-        raise ConfigError("--output", problem, f"Use a name that ends in {', '.join(SUFFIXES)}")
+        raise ConfigError("--output", problem, f"Use a name that ends in {', '.join(WRITERS)}")
 
 
 def write_predictions(path: Path, rows: Sequence[Row]) -> None:
-    """Write a file in the format of its suffix.
-
-    .jsonl: one object per line; .json: an object of `predicted` by name, WikiHop's submission format; .csv: `name`,
-    `predicted` and `probability of CLASS`; .tsv: GLUE's submission format, `index` and `prediction`. Raises DataError
-    for a name that a .tsv cannot contain, or that a .json would contain twice.
+    """Write a file in the format of its suffix. Raises DataError for a name that a .tsv cannot contain, or that a .json
+    would contain twice.
     """
     require_form(path)
-    suffix, classes, out, unique = path.suffix, rows[0].get("probabilities") or (), io.StringIO(), dict[str, Any]()
-    table = csv.writer(out, lineterminator="\n")
-    if suffix == ".csv":
-        table.writerow(["name", "predicted", *(f"probability of {name}" for name in classes)])
-    out.write("index\tprediction\n" if suffix == ".tsv" else "")
-    for row in rows:
-        name, value, location = row["name"], row["predicted"], SourceLocation(Path(row["file"]), row["line"])
-        text = json.dumps(value) if isinstance(value, list | dict) else str(value)
-        if suffix == ".tsv" and any(mark in f"{name}{text}" for mark in "\t\r\n"):
-            problem = f"{[name, text]} contains a tab or a line end, which a .tsv cannot contain"
-            raise DataError(str(location), problem, "Write a .csv")
-        if suffix == ".json" and name in unique:
-            raise DataError(str(location), f'"{name}" occurs twice, which a .json cannot contain', "Write a .jsonl")
-        unique[name] = value
-        if suffix == ".csv":
-            table.writerow([name, text, *(row["probabilities"][one] for one in classes)])
-        else:
-            out.write({".jsonl": json.dumps(row) + "\n", ".tsv": f"{name}\t{text}\n"}.get(suffix, ""))
+    content = WRITERS[path.suffix](rows)
     with whole_file(path) as stream:
-        stream.write((json.dumps(unique, indent=1) + "\n" if suffix == ".json" else out.getvalue()).encode())
+        stream.write(content.encode())
 
 
 LIBRARIES = ("torch", "numpy", "scipy", "scikit-learn", "sacrebleu", "rouge-score", "tokenizers")

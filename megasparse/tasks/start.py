@@ -21,7 +21,7 @@ from megasparse.errors import CheckpointError, ConfigError, FileError, HubError
 from megasparse.files import file_sha256, read_file, write_file
 from megasparse.model.build import empty_model, initialise
 from megasparse.settings.checks import check_model
-from megasparse.tasks.body import Backbone, HuggingFaceBody, add_adapters
+from megasparse.tasks.body import Backbone, HuggingFaceBody, MegasparseBody, add_adapters
 from megasparse.tasks.glove import initialise_from_glove
 from megasparse.training.checkpoints.checkpoint import (
     Checkpoint,
@@ -100,36 +100,41 @@ def rebuild(run: Path, form: Any, checkpoint: Checkpoint) -> tuple[Backbone, Tok
     """
     with _record_of(run) as (record, tokenizer):
         if record["kind"] == "megasparse":
-            model = ModelConfig.model_validate(record["model"])
-
-            def build() -> Any:
-                body: Any = form.body(model)
-                if record.get("pooler"):
-                    body.norm = None
-                return body
-
             stored = checkpoint.manifest["tensors"].get("weight", {})
-            for name, parameter in on_meta(checkpoint, model, build).named_parameters():
+            model = ModelConfig.model_validate(record["model"])
+            body = on_meta(checkpoint, model, lambda: body_of(record, form.body))
+            for name, parameter in body.named_parameters():
                 entry = stored.get(f"body.{name}")
                 if entry is not None and entry["shape"] != list(parameter.shape):
                     problem = f"body.{name} has shape {entry['shape']}, but {list(parameter.shape)} in the run's record"
                     raise CheckpointError(checkpoint.path, problem, COPY)
-            return build(), tokenizer
-        from transformers import AutoConfig, AutoModel
+        else:
+            from megasparse.hub.tensor_file import depth
 
-        from megasparse.hub.replace import ENTRY, positions, replace_attention
-        from megasparse.hub.tensor_file import depth
+            layers = depth(record["config"])
+            if layers > (weights := len(checkpoint.manifest["tensors"].get("weight", {}))):
+                problem = f"contains {weights} weights, but the run's record {layers} layers"
+                raise CheckpointError(checkpoint.path, problem, COPY)
+        return body_of(record, form.body), tokenizer
 
-        values = record["config"]
-        if (layers := depth(values)) > (weights := len(checkpoint.manifest["tensors"].get("weight", {}))):
-            problem = f"contains {weights} weights, but the run's record {layers} layers"
-            raise CheckpointError(checkpoint.path, problem, COPY)
-        empty = AutoConfig.for_model(**values)
-        transformer = AutoModel.from_config(empty, trust_remote_code=False, dtype=torch.float32)
-        if (entry := values.get(ENTRY)) is not None:
-            replace_attention(transformer, entry["attention"], max_length=entry["max_length"], seed=entry["seed"])
-        body = HuggingFaceBody(transformer, record["causal"], positions(transformer), record["activations"])
-        return body, tokenizer
+
+def body_of(record: dict[str, Any], build: Callable[[ModelConfig], Backbone] = MegasparseBody) -> Backbone:
+    """Build the body that a record describes, without its weights. build: builds a megasparse body."""
+    if record["kind"] == "megasparse":
+        own: Any = build(ModelConfig.model_validate(record["model"]))
+        if record.get("pooler"):
+            own.norm = None
+        return cast(Backbone, own)
+    from transformers import AutoConfig, AutoModel
+
+    from megasparse.hub.replace import ENTRY, positions, replace_attention
+
+    values = record["config"]
+    empty = AutoConfig.for_model(**values)
+    transformer = AutoModel.from_config(empty, trust_remote_code=False, dtype=torch.float32)
+    if (entry := values.get(ENTRY)) is not None:
+        replace_attention(transformer, entry["attention"], max_length=entry["max_length"], seed=entry["seed"])
+    return HuggingFaceBody(transformer, record["causal"], positions(transformer), record["activations"])
 
 
 @contextmanager

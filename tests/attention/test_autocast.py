@@ -1,6 +1,5 @@
 """Attention under torch.autocast: operators compute as they do without it, forward and backward."""
 
-import pytest
 import torch
 
 from megasparse.attention.contract import AttentionContext
@@ -12,33 +11,30 @@ from tests.helpers.models import EVERY, Single, layer_of
 LENGTH = 37
 
 
-def results(single, dtypes, autocast=None, backward_inside=False):
+def results(single, autocast=None, backward_inside=False):
     """A training pass's output and the gradients of all that it reads and of the mechanism's own weights, in fp32.
 
-    dtypes: of q, k, v. The numbers are those of bf16 in any case."""
+    autocast: the dtype of q, k, v too, otherwise fp32. The numbers are those of bf16 in any case."""
     x, *heads = single.inputs(LENGTH, dtype=torch.bfloat16)
-    inputs = [t.to(dtype).requires_grad_() for t, dtype in zip([x, *heads], [torch.float32, *dtypes], strict=True)]
+    inputs = [x.float().requires_grad_(), *(t.to(autocast or torch.float32).requires_grad_() for t in heads)]
     with torch.autocast("cpu", autocast, enabled=autocast is not None):
         output = single(*inputs, training=True)
-        found = gradients_of(single, output, inputs) if backward_inside else None
-    return output, found or gradients_of(single, output, inputs)
-
-
-def check(single, dtypes, autocast, backward_inside):
-    expected, expected_gradients = results(single, [torch.float32] * 3)
-    output, gradients = results(single, dtypes, autocast, backward_inside)
-    assert output.out.dtype == dtypes[0]
-    close("out", output.out, expected.out)
-    for key, value in gradients.items():
-        assert (value is None) == (expected_gradients[key] is None), key
-        if value is not None:
-            close(key, value, expected_gradients[key])
+        gradients = gradients_of(single, output, inputs) if backward_inside else None
+    return output, gradients or gradients_of(single, output, inputs)
 
 
 @EVERY
-@pytest.mark.parametrize("backward_inside", [False, True], ids=["backward outside", "backward inside"])
-def test_attention_of_bf16_heads_equals_the_same_numbers_in_fp32(name, causal, backward_inside):
-    check(Single(name, causal), [torch.bfloat16] * 3, torch.bfloat16, backward_inside)
+def test_attention_of_bf16_heads_equals_the_same_numbers_in_fp32(name, causal):
+    single = Single(name, causal)
+    expected, expected_gradients = results(single)
+    for backward_inside in (False, True):
+        output, gradients = results(single, torch.bfloat16, backward_inside)
+        assert output.out.dtype == torch.bfloat16
+        close("out", output.out, expected.out)
+        for key, value in gradients.items():
+            assert (value is None) == (expected_gradients[key] is None), key
+            if value is not None:
+                close(key, value, expected_gradients[key])
 
 
 def close(key, value, expected):

@@ -15,6 +15,7 @@ from megasparse.ops.random import RngContext
 from tests.helpers.comparing import decoded_nats
 from tests.helpers.models import (
     NGRAMS,
+    NUMBERS,
     PARTS,
     attention,
     by_path,
@@ -42,7 +43,6 @@ CONFIGS = {
 
 
 BIT_BY_BIT = [n for n in strict_names() if n != "local relative" and kind_of(n) in {*HASHED, "local"}]
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
 def whole_nats(model: Decoder, tokens, **rounds):
@@ -60,17 +60,16 @@ def check_decoding(config, dtype=torch.float32, limit=1e-4):
         assert (decoded(model, tokens[:, :end], prompt) - whole[:, prompt:end]).abs().max() <= limit, prompt
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@NUMBERS
 @by_path("name", [*BIT_BY_BIT, "split heads"])
 def test_cached_decoding_is_the_whole_sequence_bit_by_bit(name, dtype, threads):
     config = attention({"local": 1, "lsh": 1}) if name == "split heads" else named(name)
     check_decoding(small(attention=config, ngrams=NGRAMS), dtype, limit=0.0)
 
 
-@pytest.mark.parametrize("key_heads", [4, 2])
 @by_path("name", ["ranked", "ranked members, sinks", "smart_bird local, sinks"])
-def test_cached_choices_of_sketches_are_the_whole_sequence_bit_by_bit(name, key_heads):
-    parts = {"heads": 4, "key_heads": key_heads, "positions": {"kind": "rotary"}}
+def test_cached_choices_of_sketches_are_the_whole_sequence_bit_by_bit(name):
+    parts = {"heads": 4, "key_heads": 2, "positions": {"kind": "rotary"}}
     check_decoding(small(attention=named(name), **parts), torch.bfloat16, limit=0.0)
 
 
@@ -132,3 +131,21 @@ def test_selected_sequences_decode_as_separate_batches(name):
     model.prefill(tokens[rows], alone)
     for token in further.unbind(1):
         assert (model.decode(token, cache) - model.decode(token, alone)).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("masks", [{}, {"padding_token": 2}, {"document_separator": 3}])
+def test_ordinary_full_attention_with_shared_queries_has_the_queries_as_keys(masks):
+    """Whole sequences and cached decoding equal a model whose key projection equals its query projection."""
+    tokens = random_tokens(2, 70)
+    models = []
+    for full in ({"shared_qk": True, "ordinary": True}, {}):
+        config = small(attention=attention("full", full=full), **masks)
+        models.append(build_model(config, seed=3).double())
+    shared, separate = models
+    weights = shared.state_dict()
+    for name, value in separate.state_dict().items():
+        value.copy_(weights[name.replace(".key.", ".query.")])
+    torch.testing.assert_close(whole_nats(shared, tokens), whole_nats(separate, tokens), rtol=0, atol=1e-12)
+    caches = [model.new_cache(2, seed=7) for model in models]
+    nats = [decoded_nats(model, tokens, 30, cache) for model, cache in zip(models, caches, strict=True)]
+    torch.testing.assert_close(*nats, rtol=0, atol=1e-12)

@@ -9,10 +9,20 @@ from tests.helpers.models import Single
 BATCH, LENGTH, WIDTH, BUCKETS, PROBES, COUNT = 2, 40, 8, 5, 3, 6
 
 
-@pytest.mark.parametrize("causal,first", [(True, 0), (True, 13), (False, 0)])
-@pytest.mark.parametrize("masked", [True, False])
-@pytest.mark.parametrize("members,operators", [(None, "blockwise"), (3, "blockwise"), (3, "triton")])
-def test_the_best_keys_of_the_probed_buckets_are_chosen(monkeypatch, causal, first, masked, members, operators):
+@pytest.mark.parametrize(
+    "members,operators,causal,first,masked",  # every pair of values
+    [
+        (None, "blockwise", True, 0, True),
+        (None, "blockwise", True, 13, False),
+        (None, "blockwise", False, 0, True),
+        (3, "blockwise", True, 0, False),
+        (3, "blockwise", True, 13, True),
+        (3, "blockwise", False, 0, False),
+        (3, "triton", True, 13, True),
+        (3, "triton", False, 0, False),
+    ],
+)
+def test_the_best_keys_of_the_probed_buckets_are_chosen(monkeypatch, members, operators, causal, first, masked):
     monkeypatch.setenv("MEGASPARSE_OPS", operators)
     monkeypatch.setattr("megasparse.attention.ranked._TILE", {"cpu": 1 << 9})  # several tiles
     monkeypatch.setattr("megasparse.ops.sketch._GATHERED_ELEMENTS", 1 << 10)  # in several parts

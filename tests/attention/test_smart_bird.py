@@ -82,9 +82,17 @@ def test_the_tiny_transformer_reads_only_tokens_and_positions():
         m(x, AttentionInputs(*heads, None, None, False), AttentionContext(0, training_draws(2)))
 
 
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("masked", [True, False])
-@pytest.mark.parametrize("local,sinks", [(True, 0), (False, 3), (True, 3)])
+@pytest.mark.parametrize(
+    "local,sinks,causal,masked",  # every pair of values
+    [
+        (True, 0, True, True),
+        (True, 0, False, False),
+        (False, 3, True, False),
+        (False, 3, False, True),
+        (True, 3, True, True),
+        (True, 3, False, False),
+    ],
+)
 def test_a_window_and_sinks_are_in_the_softmax_of_the_chosen_keys_once(causal, masked, local, sinks):
     length, chunk = 50, 8
     single = Single("smart_bird", causal)

@@ -92,9 +92,8 @@ def test_training_and_evaluation_have_their_numbers_of_hashes_and_can_be_overrul
     assert not torch.equal(attend(mechanism, heads).out, attend(mechanism, heads, training=True).out)
 
 
-@pytest.mark.parametrize(
-    "causal,length,hashes,bits,exceed",
-    [
+def test_code_bits_keep_a_decoders_tables_below_a_key_value_cache():
+    for causal, length, hashes, bits, exceed in (
         (False, 512, 32, 9, False),
         (False, 65536, 32, 16, False),
         (True, 512, 32, 4, False),
@@ -104,14 +103,12 @@ def test_training_and_evaluation_have_their_numbers_of_hashes_and_can_be_overrul
         (True, 32, 32, 1, True),
         (True, 1, 8, 1, True),
         (False, 1, 8, 1, False),
-    ],
-)
-def test_code_bits_keep_a_decoders_tables_below_a_key_value_cache(causal, length, hashes, bits, exceed):
-    mechanism = yoso(dict(causal=causal, max_length=length), hashes=hashes)
-    assert mechanism.code_bits == bits
-    if causal and length <= 1024:
-        cache = mechanism.new_cache(1, torch.zeros(()), None)
-        assert (cache.tables.numel() >= 2 * 2 * length * 16) == exceed
+    ):
+        mechanism = yoso(dict(causal=causal, max_length=length), hashes=hashes)
+        assert mechanism.code_bits == bits
+        if causal and length <= 1024:
+            cache = mechanism.new_cache(1, torch.zeros(()), None)
+            assert (cache.tables.numel() >= 2 * 2 * length * 16) == exceed
 
 
 def test_codes_recomputed_from_rounded_vectors_hardly_flip():
@@ -135,3 +132,28 @@ def test_collisions_are_the_keys_that_a_query_meets_in_a_hash(causal):
         met = met.tril()
     expected = met.sum() / (2 * 50)
     torch.testing.assert_close(attend(mechanism, heads).statistics["collisions"], expected)
+
+
+@pytest.mark.parametrize("expectation", [True, False])
+def test_a_bound_of_norms_preserves_the_products(expectation):
+    """Remark 2: weights (1 − acos(q·k/T)/π)^τ, for queries and keys of any length up to √T; gradients, and decoding."""
+    bits, bound, length = 6, 9.0, 30
+    given = yoso(dict(causal=True), expectation=expectation, code_bits=bits, norm_bound=bound, hashes=3000)
+    heads = AttentionInputs(*(x.double() for x in random_heads(length, causal=True)[:3]), None, None, True)
+    q, k, v = (0.4 * heads.q).requires_grad_(), (0.4 * heads.k).requires_grad_(), heads.v
+    assert max(x.norm(dim=-1).max() for x in (q, k)) < 3
+    weights = (1 - torch.acos(q @ k.mT / bound) / torch.pi).pow(bits).tril()
+    wanted = torch.nn.functional.normalize(weights @ v, dim=-1)
+    out = attend(given, AttentionInputs(q, k, v, None, None, True)).out
+    error = (out - wanted).abs().max()
+    assert error < (1e-9 if expectation else 0.2)
+    out.sum().backward()
+    assert all(x.grad.isfinite().all() and x.grad.abs().sum() > 0 for x in (q, k))
+    long = AttentionInputs(100 * q.detach(), 100 * k.detach(), v, None, None, True)
+    assert attend(given, long).out.isfinite().all()
+    context = AttentionContext(0, RngContext.evaluation(0, 2))
+    cache = given.new_cache(2, v, None)
+    for t in range(length):
+        token = AttentionInputs(*(x[:, :, t : t + 1].detach() for x in (q, k, v)), None, None, True)
+        decoded = given.decode(torch.empty(0), token, cache, t, context)
+        torch.testing.assert_close(decoded[:, :, 0], out[:, :, t].detach(), rtol=1e-6, atol=1e-6)

@@ -9,6 +9,7 @@ import pytest
 from megasparse.cli.main import main
 from megasparse.errors import ConfigError, UserError
 from megasparse.runs.comparison import ArmRun, call, load, plot, runs_of, table
+from tests.helpers.cases import together
 from tests.helpers.commands import refusal
 
 ROOT = Path(__file__).parents[2]
@@ -29,6 +30,7 @@ def small_comparison(folder):
         "arms": {
             "full": ['model.attention.pattern=["full"]'],
             "local": ['model.attention.pattern=["local"]', "training.steps=2"],
+            "chunk": ['model.attention.lsh.window="chunk"', "training.steps=2"],
         },
     }
     comparison["prepare"] += ["--output", str(folder / "data")]
@@ -53,9 +55,10 @@ def test_arms_are_trained_and_evaluated_once(tmp_path, monkeypatch, capsys):
         lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
         return {line.split(" | ")[0].removeprefix("| ") for line in lines[1:]}
 
-    assert rows() == {f"{arm}; {given}" for arm in ("full", "local") for given in ("two", "one")}
-    steps = {n: len((runs / f"{n}-0/metrics.jsonl").read_text().splitlines()) for n in ("full", "local")}
-    assert steps == {"full": 3, "local": 2}
+    labels = {f"{arm}; {given}" for arm in ("full", "local", "chunk") for given in ("two", "one")}
+    assert rows() == {f"{label} (leaks: not a code length)" if "chunk" in label else label for label in labels}
+    steps = {n: len((runs / f"{n}-0/metrics.jsonl").read_text().splitlines()) for n in ("full", "local", "chunk")}
+    assert steps == {"full": 3, "local": 2, "chunk": 2}
     results = [json.loads((runs / f"full-0/evaluation-{name}.json").read_text()) for name in ("two", "one")]
     assert results[0]["dims"] == 2 * results[1]["dims"]
     again = []
@@ -102,7 +105,7 @@ def test_wrong_requests(tmp_path, capsys):
     assert "--jobs: 0 is not a whole number of 1 or more" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "configs/comparisons").glob("*.json")), ids=lambda path: path.stem)
+@together("path", sorted((ROOT / "configs/comparisons").glob("*.json")))
 def test_every_shipped_comparison_loads(path):
     for comparison in load(path).values():
         assert len(runs_of(comparison, Path("runs"))) == len(comparison["arms"])

@@ -12,6 +12,7 @@ from megasparse.cli.hub import ARCHITECTURES
 from megasparse.cli.main import door
 from megasparse.hub.architectures import FORMATS
 from megasparse.training.checkpoints.checkpoint import Checkpoint
+from tests.helpers.cases import together
 from tests.helpers.commands import refused, run
 from tests.helpers.hub import checkpoint, decoder
 from tests.helpers.trained import prepared
@@ -145,7 +146,7 @@ REFUSED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@together("name", REFUSED)
 def test_an_error_is_one_line_and_leaves_no_file(name, tmp_path, capsys):
     saved(tmp_path / "theirs", attn_layers=["local"])
     damage, message = REFUSED[name]
@@ -189,4 +190,4 @@ def test_missing_transformers_is_one_line(tmp_path, monkeypatch, capsys):
 
 
 def test_the_help_lists_all_architectures_without_importing_them():
-    assert list(ARCHITECTURES) == sorted(FORMATS)
+    assert list(ARCHITECTURES) == sorted([*FORMATS, "peft"])

@@ -14,6 +14,7 @@ import pytest
 from megasparse.cli.main import COMMANDS, command_of, main, parser_of
 from megasparse.errors import report_user_errors
 from megasparse.settings.load import load_config
+from tests.helpers.cases import together
 
 ROOT = Path(__file__).parents[2]
 QUICKSTART = str(ROOT / "configs" / "quickstart.json")
@@ -79,6 +80,8 @@ prepare-data images --source configs --output runs/nope
 prepare-data enwik8 --source LICENSE --output runs/nope
 train-tokenizer words --source nope --output runs/nope/words.txt
 plan quickstrat --gpus 8
+plan quickstart --gpus 3 --gpus-per-node 2
+plan quickstart --gpus 2
 plan quickstart --gpus 8 --gpu A10
 plan quickstart --gpus 8 --gpu-memory 80GG
 plan quickstart --gpus 8 --set training.stepz=10
@@ -119,6 +122,26 @@ for line in sys.stdin.read().splitlines():
     assert done.stdout.splitlines() == [f"{line};{code};False" for line, code in expected], done.stderr
 
 
+def test_help_and_wrong_paths_of_tools_do_not_import_torch():
+    paths = [path for path in ROOT.glob("tools/**/*.py") if "ArgumentParser(" in path.read_text(encoding="utf-8")]
+    lines = [f"{path} --help" for path in paths]
+    lines += [f"{ROOT}/tools/retrieval.py --model nope --json nope.json"]
+    lines += [f"{ROOT}/tools/study_attention.py hashes --checkpoint nope"]
+    code = """
+import os, runpy, sys
+sys.stdout = open(os.devnull, "w")
+for line in sys.stdin.read().splitlines():
+    sys.argv = line.split()
+    try:
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    except SystemExit as end:
+        print(line, end.code, "torch" in sys.modules, sep=";", file=sys.__stdout__)
+"""
+    done = start(program=("-c", code), text="\n".join(lines))
+    codes = [0] * len(paths) + [2, 2]
+    assert done.stdout.splitlines() == [f"{line};{code};False" for line, code in zip(lines, codes, strict=True)]
+
+
 def test_a_terminal_in_ascii_shows_every_help():
     code = "from megasparse.cli.main import parser_of; from megasparse.errors import report_user_errors; "
     code += f"report_user_errors(lambda: [parser_of(name).print_help() for name in {[*COMMANDS]}])()"
@@ -132,7 +155,7 @@ def test_a_configuration_with_umlauts_is_printed_as_json_in_ascii():
     assert printed.stdout.isascii() and json.loads(printed.stdout)["run"]["directory"] == "rüns"
 
 
-@pytest.mark.parametrize("name", COMMANDS)
+@together("name", COMMANDS)
 def test_the_help_of_a_subcommand_has_examples_that_it_accepts(name, capsys):
     code, shown, _ = ended(capsys, *name.split(), "--help")
     assert code == 0
@@ -172,7 +195,7 @@ def test_a_door_works_from_any_folder_and_under_deepspeed(tmp_path):
     assert module.stdout == found.stdout
 
 
-@pytest.mark.parametrize(
+@together(
     ("words", "message"),
     [
         (["pretrain", "quickstart", "--set", "training.steps=x"], "training.steps: "),

@@ -16,6 +16,7 @@ from megasparse.cli.main import door, parser_of
 from megasparse.data.corpora import CORPORA
 from megasparse.data.index import Index
 from megasparse.data.reader import EvaluationStream
+from tests.helpers.cases import together
 from tests.helpers.commands import refused, run
 from tests.helpers.shard_server import serving
 
@@ -104,7 +105,7 @@ def test_records_have_a_report_with_a_picture(tmp_path, capsys):
     assert picture == (tmp_path / "data" / "lengths.svg").read_bytes() and b"<svg" in picture
 
 
-@pytest.mark.parametrize("corpus", CORPORA)
+@together("corpus", CORPORA)
 def test_the_help_of_each_corpus_has_an_example_that_works(corpus, capsys):
     with pytest.raises(SystemExit, match="0"):
         main([corpus, "--help"])

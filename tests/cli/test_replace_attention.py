@@ -9,6 +9,7 @@ from megasparse.cli.main import door
 from megasparse.hub.replace import load_replaced
 from megasparse.hub.teaching import read_windows
 from tests.helpers import commands
+from tests.helpers.cases import together
 
 replace_attention, teach = door("replace-attention"), door("teach")
 WORDS = [f"w{number}" for number in range(40)]
@@ -65,7 +66,7 @@ def test_a_text_is_cut_into_windows_that_hold_all_of_it(folder):
     assert " ".join(words) == (folder / "texts" / "0.txt").read_text()
 
 
-@pytest.mark.parametrize(
+@together(
     ("tool", "arguments", "message"),
     [
         (teach, ["--passes", 0], "error: --passes: 0 is too few"),

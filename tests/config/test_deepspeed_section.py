@@ -5,12 +5,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from megasparse.config import deepspeed_section
 from megasparse.config.deepspeed_section import overlaps_communication
 from megasparse.errors import ConfigError
 from megasparse.settings.load import build_config
+from tests.helpers.cases import together
 from tests.helpers.commands import refusal
 
 ROOT = Path(__file__).parents[2]
@@ -23,7 +22,7 @@ def refused(**section: object) -> str:
     return message
 
 
-@pytest.mark.parametrize("key", sorted(deepspeed_section.HELD_BY_MEGASPARSE))
+@together("key", sorted(deepspeed_section.HELD_BY_MEGASPARSE))
 def test_keys_that_megasparse_sets_are_rejected_with_the_megasparse_key(key):
     message = refused(**{key: 1})
     assert message.startswith(f"deepspeed.{key}: 1 is set here")
@@ -44,7 +43,7 @@ def nested(key: str, value: object) -> dict:
     return value
 
 
-@pytest.mark.parametrize(
+@together(
     ("key", "near"),
     [
         ("zero_optimisation", "zero_optimization"),
@@ -60,7 +59,7 @@ def test_an_unknown_key_is_one_line_with_the_nearest(key, near):
     assert near is None or f'Did you mean "{near}"?' in message
 
 
-@pytest.mark.parametrize(
+@together(
     ("key", "value", "expected"),
     [
         ("zero_optimization", True, "an object {...}"),
@@ -76,7 +75,7 @@ def test_a_wrong_value_is_one_line_with_the_expected_type(key, value, expected):
     assert message.startswith(f"deepspeed.{key}: {json.dumps(value)} does not fit. It must be {expected}")
 
 
-@pytest.mark.parametrize(
+@together(
     ("section", "message"),
     [
         (

@@ -10,6 +10,7 @@ from megasparse.config.schema import Config
 from megasparse.errors import ConfigError
 from megasparse.settings.load import build_settings, load_config, load_settings
 from megasparse.tasks.catalog import TASKS
+from tests.helpers.cases import together
 from tests.helpers.commands import refusal
 
 
@@ -75,7 +76,7 @@ def test_every_shipped_configuration_loads_and_survives_its_own_json():
         assert kind is Config or config.task.name in TASKS
 
 
-@pytest.mark.parametrize(("name", "near"), [("reformer_64", "reformer_64k"), ("glue_ret", "finetune/glue_rte")])
+@together(("name", "near"), [("reformer_64", "reformer_64k"), ("glue_ret", "finetune/glue_rte")])
 def test_a_name_nearly_right_has_a_hint(name, near):
     refusal(lambda: find_config(name), ConfigError, rf'no such shipped configuration\)\. Did you mean "{near}"\?')
 
@@ -100,7 +101,7 @@ def test_an_invalid_name_is_rejected(write, base):
     assert refused(path).startswith(f"{path} extends: {json.dumps(base)} is not a configuration's name")
 
 
-@pytest.mark.parametrize("base", ["nowhere", "../none.json", "nu\0ll", "quickstartt"])
+@together("base", ["nowhere", "../none.json", "nu\0ll", "quickstartt"])
 def test_a_base_that_is_not_there_is_named_with_the_file_that_wants_it(write, base):
     path = write("own", extends=base)
     message = refused(path)

@@ -10,6 +10,7 @@ from megasparse.errors import ConfigError
 from megasparse.settings.load import build_settings
 from megasparse.tasks.catalog import TASKS
 from megasparse.tasks.readers import series
+from tests.helpers.cases import together
 from tests.helpers.commands import refusal
 
 BERT = {"start": {"huggingface": "models/bert"}}
@@ -20,7 +21,7 @@ def refused(values: dict[str, Any], *overrides: str) -> str:
     return refusal(lambda: build_settings(values, overrides, FinetuneConfig), ConfigError)
 
 
-@pytest.mark.parametrize("name", [name for name, entry in TASKS.items() if isinstance(entry, str)])
+@together("name", [name for name, entry in TASKS.items() if isinstance(entry, str)])
 def test_every_reader_has_the_name_of_its_row(name):
     module, _, kind = str(TASKS[name]).partition(":")
     reader = getattr(importlib.import_module(f"megasparse.tasks.readers.{module}"), kind)
@@ -52,7 +53,7 @@ def test_only_one_start_is_allowed(values, said):
 COLUMNS = "does not fit. It must be a list whose values are a text in double quotes, 1 to 2 of them"
 
 
-@pytest.mark.parametrize(
+@together(
     ("values", "overrides", "said"),
     [
         (BERT, ["start.huggingfaec=x"], "start.huggingfaec: "),
@@ -63,6 +64,13 @@ COLUMNS = "does not fit. It must be a list whose values are a text in double quo
         (BERT, ["head.pooling=max"], 'head.pooling: "max"'),
         (BERT, ["training.global_batch=12"], "training.global_batch: 12 is not a multiple of training.micro_batch = 8"),
         (BERT, ["lora.targets=[]"], "lora.targets: []"),
+        (BERT, ["lora.rank=0"], "lora.rank: 0"),
+        (BERT, ["lora.quantized=nf4"], 'lora.quantized: "nf4" is not supported in fine-tuning on tasks'),
+        (
+            {**BERT, "run": {"engine": "deepspeed"}, "deepspeed": {"zero_optimization": {"stage": 3}}},
+            ["lora.dora=true"],
+            "lora.dora: true is not supported under ZeRO stage 3",
+        ),
         (BERT, ["run.seed=99999999999999999999"], "run.seed: "),
         (BERT, ["task.limit=3000000000"], "task.limit: 3000000000 is too large"),
         (BERT, ["data.path=x"], "data: "),

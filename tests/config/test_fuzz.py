@@ -5,12 +5,11 @@ import random
 from collections.abc import Callable
 from pathlib import Path
 
-import pytest
-
 from megasparse.config.files import read_values
 from megasparse.config.schema import Config
 from megasparse.errors import ConfigError
 from megasparse.settings.load import build_config, load_config
+from tests.helpers.cases import together
 
 ROOT = Path(__file__).parents[2]
 ODD_VALUES = [
@@ -56,7 +55,7 @@ def loads(load: Callable[..., object], *given: object) -> bool:
     return True
 
 
-@pytest.mark.parametrize("name", ["quickstart.json", "reformer_64k.json", None])
+@together("name", ["quickstart.json", "reformer_64k.json", None])
 def test_a_mutated_configuration_loads_or_is_rejected_in_one_line(name):
     base = Config().model_dump(mode="json") if name is None else read_values(ROOT / "configs" / name)
     draw = random.Random(f"fuzz {name}")

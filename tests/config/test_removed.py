@@ -6,10 +6,11 @@ from megasparse.config.schema import Config
 from megasparse.config.section import DROPPED, Section
 from megasparse.errors import ConfigError
 from megasparse.settings.load import build_config
+from tests.helpers.cases import together
 from tests.helpers.commands import refusal
 
 
-@pytest.mark.parametrize(
+@together(
     "values",
     [
         {"model": {"residual_bits": None}},

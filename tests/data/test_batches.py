@@ -11,6 +11,7 @@ from megasparse.data.order import Order
 from megasparse.errors import ConfigError, DataError
 from tests.data.folders import batches as mixed
 from tests.data.folders import do, flip, rows, take, wait_until
+from tests.helpers.cases import together
 from tests.helpers.commands import refusal
 
 T = 30  # 33 sequences in each of seven shards of 1,000 tokens, none in the last of 13: 231 an epoch
@@ -24,8 +25,8 @@ def content(steps: list[Step]) -> list[tuple[int, list[tuple[int, list[int]]]]]:
     return [(step.position, list(rows([step]).items())) for step in steps]
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-@pytest.mark.parametrize("micro_batch", [1, 3])
+@together("world_size", [1, 2, 3, 4])
+@together("micro_batch", [1, 3])
 def test_ranks_share_the_global_batch(index, corpus, world_size, micro_batch):
     order = Order([shard.tokens for shard in index.split("train").shards], T, 3, 2)
     way = {"global_batch": 36, "micro_batch": micro_batch, "world_size": world_size}

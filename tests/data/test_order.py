@@ -15,6 +15,7 @@ from megasparse.data import shard_file
 from megasparse.data.index import Index
 from megasparse.data.order import MIXTURE_BLOCK, SHARDS, Mixture, Order, permutation
 from tests.data.folders import batches, counted_permutations, ramp, read_folder, rows, take, write_folder
+from tests.helpers.cases import together
 
 GOLDEN = [7, 0, 3, 9, 4, 2, 1, 5, 8, 6]
 
@@ -23,7 +24,7 @@ def windows(shard_tokens: list[int], length: int) -> list[tuple[int, int]]:
     return [(shard, i) for shard, tokens in enumerate(shard_tokens) for i in range(tokens // length)]
 
 
-@pytest.mark.parametrize("case", range(10))
+@together("case", range(10))
 def test_each_epoch_has_every_sequence_once_and_mixes_only_within_groups(case):
     draw = random.Random(case)
     shard_tokens = [draw.randrange(1, 60) for _ in range(draw.randrange(1, 12))]
@@ -71,7 +72,7 @@ def test_a_late_sample_costs_no_more_than_an_early_one(monkeypatch):
     assert sizes == []
 
 
-@pytest.mark.parametrize("group", [1, 2, 4, 10])
+@together("group", [1, 2, 4, 10])
 def test_the_shards_ahead_are_those_that_the_next_sequences_are_in(group):
     order = Order([300, 20, 210, 90, 600, 120, 270], 30, seed=5, group=group)
     last = 2 * order.sequences_per_epoch
@@ -90,7 +91,7 @@ T = 30
 WEIGHTS = [[1.0], [0.7, 0.3], [2, 1], [1e-4, 1.0], [1.0, 1e-9, 3.0, 1e-4], [1 / 3] * 3, [5, 1, 1, 1, 1, 1, 1]]
 
 
-@pytest.mark.parametrize("weights", WEIGHTS, ids=str)
+@together("weights", WEIGHTS)
 def test_after_each_block_every_corpus_has_had_its_part(weights):
     mixture, total = Mixture(weights, 0), sum(map(Fraction, weights))
     before = [0] * len(weights)
@@ -103,7 +104,7 @@ def test_after_each_block_every_corpus_has_had_its_part(weights):
         before = counts
 
 
-@pytest.mark.parametrize("weights", WEIGHTS, ids=str)
+@together("weights", WEIGHTS)
 def test_each_corpus_gets_separate_consecutive_numbers(weights):
     mixture = Mixture(weights, 5)
     places = [mixture.locate(sample) for sample in range(10 * MIXTURE_BLOCK)]

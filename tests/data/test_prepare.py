@@ -22,6 +22,7 @@ from megasparse.errors import ConfigError, DataError, SourceError
 from megasparse.files import locked
 from tests.data.corpora.pictures import write_files
 from tests.data.folders import crashing, everything, files, prepared, source_of
+from tests.helpers.cases import together
 from tests.helpers.commands import refusal
 from tests.helpers.encoders import Doubling
 
@@ -158,8 +159,8 @@ def lazily() -> Iterator[Iterator[bytes]]:
     return (iter(document) for document in documents())
 
 
-@pytest.mark.parametrize("end", [None, 7])
-@pytest.mark.parametrize("size", [2, 6, 34])
+@together("end", [None, 7])
+@together("size", [2, 6, 34])
 def test_from_any_place_on_the_stream_is_the_same_and_nothing_before_is_encoded(end, size):
     want: list[int] = []
     for document in documents():
@@ -189,7 +190,7 @@ def test_from_any_place_on_the_stream_is_the_same_and_nothing_before_is_encoded(
         assert sum(map(len, encoder.seen)) <= total.raw_bytes - place.raw_bytes
 
 
-@pytest.mark.parametrize(
+@together(
     ("text", "words"), [("", 0), ("a", 1), (" a  b\n\tc ", 3), ("a\u00a0b\u3000c", 3), ("é\u200bé", 1), ("\n \n", 0)]
 )
 def test_words_are_separated_by_white_space_and_line_ends_are_counted_on_request(text, words):

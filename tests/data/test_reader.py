@@ -15,6 +15,7 @@ from megasparse.data.reader import EvaluationStream, ShardReader
 from megasparse.data.tokenizers.simple import ByteTokenizer
 from megasparse.errors import ConfigError, DataError
 from tests.data.folders import do, edit, everything, flip, read_folder, without_crc32, write_folder
+from tests.helpers.cases import together
 from tests.helpers.commands import refusal
 from tests.helpers.peak_memory import traced_peak
 
@@ -66,7 +67,7 @@ def test_a_fingerprint_of_one_byte_is_unchanged_and_a_wider_one_contains_the_wid
     assert fingerprints[2][0] != fingerprints[2][1]
 
 
-@pytest.mark.parametrize(
+@together(
     ("shard", "settings", "problem"),
     [
         *(({"width": width}, {}, r"splits\.train\.shards\.0\.width") for width in (0, 3, 8, -1, "2", 2.5, None)),
@@ -249,7 +250,7 @@ def test_the_valid_index_that_the_next_test_corrupts():
     assert len(file.command) == 5 << 18 and file.source == {"location": ["https://host/x"]}
 
 
-@pytest.mark.parametrize(
+@together(
     ("content", "problem"),
     {
         "depth bomb of lists": (b"[" * 500_000, "nested too deeply"),
@@ -274,7 +275,6 @@ def test_the_valid_index_that_the_next_test_corrupts():
         "nothing": (b"", "JSON"),
         "two values": (VALID.encode() * 2, "JSON"),
     }.values(),
-    ids=lambda value: None if isinstance(value, bytes) else value,
 )
 def test_a_hostile_index_is_one_line_in_bounded_memory(tmp_path, content, problem):
     path = tmp_path / "index.json"
@@ -291,7 +291,7 @@ def test_a_hostile_index_is_one_line_in_bounded_memory(tmp_path, content, proble
     assert traced_peak(load) < 5e6 + 6 * size
 
 
-@pytest.mark.parametrize("kind", ["huge", "fifo", "folder", "device"])
+@together("kind", ["huge", "fifo", "folder", "device"])
 def test_huge_or_irregular_index_files_are_not_read(tmp_path, kind):
     path = tmp_path / "index.json"
     if kind == "huge":

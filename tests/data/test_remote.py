@@ -20,6 +20,7 @@ from megasparse.data.reader import ShardReader
 from megasparse.data.urls import ShardCache
 from megasparse.errors import ConfigError, DataError
 from tests.data.folders import batches, do, everything, flip, largest, wait_until
+from tests.helpers.cases import together
 from tests.helpers.commands import refusal
 from tests.helpers.shard_server import serving
 
@@ -100,7 +101,7 @@ def test_an_index_that_does_not_come_is_named(server, cache, monkeypatch, fault,
     assert not cache.folder.exists()
 
 
-@pytest.mark.parametrize(
+@together(
     "url",
     [
         *("swift://bucket/data", "file:///etc", "http:///data", "s3://[", "http://host/my data", "http://host/\u00e4"),

@@ -11,6 +11,7 @@ from megasparse.evaluation.bits_per_dim import Score, of_engine, of_model, refus
 from megasparse.model.stack import TokenScores
 from megasparse.ops.random import RngContext
 from megasparse.training.ranks import Ranks
+from tests.helpers.cases import together
 from tests.helpers.commands import refusal
 from tests.helpers.scoring import Stream
 
@@ -81,8 +82,8 @@ def test_a_stride_scores_only_new_tokens(batch):
     assert found == Score(pytest.approx(want.nats, rel=1e-9), want.correct, 50)
 
 
-@pytest.mark.parametrize("total", [1, 5, 16, 17, 31, 32, 33, 100])
-@pytest.mark.parametrize("stride", [1, 5, 15, 16])
+@together("total", [1, 5, 16, 17, 31, 32, 33, 100])
+@together("stride", [1, 5, 15, 16])
 def test_any_stride_covers_each_token_exactly_once_with_its_context(total, stride):
     seen = []
     for window in windows(total, 16, stride):
@@ -150,7 +151,7 @@ def test_nats_that_are_not_finite_are_an_error():
         score(of_model(constant(float("nan"))), random_bytes(20), 16, seed=0)
 
 
-@pytest.mark.parametrize("stride", [0, 17, -1])
+@together("stride", [0, 17, -1])
 def test_a_stride_that_leaves_gaps_is_rejected(stride):
     with pytest.raises(ConfigError, match=f"--stride: {stride} "):
         score(of_model(Model()), random_bytes(20), 16, seed=0, stride=stride)

@@ -6,6 +6,7 @@ from transformers import MinPLogitsWarper, RepetitionPenaltyLogitsProcessor, Tem
 
 from megasparse.errors import ConfigError
 from megasparse.evaluation.generate import Sampling, check_beams, check_length, continuations, generate, sample
+from tests.helpers.cases import together
 
 
 class Counter:
@@ -43,7 +44,7 @@ def test_greedy_takes_the_likeliest_and_feeds_it_back():
     assert model.caches == [[9, 10, 11, 12, 13, 14]]  # the last token is not fed: nothing comes after it
 
 
-@pytest.mark.parametrize(
+@together(
     ("begin", "count", "settings", "expected"),
     [
         ((), 3, {}, [0, 1, 2]),
@@ -85,7 +86,7 @@ def test_one_row_draws_by_the_seed_itself():
     assert predicted[1:] == list(generate(Counter(), prompt(10), 20, hash_seed=0, seed=4, **settings))
 
 
-@pytest.mark.parametrize(
+@together(
     ("settings", "support"),
     [
         ({"top_p": 0.3}, {1}),
@@ -162,7 +163,7 @@ def test_a_sampled_row_does_not_depend_on_other_rows():
     assert rows(prompts[:2]) + rows(prompts[2:], first=2) == whole
 
 
-@pytest.mark.parametrize(
+@together(
     ("check", "arguments", "message"),
     [
         (check_length, (10, 7, 16), r"--tokens: a prompt of 10 tokens and 7 new tokens exceed .* = 16. Give 6"),

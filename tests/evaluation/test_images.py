@@ -30,6 +30,7 @@ from megasparse.evaluation.images import (
     shape_of,
 )
 from megasparse.training.ranks import Ranks, StopWanted
+from tests.helpers.cases import together
 from tests.helpers.commands import refusal
 from tests.helpers.scoring import Stream
 
@@ -68,7 +69,7 @@ def saved(path, values) -> str:
     return str(path)
 
 
-@pytest.mark.parametrize(
+@together(
     ("tokens", "shape"), [(12288, (64, 3)), (3072, (32, 3)), (784, (28, 1)), (3, (1, 3)), (1, (1, 1)), (27, (3, 3))]
 )
 def test_the_shape_follows_from_the_number_of_tokens(tokens, shape):
@@ -197,7 +198,7 @@ def test_a_stop_request_interrupts_a_sample(monkeypatch):
         sampler(Counter(), of_pixels(48), Ranks(), pause)()
 
 
-@pytest.mark.parametrize(("tokens", "drawn"), [(20, 20), (48, 48), (100, 48)])
+@together(("tokens", "drawn"), [(20, 20), (48, 48), (100, 48)])
 def test_a_sample_is_a_picture_whose_missing_pixels_are_black(tokens, drawn):
     pauses: list[int] = []
     found = sampler(Counter(), of_pixels(tokens), Ranks(), lambda: pauses.append(1))()

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 
 from megasparse.evaluation.attention_quality import attention_utility, record_calls
 from megasparse.model.build import build_model
+from tests.helpers.cases import together
 from tests.helpers.commands import refused
 from tests.helpers.models import attention, random_tokens, small
 from tests.helpers.trained import prepared, trained
@@ -20,8 +21,8 @@ from tools.study_attention import balanced, coverage_sums, cut, hash_scores, rep
 BOUNDS = [0, 4, 16, 64]
 
 
-@pytest.mark.parametrize("length,buckets", [(64, 4), (37, 4), (4, 4)])
-@pytest.mark.parametrize("scale", [0.0, 1.0, 1e4])
+@together("length,buckets", [(64, 4), (37, 4), (4, 4)])
+@together("scale", [0.0, 1.0, 1e4])
 def test_balanced_buckets_are_equal(length, buckets, scale):
     scores = torch.randn(2, 3, length, buckets, generator=torch.Generator().manual_seed(0)) + torch.arange(buckets)
     sizes = F.one_hot(balanced(scale * scores), buckets).sum(-2)

@@ -11,6 +11,7 @@ from megasparse.data.tokenizers.simple import ByteTokenizer, PixelTokenizer
 from megasparse.errors import ConfigError
 from megasparse.evaluation.generate import Sampling
 from megasparse.evaluation.texts import Request, read_sources, texts
+from tests.helpers.cases import together
 from tests.helpers.commands import refusal
 
 CPU = torch.device("cpu")
@@ -112,7 +113,7 @@ def test_sources_are_a_text_or_the_lines_of_a_file(tmp_path):
     refusal(lambda: read_sources(None, str(tmp_path / "empty")), match="empty: the file is empty")
 
 
-@pytest.mark.parametrize(
+@together(
     ("settings", "asked", "sources", "message"),
     [
         (config(), request(), [b"x"], "--source: a decoder does not read a source"),

@@ -1,6 +1,7 @@
 """Small models for tests."""
 
 from collections.abc import Iterable, Mapping
+from functools import cache
 from typing import Any
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from megasparse.attention.contract import AttentionContext, AttentionInputs, RecomputeCache, Targets
-from megasparse.attention.heads import AttentionLayer, build_mechanism
+from megasparse.attention.heads import MultiHeadAttention, build_mechanism
 from megasparse.config.attention import MECHANISMS, AttentionConfig
 from megasparse.config.schema import ModelConfig, PositionsConfig
 from megasparse.model.embedding import NgramEmbedding
@@ -33,6 +34,9 @@ SMALL: dict[str, dict[str, Any]] = {
     "performer": {"features": 32, "chunk": 16},
     "linformer": {"projected": 16},
     "ngram": {"lengths": [1, 3], "chunk": 8},
+    "linear": {"projections": 16},
+    "sinkhorn": {"chunk": 8},
+    "clustered": {"clusters": 6, "keys": 5, "bits": 16},
 }
 """Settings of each mechanism that make 128 tokens many windows."""
 
@@ -137,13 +141,27 @@ PATHS = {
 }
 """The mechanisms and variants that `make test` runs, each with the code path that it adds; the others are slow."""
 
+BOTH_WAYS = {
+    "full": "masks without the causal one",
+    "lsh": "buckets and windows that look ahead",
+    "yoso": "tables of whole sequences",
+    "performer": "sums of whole sequences",
+    "longformer": "global tokens that attend to all",
+}
+"""Names of PATHS that run in an encoder too, with the code path that it adds."""
+
 
 def by_path(arguments: str, values: Iterable[Any]) -> pytest.MarkDecorator:
-    """Parametrise a test by names, or by tuples that start with one; those not in PATHS are marked slow."""
+    """Parametrise a test by names, or by tuples that start with one, as (name, causal) does; those not in PATHS are
+    marked slow, and so are encoders of names that can be in a decoder and are not in BOTH_WAYS."""
     cases = [value if isinstance(value, tuple) else (value,) for value in values]
     stacks = {"True": "causal", "False": "both"}
     ids = [", ".join(stacks.get(str(part), str(part)) for part in case) for case in cases]
-    marks = [() if case[0] in PATHS else pytest.mark.slow for case in cases]
+    quick = [
+        case[0] in PATHS and (False not in case[1:2] or case[0] in BOTH_WAYS or not can_be_causal(kind_of(case[0])))
+        for case in cases
+    ]
+    marks = [() if each else pytest.mark.slow for each in quick]
     parameters = [pytest.param(*case, marks=mark, id=name) for case, mark, name in zip(cases, marks, ids, strict=True)]
     return pytest.mark.parametrize(arguments, parameters)
 
@@ -153,10 +171,20 @@ EVERY = by_path("name,causal", CASES)
 """Every mechanism and variant, in a decoder where it can be in one, and in an encoder."""
 
 
+NUMBERS = pytest.mark.parametrize(
+    "dtype,threads",
+    [(torch.float32, 1), (torch.bfloat16, 1), pytest.param(torch.float16, 2, marks=pytest.mark.slow)],
+    ids=["fp32", "bf16", "fp16, two threads"],
+    indirect=["threads"],
+)
+"""Numbers that libraries multiply by other code, and threads by which they sum in another order."""
+
+
 def in_stack(causal: bool) -> dict[str, Any]:
     return {"kind": "decoder" if causal else "encoder"}
 
 
+@cache
 def strict_names() -> list[str]:
     return [n for n in causal_names() if build_mechanism(kind_of(n), small(attention=named(n)), 2).leak is None]
 
@@ -202,10 +230,10 @@ def with_tables(model: Any) -> Any:
     return model
 
 
-def layer_of(name: str, dropout: float = 0.0, **changes: Any) -> AttentionLayer:
+def layer_of(name: str, dropout: float = 0.0, **changes: Any) -> MultiHeadAttention:
     """An attention layer of random weights, in a decoder where the mechanism can be in one."""
     kind = {} if can_be_causal(kind_of(name)) else {"kind": "encoder", "vocabulary": 260}
-    layer = AttentionLayer(small(attention=named(name, dropout), **kind, **changes), layer=0)
+    layer = MultiHeadAttention(small(attention=named(name, dropout), **kind, **changes), layer=0)
     randomise(layer, 1 / 6)
     return layer
 

@@ -29,6 +29,7 @@ from megasparse.ops.random import RngContext
 from megasparse.settings.load import build_config
 from megasparse.training.checkpoints.checkpoint import Checkpoint
 from megasparse.training.checkpoints.manifest import find_checkpoint
+from tests.helpers.cases import together
 from tests.helpers.hub import assert_same_bits, load
 from tests.helpers.models import random_tokens
 from tests.helpers.trained import prepared, trained
@@ -179,7 +180,7 @@ def test_a_model_trained_here_goes_out_and_in_again(tmp_path, changes):
     assert difference(our_logits(mine, tokens, 0), format_named("yoso").logits(model, tokens, 0)) < 1e-5
 
 
-@pytest.mark.parametrize(
+@together(
     ("changes", "key"),
     [
         ({"positions": {"kind": "sinusoidal"}}, "model.positions.kind"),
@@ -198,7 +199,7 @@ def test_features_missing_in_huggingface_are_named(changes, key):
         format_named("bert").export(Config(), lambda name: pytest.fail("a weight was read"))
 
 
-@pytest.mark.parametrize(
+@together(
     ("changes", "problem"),
     [
         ({"model_type": "bert"}, "its model_type is 'bert'"),

@@ -6,11 +6,15 @@ import pytest
 import torch
 import transformers
 
+from megasparse.attention.heads import Padding
 from megasparse.cli.main import main
 from megasparse.errors import HubError
-from megasparse.hub.checker import CHECKS, check_model, load_model
+from megasparse.files import CONVERSATION_END, UNSCORED
+from megasparse.hub.checker import CHECKS, check_batch, check_model, load_model
 from megasparse.hub.replace import replace_attention
+from megasparse.model.build import build_model
 from tests.helpers.commands import refused
+from tests.helpers.models import small
 
 LSH = {"kind": "lsh", "chunk": 16, "rounds": 2}
 SIZES = {
@@ -142,3 +146,26 @@ def test_the_command_prints_a_table_and_ends_with_an_error_after_a_failure(tmp_p
     transformers.BertModel(transformers.BertConfig(**SIZES)).save_pretrained(tmp_path / "bert")
     error = refused(capsys, main, "check-model", "--model", tmp_path / "bert")
     assert "architecture BertModel. Give a causal" in error
+
+
+@pytest.mark.parametrize("fault", [None, "packed documents", "later tokens"])
+def test_a_batch_of_a_run_is_checked_for_other_documents_and_later_tokens(fault):
+    """Of four conversations; the faults are a lost mask, and a sum over the row."""
+    model = build_model(small(("local",), document_separator=CONVERSATION_END + 5), 3).eval()
+    tokens = torch.randint(6, 250, (2, 48), generator=torch.Generator().manual_seed(0))
+    tokens[:, ::3] += UNSCORED
+    tokens[:, [9, 20, 40]] = CONVERSATION_END + 5
+    whole = model.token_scores
+
+    def faulty(read, rng):
+        scores = whole(read, rng, Padding() if fault == "packed documents" else None)
+        if fault == "later tokens":
+            scores = scores._replace(nats=scores.nats + read.sum(1, keepdim=True) % 7)
+        return scores
+
+    model.token_scores = faulty
+    results = check_batch(model, tokens)
+    assert [result.name for result in results] == ["later tokens", "packed documents"]
+    assert [result.name for result in results if not result.passed] == {
+        None: [], "packed documents": ["packed documents"], "later tokens": ["later tokens", "packed documents"]
+    }[fault]  # fmt: skip

@@ -23,6 +23,7 @@ from megasparse.hub.tokenizer_files import chat_files
 from megasparse.ops.random import RngContext
 from megasparse.runs.api import load_checkpoint
 from megasparse.settings.load import build_config
+from tests.helpers.cases import together
 from tests.helpers.models import random_tokens
 from tests.helpers.tokenizers import byte_level, written
 
@@ -160,7 +161,7 @@ def test_old_files_of_gpt2_are_read(tmp_path, buffer):
     assert torch.equal(weights["embedding.weight"], model.transformer.wte.weight)
 
 
-@pytest.mark.parametrize(
+@together(
     ("name", "change", "problem"),
     [
         ("llama", {"hidden_act": "relu"}, "hidden_act is 'relu'"),
@@ -200,6 +201,11 @@ def test_a_tied_weight_may_be_stored_under_the_name_of_the_head_only(tmp_path, n
     save_file(tensors, path, {"format": "pt"})
     with pytest.raises(HubError, match=f"contains no tensor {embedding}"):
         HFModel.open(tmp_path)
+    head = model.lm_head.weight.detach()
+    save_file(tensors | {embedding: head.clone(), "lm_head.weight": 2 * head}, path, {"format": "pt"})
+    for load in (HFModel.open, load_plain):
+        with pytest.raises(HubError, match=f"lm_head.weight and {embedding} differ, but are tied"):
+            load(tmp_path)
 
 
 UP = "model.layers.{}.mlp.up_proj.weight"
@@ -215,7 +221,7 @@ DAMAGES = {
 }
 
 
-@pytest.mark.parametrize("damage", [*DAMAGES, *QUANTISED])
+@together("damage", [*DAMAGES, *QUANTISED])
 def test_all_ways_in_reject_incomplete_unread_and_quantised_weights(tmp_path, damage):
     model, plain, replaced = saved("llama", tmp_path / "plain"), tmp_path / "plain", tmp_path / "replaced"
     save_replaced(
@@ -245,7 +251,7 @@ def test_a_folder_without_its_tokenizer_is_rejected(tmp_path):
         HFModel.open(tmp_path)
 
 
-@pytest.mark.parametrize(
+@together(
     ("to", "changes", "key"),
     [
         ("llama", {}, "model.blocks"),

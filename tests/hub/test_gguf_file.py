@@ -14,6 +14,7 @@ from megasparse.errors import HubError
 from megasparse.hub.formats import our_logits
 from megasparse.hub.gguf_file import check_gguf, config_of
 from megasparse.hub.importing import HFModel
+from tests.helpers.cases import together
 from tests.helpers.models import random_tokens
 
 
@@ -51,7 +52,7 @@ def test_a_whole_file_passes_and_every_cut_header_does_not(tmp_path):
             check_gguf(path)
 
 
-@pytest.mark.parametrize(
+@together(
     ("changed", "message"),
     [
         ({"layers": 10**9}, "it has 1,000,000,000 layers, more than its 2 tensors"),
@@ -71,7 +72,7 @@ def test_forged_sizes_are_rejected_before_an_allocation(tmp_path, monkeypatch, c
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo, lambda _: None])
+@together("make", [Path.mkdir, os.mkfifo, lambda _: None])
 def test_missing_and_irregular_files_are_rejected(tmp_path, make):
     make(tmp_path / "a.gguf")
     with pytest.raises(HubError, match=r"a\.gguf: "):
@@ -178,7 +179,7 @@ def model_and_content(name="llama", scaling="none"):
     return model, values | {f"tokenizer.ggml.{key}": value for key, value in tokenizer.items()}, tensors
 
 
-@pytest.mark.parametrize("scaling", SCALINGS)
+@together("scaling", SCALINGS)
 def test_the_scaling_of_rotary_positions_is_read(tmp_path, scaling):
     model, *content = model_and_content(scaling=scaling)
     path = write(tmp_path / "a.gguf", *content)
@@ -187,7 +188,7 @@ def test_the_scaling_of_rotary_positions_is_read(tmp_path, scaling):
     assert read.vocab_size == len(TOKENS) and not read.tie_word_embeddings and read.head_dim == 8
 
 
-@pytest.mark.parametrize(
+@together(
     ("changes", "message"),
     [
         ({"split.count": 3}, "a.gguf: is one part of a model in several files. Merge"),

@@ -28,7 +28,7 @@ MODEL = {
 
 def configured(**changes):
     """A configuration, and the weights of its model."""
-    sections = {"model": {**MODEL, **changes}, "data": {"sequence_length": 64}}
+    sections = {"model": {**MODEL, **changes}, "data": {"sequence_length": changes.get("max_length", 64)}}
     config = build_config({**sections, "run": {"engine": "torch", "device": "cpu"}})
     model = build_model(config.model, seed=3)
     return config, {**dict(model.named_parameters()), **persistent_buffers(model)}
@@ -170,3 +170,27 @@ def test_a_start_that_does_not_fit_leaves_nothing(tmp_path, capsys):
         program = partial(lambda more, words: start(tmp_path, config, *words, **more), sections)
         assert message in refused(capsys, program, *arguments)
         assert not (tmp_path / "trained" / "start").exists()
+
+
+@pytest.mark.parametrize("axial", [False, True])
+def test_a_longer_model_starts_with_repeated_positions(tmp_path, capsys, axial):
+    def of_length(length):
+        grid = {"kind": "axial", "axial_shape": [length // 8, 8], "axial_dims": [6, 10]}
+        positions = grid if axial else {"kind": "learned"}
+        return configured(max_length=length, positions=positions, attention={"pattern": ["local"]})
+
+    config, weights = of_length(24)
+    path = write_checkpoint(config, readers(weights), tmp_path / "short")
+    longer, _ = of_length(64)
+    importing.write_start(longer, path, tmp_path / "long")
+    assert "lengthened" in capsys.readouterr().err
+    start = Checkpoint.open(tmp_path / "long" / "checkpoints" / "00000000")
+    tables = []
+    for shape, model, read in ((24, config.model, weights.get), (64, longer.model, partial(start.tensor, "weight"))):
+        embedding = build_model(model, 0).embedding
+        for name, weight in embedding.positions.named_parameters(prefix="embedding.positions"):
+            weight.data.copy_(read(name))
+        tables.append(embedding.positions(0, shape, torch.device("cpu")))
+    assert torch.equal(tables[1], tables[0][torch.arange(64) % 24])
+    with pytest.raises(HubError, match=r"embedding\.positions.* has shape"):
+        importing.write_start(config, tmp_path / "long", tmp_path / "shortened")

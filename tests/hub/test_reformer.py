@@ -16,6 +16,7 @@ from megasparse.hub.reformer import FORMAT, NEVER, buckets
 from megasparse.hub.tensor_file import TensorFile
 from megasparse.model.build import build_model
 from megasparse.settings.load import build_config
+from tests.helpers.cases import together
 from tests.helpers.hub import assert_same_bits, load
 from tests.helpers.models import random_tokens
 
@@ -173,9 +174,7 @@ def test_a_published_configuration_goes_both_ways(tmp_path):
             assert hf_config[key] == value, key
 
 
-@pytest.mark.parametrize(
-    ("length", "chunk"), [(128, 8), (128, 4), (4096, 16), (100, 7), (65536, 64), (16384, 2), (8, 8), (8, 64)]
-)
+@together(("length", "chunk"), [(128, 8), (128, 4), (4096, 16), (100, 7), (65536, 64), (16384, 2), (8, 8), (8, 64)])
 def test_the_default_number_of_buckets_is_huggingfaces(length, chunk):
     settings = {"attn_layers": ["lsh"], "axial_pos_embds": False, "hidden_size": 4, "max_position_embeddings": length}
     config = ReformerConfig(**{**SMALL, **settings, "lsh_attn_chunk_length": chunk, "num_buckets": None})
@@ -254,7 +253,7 @@ OTHERS = [
 ]
 
 
-@pytest.mark.parametrize(("changes", "message"), OTHERS, ids=[message.split(":")[0] for _, message in OTHERS])
+@together(("changes", "message"), OTHERS)
 def test_features_that_huggingface_lacks_are_rejected_by_key(changes, message):
     config, mine = ours(**changes)
     with pytest.raises(HubError) as error:
@@ -262,7 +261,7 @@ def test_features_that_huggingface_lacks_are_rejected_by_key(changes, message):
     assert str(error.value).startswith(message) and "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize(
+@together(
     ("changes", "message"),
     [
         ({"is_decoder": False}, "is_decoder is False"),

@@ -49,6 +49,14 @@ SMALL = [
 ]
 
 
+QUICK = pytest.mark.parametrize(
+    "attention",
+    [case if n in (1, 2, 3, 5, 6, 11) else pytest.param(case, marks=pytest.mark.slow) for n, case in enumerate(SMALL)],
+    ids=str,
+)
+"""Separate and shared queries and keys, auxiliary losses, weights, draws, and two mechanisms in a layer."""
+
+
 def build(name, kind="Bert", **changes):
     torch.manual_seed(0)
     config = copy.deepcopy(CONFIGS[kind])
@@ -78,22 +86,20 @@ def values(model, given):
         return model(**given)[0]
 
 
-@pytest.mark.parametrize("left", [False, True])
-@pytest.mark.parametrize("name", HEADS)
-@pytest.mark.parametrize("kind", CONFIGS)
-def test_full_attention_is_huggingfaces(kind, name, left):
-    if left and name == "ForSequenceClassification":
-        return  # it reads the first place, where then nothing is
-    model, given = build(name, kind, _attn_implementation="eager"), inputs(left=left)
+@pytest.mark.parametrize(
+    "kind,name", [*(("Bert", name) for name in HEADS), *((kind, "ForMaskedLM") for kind in [*CONFIGS][1:])]
+)
+def test_full_attention_is_huggingfaces(kind, name):
+    model = build(name, kind, _attn_implementation="eager")
     assert model.config._attn_implementation == "eager"
-    theirs = values(model, given)
+    # A classifier of sequences reads the first place, where nothing is if padding is on the left.
+    sides = [inputs(left=left) for left in (False, True)][: 1 if name == "ForSequenceClassification" else 2]
+    expected = [values(model, given) for given in sides]
     assert replace_attention(model, {"kind": "full"}) is model
-    ours = values(model, given)
-    if name != "ForSequenceClassification":
-        real = given["attention_mask"].bool()
-        theirs, ours = theirs[real], ours[real]
-    assert (theirs - ours).abs().max() < 1e-5
-    assert theirs.std() > 0.01
+    for given, theirs in zip(sides, expected, strict=True):
+        real = given["attention_mask"].bool() if name != "ForSequenceClassification" else ...
+        assert (theirs - values(model, given))[real].abs().max() < 1e-5
+        assert theirs[real].std() > 0.01
 
 
 def where(real):
@@ -101,7 +107,7 @@ def where(real):
     return real[1].nonzero().T
 
 
-@pytest.mark.parametrize("attention", SMALL, ids=str)
+@QUICK
 def test_padding_is_never_seen(attention):
     """A sequence has the same outputs in a batch with longer ones, padded on either side."""
     model = build("Model", "Bert")
@@ -116,7 +122,7 @@ def test_padding_is_never_seen(attention):
         assert torch.allclose(first[1:][real[1:]], alone[0], atol=1e-5)
 
 
-@pytest.mark.parametrize("attention", SMALL, ids=str)
+@QUICK
 def test_evaluation_repeats_and_training_draws_new_hashes(attention):
     model, given = build("ForSequenceClassification"), inputs()
     for part in model.modules():
@@ -182,7 +188,7 @@ def test_smart_birds_sketch_learns_from_the_labels(name):
         assert all(parameter.grad.abs().sum() > 0 for parameter in mechanism.parameters())
 
 
-@pytest.mark.parametrize("attention", SMALL, ids=str)
+@QUICK
 @pytest.mark.parametrize("kind", ["Bert", pytest.param("DistilBert", marks=pytest.mark.slow)])
 def test_gradient_checkpointing_changes_no_gradient(kind, attention):
     found = []

@@ -11,6 +11,7 @@ from megasparse.errors import HubError
 from megasparse.evaluation.attention_quality import weights_of
 from megasparse.hub.replace import replace_attention
 from megasparse.hub.teaching import Teacher, full_attention, read_windows
+from tests.helpers.cases import together
 from tests.hub.test_replace_decoders import build, inputs
 
 SEEN = {"chunk": 4, "local": True, "sinks": 1}
@@ -66,7 +67,7 @@ def test_windows_of_a_slow_tokenizer_cover_the_text(tmp_path):
     assert read_windows(MagicMock(is_fast=False, return_value={"input_ids": []}), [tmp_path], 16) == [[]]
 
 
-@pytest.mark.parametrize("attention", [SKETCH, HASH, RANKED], ids=["sketch", "hash", "ranked"])
+@together("attention", [SKETCH, HASH, RANKED])
 def test_texts_inside_the_window_are_an_error(attention):
     texts = [[7] * 2 * attention["chunk"]]
     with pytest.raises(HubError, match=r"^length: \d+ tokens contain no key beyond the window of \d+"):

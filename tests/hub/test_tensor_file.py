@@ -6,6 +6,7 @@ from safetensors.torch import save_file
 
 from megasparse.errors import HubError
 from megasparse.hub.tensor_file import TensorFile
+from tests.helpers.cases import together
 
 A, B = torch.arange(6.0).view(2, 3), torch.ones(4, dtype=torch.bfloat16) / 3
 NUMBER, LIST = '{"weight_map": 3}', '{"weight_map": []}'
@@ -64,7 +65,7 @@ def test_missing_empty_and_pickle_folders_are_rejected(tmp_path):
         TensorFile.open(tmp_path)
 
 
-@pytest.mark.parametrize(
+@together(
     "places, problem",
     [
         ({"a": "model-00001-of-00002.safetensors", "b": "model-3.safetensors"}, "model-3.safetensors: missing"),

@@ -13,6 +13,7 @@ from torch.distributed.run import get_args_parser
 from megasparse.cli.main import parser_of
 from megasparse.config.schema import Config
 from megasparse.settings.load import load_settings
+from tests.helpers.cases import together
 
 MANIFEST = Path(__file__).parents[2] / "launch" / "kubernetes" / "pretrain.yaml"
 
@@ -40,7 +41,7 @@ def test_every_field_is_one_of_the_published_models():
     assert as_known(manifest()) == manifest()
 
 
-@pytest.mark.parametrize(
+@together(
     ("place", "key", "value"),
     [
         (lambda m: m["spec"]["failurePolicy"], "maxRestart", 3),

@@ -15,6 +15,7 @@ from megasparse.model.block import FeedForward
 from megasparse.model.build import build_model, empty_model
 from megasparse.ops.random import RngContext
 from megasparse.settings.load import build_config
+from tests.helpers.cases import together
 from tests.helpers.models import BERT, named, random_tokens, randomise, small, training_draws
 
 STYLE = {**BERT, "kind": "encoder", "token_types": 2, "norm_eps": 1e-12, "vocabulary": 260}
@@ -117,7 +118,7 @@ def test_initial_weights_are_berts():
     assert abs(loss - math.log(260)) < 0.1
 
 
-@pytest.mark.parametrize(
+@together(
     ("changes", "key", "problem"),
     [
         ({"kind": "decoder"}, "model.style", '"bert" needs model.kind = "encoder", but it is "decoder"'),

@@ -11,6 +11,7 @@ from megasparse.config.schema import MaskingConfig, SentenceOrderConfig
 from megasparse.model.build import build_model
 from megasparse.model.stack import padding_of
 from megasparse.ops.random import RngContext
+from tests.helpers.cases import together
 from tests.helpers.models import random_tokens, small, training_draws
 
 MASK, PAD, BEGIN, SEPARATOR, VOCABULARY = 256, 257, 258, 259, 260
@@ -59,9 +60,9 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("rate", [0.15, 0.5, 0.99])
-@pytest.mark.parametrize("whole_words", [False, True])
-@pytest.mark.parametrize("kind", KINDS)
+@together("rate", [0.15, 0.5, 0.99])
+@together("whole_words", [False, True])
+@together("kind", KINDS)
 def test_only_text_is_masked_and_as_much_as_is_counted(kind, whole_words, rate):
     make, settings = KINDS[kind]
     model = encoder(masking=MaskingConfig(rate=rate, token=MASK, whole_words=whole_words), **settings)

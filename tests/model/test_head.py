@@ -5,6 +5,7 @@ import torch.nn.functional as F
 from megasparse.model.build import build_model
 from megasparse.model.stack import OutputHead
 from megasparse.ops.random import RngContext
+from tests.helpers.cases import together
 from tests.helpers.comparing import decoded_nats
 from tests.helpers.models import random_tokens, randomise, small
 from tests.helpers.peak_memory import PeakMemory
@@ -87,8 +88,8 @@ def test_logits_of_the_last_position_have_its_probabilities(changes):
     torch.testing.assert_close(p, probabilities(head, streams)[:, -1], rtol=1e-4, atol=1e-7)
 
 
-@pytest.mark.parametrize("tiles", [1, 5])
-@pytest.mark.parametrize("tied", [False, True])
+@together("tiles", [1, 5])
+@together("tied", [False, True])
 def test_label_smoothing_is_torchs_and_leaves_the_nats_as_they_are(tiles, tied):
     changes = {"label_smoothing": 0.1, "tied_embeddings": tied, "loss_tiles": tiles}
     head, streams, targets = head_and_streams(**changes)

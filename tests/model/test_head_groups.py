@@ -10,6 +10,7 @@ from megasparse.model.build import build_model
 from megasparse.ops.random import RngContext
 from megasparse.settings.load import load_config
 from tests.helpers import models
+from tests.helpers.cases import together
 from tests.helpers.models import PARTS, attention, named, random_tokens, small, training_draws
 
 SHARED = {name for name in models.all_names() if name.startswith("smart_bird")} - {"smart_bird heads"}
@@ -132,7 +133,7 @@ def test_generation_takes_all_heads_at_once_and_evaluation_groups():
     assert torch.equal(one.prefill(tokens, one.cache), two.prefill(tokens, two.cache))
 
 
-@pytest.mark.parametrize(
+@together(
     ("changes", "problem"),
     [
         (["model.attention.head_groups=3"], "3 groups cannot divide the 4 heads of"),

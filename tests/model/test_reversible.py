@@ -8,6 +8,7 @@ from megasparse.attention.heads import Padding
 from megasparse.errors import ConfigError
 from megasparse.model.build import build_model
 from megasparse.ops.random import RngContext, relu_dropout
+from tests.helpers.cases import together
 from tests.helpers.comparing import error, gradients
 from tests.helpers.models import PARTS, attention, random_tokens, small, small_pair, training_draws
 
@@ -54,7 +55,7 @@ def test_the_backward_computes_under_the_autocast_of_the_forward():
     assert error(*found) < 1e-5
 
 
-@pytest.mark.parametrize("groups", [1, 2])
+@together("groups", [1, 2])
 def test_gradients_that_it_cannot_return_are_one_line(groups):
     """Each branch's backward fills `.grad`, so torch.autograd.grad would return None for every weight of a block."""
     model = build_model(small(attention={**attention("local", "lsh").model_dump(), "head_groups": groups}), 0)

@@ -110,10 +110,21 @@ def test_windows_far_apart_are_all_met():
         assert_as_defined(random_heads(length), codes, BAND, key_codes=key_codes, causal=causal, exclude_self=False)
 
 
-@pytest.mark.parametrize("buckets", [2, 20, 300])
-@pytest.mark.parametrize("separate", [False, True], ids=["shared", "separate"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_later_tokens_change_no_bit(dtype, separate, buckets):
+@pytest.mark.parametrize(
+    "buckets,separate,dtype",  # every pair of values
+    [
+        (2, False, torch.float32),
+        (2, True, torch.bfloat16),
+        (2, False, torch.float16),
+        (20, False, torch.bfloat16),
+        (20, True, torch.float16),
+        (20, False, torch.float32),
+        (300, True, torch.float32),
+        (300, False, torch.bfloat16),
+        (300, True, torch.float16),
+    ],
+)
+def test_later_tokens_change_no_bit(buckets, separate, dtype):
     """Buckets of more keys than a tile, of fewer, and of one to three: later tokens move all of these."""
     length, window, rule = 250, Window("band", 70), {"causal": True, "scale": 0.6}
     heads, other = (random_heads(length, dtype=dtype, seed=seed) for seed in (0, 3))

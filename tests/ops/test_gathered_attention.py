@@ -36,8 +36,7 @@ def check(heads, index):
     assert_within_bars(gradients(gathered_attention, heads, index), exact, heads[0].dtype, floor=1e-6)
 
 
-@pytest.mark.parametrize("queries,keys", [(1, 9), (17, 17), (13, 6)])
-@pytest.mark.parametrize("places", [1, 30])
+@pytest.mark.parametrize("queries,keys,places", [(1, 9, 30), (17, 17, 1), (13, 6, 30)])
 def test_blocks_are_the_definition(queries, keys, places, monkeypatch):
     monkeypatch.setattr(module, "_GATHERED_ELEMENTS", 7 * 5 * places)  # several blocks, some across heads
     heads = random_heads(queries, keys, (2, 3), 5)
@@ -48,7 +47,7 @@ def test_blocks_are_the_definition(queries, keys, places, monkeypatch):
 
 
 @pytest.mark.usefixtures("implementation")
-@pytest.mark.parametrize(("groups", "lists"), [(1, 4), (2, 4), (4, 2), (2, 1), (1, 1)])
+@pytest.mark.parametrize(("groups", "lists"), [(1, 4), (4, 2), (2, 1)])
 def test_heads_share_keys_and_indices(groups, lists):
     """Also keys in a cache with spare capacity."""
     q, k, v = fp32_heads(5, 7, (2, 4))
@@ -105,15 +104,15 @@ def test_a_query_without_keys_gets_zero_and_gives_no_gradient():
 
 
 @pytest.mark.usefixtures("implementation")
-@pytest.mark.parametrize("factor", [1e4, 0.0, 1e-40])
-def test_extreme_scores_stay_finite(factor):
+def test_extreme_scores_stay_finite():
     q, k, v = fp32_heads(5, 7)
-    heads, index = (q * factor, k * factor, v), random_index(5, 7, 4, (1, 1))
-    exact = gradients(reference, [x.double() for x in heads], index)
-    for a, b in zip(gradients(gathered_attention, heads, index), exact, strict=True):
-        assert not a.isnan().any() and (a[b > -torch.inf].isfinite()).all()
-        if factor < 1:  # scores of 1e8 in fp32 are known to 10 or so
-            torch.testing.assert_close(a.double(), b, rtol=1e-4, atol=1e-5)
+    for factor in (1e4, 0.0, 1e-40):
+        heads, index = (q * factor, k * factor, v), random_index(5, 7, 4, (1, 1))
+        exact = gradients(reference, [x.double() for x in heads], index)
+        for a, b in zip(gradients(gathered_attention, heads, index), exact, strict=True):
+            assert not a.isnan().any() and (a[b > -torch.inf].isfinite()).all()
+            if factor < 1:  # scores of 1e8 in fp32 are known to 10 or so
+                torch.testing.assert_close(a.double(), b, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.usefixtures("implementation")

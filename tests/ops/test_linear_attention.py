@@ -30,8 +30,7 @@ def gradients(attention, heads, *arguments, **masks):
     return out.detach(), *torch.autograd.grad(out, heads, grad.to(out.dtype))
 
 
-@pytest.mark.parametrize("length", [1, 8, 29])
-@pytest.mark.parametrize("tile,chunk", [(1, 1), (5, 7), (64, 2), (64, 64)])
+@pytest.mark.parametrize("length,tile,chunk", [(1, 64, 64), (8, 1, 1), (29, 5, 7), (29, 64, 2), (29, 64, 64)])
 def test_forward_and_gradients_equal_the_definition(length, tile, chunk, monkeypatch):
     monkeypatch.setattr(module, "_TILE", tile)
     mask = torch.rand(2, length, generator=torch.Generator().manual_seed(3)) > 0.3
@@ -43,8 +42,9 @@ def test_forward_and_gradients_equal_the_definition(length, tile, chunk, monkeyp
             torch.testing.assert_close(found, exact, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("dtype,bars", [(torch.float32, (1e-5, 1e-4)), (torch.bfloat16, (1e-2, 3e-2))])
+@pytest.mark.parametrize(
+    "causal,dtype,bars", [(True, torch.bfloat16, (1e-2, 3e-2)), (False, torch.float32, (1e-5, 1e-4))]
+)
 def test_lower_precisions_are_within_their_bars(causal, dtype, bars):
     heads = [x.to(dtype) for x in random_heads(100)]
     exact = gradients(dense, [x.double() for x in heads], causal)
@@ -54,12 +54,12 @@ def test_lower_precisions_are_within_their_bars(causal, dtype, bars):
 
 
 @pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("change", ["large q", "large k", "large", "zero", "equal", "one large key"])
+@pytest.mark.parametrize("change", ["large", "zero", "equal", "one large key"])
 def test_hard_inputs_equal_the_definition(causal, change):
     """Exponents of 1e8: no common shift of all keys, or of all features, would keep a denominator."""
     q, k, v = random_heads(20)
-    if change.startswith("large"):
-        q, k = q * (1e4 if change != "large k" else 1.0), k * (1e4 if change != "large q" else 1.0)
+    if change == "large":
+        q, k = q * 1e4, k * 1e4
     if change == "zero":
         q, k = q * 0, k * 0
     if change == "equal":

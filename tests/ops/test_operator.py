@@ -48,14 +48,16 @@ class Square(Function):
     def forward(ctx, x):
         ctx.save_for_backward(x)
         y = torch.empty_like(x)
-        launch(scaled, (-(-len(x) // BLOCK),), x, x, 1.0, y, len(x), BLOCK=BLOCK, num_warps=1)
+        grid = (-(-len(x) // BLOCK),)
+        launch(scaled, grid, x=x, factor=x, scale=1.0, y=y, count=len(x), BLOCK=BLOCK, num_warps=1)
         return y
 
     @staticmethod
     def backward(ctx, gradient):
         (x,) = ctx.saved_tensors
         out = torch.empty_like(x)
-        launch(scaled, (-(-len(x) // BLOCK),), x, gradient.contiguous(), 2.0, out, len(x), BLOCK=BLOCK, num_warps=1)
+        values = {"x": x, "factor": gradient.contiguous(), "scale": 2.0, "y": out, "count": len(x)}
+        launch(scaled, (-(-len(x) // BLOCK),), **values, BLOCK=BLOCK, num_warps=1)
         return out
 
 

@@ -24,6 +24,7 @@ from megasparse.planning.dry_run import trial_engine
 from megasparse.planning.passes import ConfiguredPass
 from megasparse.settings.load import build_config
 from megasparse.training.ranks import Ranks
+from tests.helpers.cases import together
 
 
 class SignSGD(torch.optim.Optimizer):
@@ -143,7 +144,7 @@ def scheduled(**values: object) -> OptimizerConfig:
     return OptimizerConfig.model_validate({"learning_rate": 0.002, "warmup_steps": 10, **values})
 
 
-@pytest.mark.parametrize("schedule", ["constant", "cosine", "inverse_sqrt", "linear", "wsd"])
+@together("schedule", ["constant", "cosine", "inverse_sqrt", "linear", "wsd"])
 def test_warmup_is_linear_from_zero_to_the_peak(schedule):
     settings = scheduled(schedule=schedule)
     for step in range(11):
@@ -152,7 +153,7 @@ def test_warmup_is_linear_from_zero_to_the_peak(schedule):
     assert learning_rate(1, 100_000, scheduled(schedule=schedule, warmup_steps=0)) == pytest.approx(0.002, rel=1e-4)
 
 
-@pytest.mark.parametrize(
+@together(
     ("schedule", "final", "share"),
     [
         ("constant", 0.25, lambda step: 1.0),

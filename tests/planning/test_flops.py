@@ -17,6 +17,7 @@ from megasparse.planning.flops import hardware_flops_by_part, model_flops_per_to
 from megasparse.planning.passes import META, ConfiguredPass, as_on_a_gpu, dummy_records
 from megasparse.settings.load import build_config
 from megasparse.training.ranks import Ranks
+from tests.helpers.cases import together
 
 BASE = {"max_length": 64, "layers": 1, "d_model": 32, "d_ff": 48, "heads": 4, "vocabulary": 256}
 
@@ -52,8 +53,8 @@ def test_ngram_tables_cost_their_projection_and_are_parameters():
     assert counts[1] - counts[0] == 4 * 9 * 32 and counts[2] - counts[0] == 2 * 9 * 8 + 2 * 8 * 32
 
 
-@pytest.mark.parametrize("chunk", [1, 7, 16, 64, 100])
-@pytest.mark.parametrize("length", [1, 15, 16, 17, 64])
+@together("chunk", [1, 7, 16, 64, 100])
+@together("length", [1, 15, 16, 17, 64])
 def test_local_attention_by_counting_pairs(chunk, length):
     pairs = sum(1 for q in range(length) for k in range(q + 1) if k // chunk >= q // chunk - 1)
     config = model(attention=attention("local", local={"chunk": chunk}))
@@ -74,7 +75,7 @@ def lha_sample(queries, keys, known):
     return hashed + hashed * (known + (queries + keys) * (3 + 1)) / 64 + queries * keys * (2 * 16 + 4 * 4) / 64
 
 
-@pytest.mark.parametrize(
+@together(
     ("kind", "section", "flops"),
     [  # of 4 heads of 8 numbers at 64 tokens; beside the projections
         ("full", {}, 12 * 32 * 32.5),
@@ -111,7 +112,7 @@ def test_causal_mechanisms_by_hand(kind, section, flops, monkeypatch):
     assert found == pytest.approx(rest(3 if shared else 4) + flops)
 
 
-@pytest.mark.parametrize(
+@together(
     ("kind", "section", "flops"),
     [
         ("full", {}, 12 * 32 * 64),
@@ -198,8 +199,8 @@ def test_ranks_beyond_the_heads_share_out_the_pairs_or_repeat_the_heads():
         assert many == pytest.approx(few | {"attention": few["attention"] * repeated})
 
 
-@pytest.mark.parametrize(("precision", "gflops"), [("fp32", 100), ("bf16", 40)])
-@pytest.mark.parametrize(
+@together(("precision", "gflops"), [("fp32", 100), ("bf16", 40)])
+@together(
     ("hours", "rank", "device", "lines"), [(5, 0, "cpu", 1), (1.9, 0, "cpu", 0), (5, 1, "cpu", 0), (5, 0, "meta", 0)]
 )
 def test_the_first_rank_on_cpus_warns_of_a_long_run(precision, gflops, hours, rank, device, lines, monkeypatch, capsys):

@@ -18,6 +18,8 @@ from megasparse.errors import ConfigError, UserError
 from megasparse.model.build import build_model
 from megasparse.ops.positions import cached_sinusoids
 from megasparse.ops.random import RngContext
+from megasparse.planning import passes
+from megasparse.planning import plan as plans
 from megasparse.planning.dry_run import trial_engine
 from megasparse.planning.flops import hardware_flops_by_part
 from megasparse.planning.hardware import GPUS, hardware, parse_bytes
@@ -28,6 +30,7 @@ from megasparse.settings.load import build_config, load_config
 from megasparse.training.engines import build_engine
 from megasparse.training.ranks import Ranks, start_ranks
 from tests.helpers import commands
+from tests.helpers.cases import together
 from tests.helpers.peak_memory import allocated_peak
 from tests.helpers.run_ranks import run_ranks
 from tools.bench.training import models
@@ -62,6 +65,7 @@ ALLOCATED = {
     ),
     "muon": (32, {"layers": 6, "d_model": 128, "d_ff": 256, "vocabulary": 300}, {"optimizer": {"name": "muon"}}),
     "tiles, adapters": (512, DECODER, {**BF16, "lora": {"targets": ["query", "value", "output"]}}),
+    "nf4": (1024, DECODER, {**BF16, "lora": {"quantized": "nf4", "dora": True}}),
 }  # fmt: skip
 
 
@@ -69,6 +73,8 @@ ALLOCATED = {
 def test_predicted_peaks_are_within_10_percent_of_the_allocations(name, monkeypatch):
     monkeypatch.setenv("MEGASPARSE_OPS", "reference")
     length, model, sections = ALLOCATED[name]
+    if name == "nf4":
+        pytest.importorskip("bitsandbytes")
     sections = {"training": {"global_batch": 1}, **sections}
     sections["training"] = {"global_batch": 1, **sections["training"]}
     config = config_of(length, model, **sections)
@@ -110,10 +116,46 @@ def test_a_deep_model_is_continued_from_shallow_ones(model):
         assert part == pytest.approx(1, rel=0.03)
 
 
+@pytest.mark.parametrize("lora", [None, {"targets": ["query", "value", "output"]}], ids=["all", "adapters"])
+def test_a_pass_of_many_tiles_is_continued_from_short_ones(lora, monkeypatch):
+    monkeypatch.setattr(passes, "SHORTEST", 256)
+    tiles = {"feed_forward_tiles": 16, "loss_tiles": 64, "layers": 2, "activations": "checkpoint_cpu"}
+    long = ConfiguredPass(config_of(1024, {**DECODER, **tiles}, **BF16, lora=lora))
+    line, whole = long.count(1024), long._count_whole(1024)
+    assert np.array_equal(line.gradients, whole.gradients)
+    assert line.beside == pytest.approx(whole.beside, rel=0.03)
+    assert line.moved == pytest.approx(whole.moved, rel=0.1)
+
+
+def test_tiles_and_recomputed_layers_are_chosen_for_a_card_and_its_host(tmp_path, capsys, monkeypatch):
+    """From the config.json of a decoder, without weights and tokenizer."""
+    monkeypatch.setattr(plans, "TILES", (128, 32))
+    monkeypatch.setattr(passes, "SHORTEST", 64)
+    sizes = {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 9, "num_attention_heads": 4}
+    values = {"model_type": "llama", "vocab_size": 300, "num_key_value_heads": 2, "max_position_embeddings": 512}
+    (tmp_path / "config.json").write_text(json.dumps({**values, **sizes}))
+    lengths = ("--set", "model.max_length=512", "--set", "data.sequence_length=512")
+    words = ("decoder_64k", "--start", str(tmp_path), *lengths)
+
+    def planned(host, memory):
+        words_of_memory = ("--gpu-memory", f"{memory}B", "--host-memory", f"{host}B", "--json")
+        commands.run(door("plan"), *words, "--gpus", "1", *words_of_memory)
+        return json.loads(capsys.readouterr().out)
+
+    roomy = planned(10**12, 10**12)
+    assert roomy["settings"] == {"feed_forward_tiles": 4, "loss_tiles": 32, "checkpoint_layers": 1}
+    inputs = roomy["memory"]["host"]["offloaded activations"]
+    assert inputs == 9 * 512 * 64 * 2
+    tight = planned(sum(roomy["memory"]["host"].values()) - 3 * inputs // 9, roomy["peak"] - 1)
+    assert tight["settings"] == {"feed_forward_tiles": 16, "loss_tiles": 128, "checkpoint_layers": 2}
+    assert tight["memory"]["host"]["offloaded activations"] == 6 * inputs / 9
+    assert tight["peak"] < roomy["peak"] and tight["hardware_flops_per_step"] > roomy["hardware_flops_per_step"]
+
+
 STATES = States(trained=1000, frozen=0, largest=100, moments=8000, rounded=True)
 
 
-@pytest.mark.parametrize(("stage", "each"), [(0, 2 + 12), (1, 2 + 12 / 4), (2, 2 + 12 / 4), (3, (2 + 12) / 4)])
+@together(("stage", "each"), [(0, 2 + 12), (1, 2 + 12 / 4), (2, 2 + 12 / 4), (3, (2 + 12) / 4)])
 def test_states_equal_the_zero_paper(stage, each):
     """Rajbhandari et al. 2019, figure 1: 2Ψ + 12Ψ of bf16 weights and Adam's fp32 numbers, shared by 4 ranks."""
     device = memory(STATES, Zero(stage), 4, passing=0, again=0, accumulated=False).device
@@ -212,7 +254,7 @@ def test_a_published_step_is_predicted_within_20_percent():
     assert plan.step_seconds == pytest.approx(2 * 8192 / 5762, rel=0.2)
 
 
-@pytest.mark.parametrize("text", ["80", "80 gigs", "GiB", "-1GiB", "0GB"])
+@together("text", ["80", "80 gigs", "GiB", "-1GiB", "0GB"])
 def test_sizes_need_a_number_and_a_unit(text):
     with pytest.raises(ConfigError, match=r"--gpu-memory: .*Write a number above 0 and a unit, such as 80GiB"):
         parse_bytes("--gpu-memory", text)

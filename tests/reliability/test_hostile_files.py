@@ -36,6 +36,7 @@ from megasparse.training.checkpoints.manifest import MANIFEST, seal
 from tests.data.corpora.pictures import draw, png, write_tar, write_zip
 from tests.data.folders import ramp, write_folder
 from tests.helpers import fuzzing
+from tests.helpers.cases import together
 from tests.helpers.commands import refusal
 from tests.helpers.fuzzing import Format, fuzz
 from tests.helpers.tokenizers import sentencepiece_model, wordpiece
@@ -295,7 +296,7 @@ BOMBS: dict[str, tuple[str, str, Callable[[], bytes], str]] = {
 """Corpus, name and content of a file that unfolds to much, and the message."""
 
 
-@pytest.mark.parametrize("name", BOMBS)
+@together("name", BOMBS)
 def test_a_bomb_is_one_line_before_its_memory_is_taken(name, tmp_path, monkeypatch):
     corpus, file, content, message = BOMBS[name]
     monkeypatch.setattr(fuzzing, "mutate", lambda *_: None)

@@ -5,10 +5,13 @@ from functools import partial
 
 import pytest
 import torch
+from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megasparse.attention.heads import Padding
 from megasparse.cli.main import door
+from megasparse.data.index import Index
+from megasparse.data.reader import EvaluationStream
 from megasparse.evaluation.generate import generate
 from megasparse.evaluation.results import restore
 from megasparse.hub.formats import our_logits
@@ -16,8 +19,10 @@ from megasparse.hub.importing import HFModel, adapted
 from megasparse.hub.replace import load_plain, load_replaced, mechanisms, replace_attention, save_replaced
 from megasparse.hub.tensor_file import TensorFile
 from megasparse.model.stack import padding_of
+from megasparse.ops.quantised import Quantised
 from megasparse.ops.random import RngContext
 from megasparse.training.checkpoints.checkpoint import Checkpoint
+from tests.data.corpora.test_chats import CHATML, conversation, lines_in
 from tests.helpers.commands import refused, run
 from tests.helpers.tiny import read_metrics
 from tests.hub.test_decoders import logits_of, saved
@@ -60,7 +65,7 @@ QUERY = "blocks.1.attention.attention.query"
 def product(checkpoint):
     """The product of the adapter of QUERY, which is added to its weight."""
     a, b = (checkpoint.tensor("weight", f"{QUERY}.lora_{each}.default.weight") for each in "AB")
-    return 32 / 16 * b @ a
+    return 32 / (4 if checkpoint.settings.lora.rslora else 16) * b @ a
 
 
 def at_start(run):
@@ -79,14 +84,38 @@ def test_all_weights_learn_ones_own_books(decoder, tmp_path, capsys):
     assert index["splits"].keys() == {"train", "validation"} and index["settings"]["documents"]
 
 
-def test_adapters_learn_and_are_merged(decoder, tmp_path):
-    config = go_on(tmp_path / "run", decoder, books(tmp_path / "books"))
+def stored_by_bitsandbytes(weight, kind):
+    """The values that transformers' quantised linear layers compute with."""
+    functional = pytest.importorskip("bitsandbytes.functional")
+    if kind == "int8":
+        codes, scales, _ = functional.int8_vectorwise_quant(weight.half())
+        return codes * scales[:, None] / 127
+    codes, state = functional.quantize_4bit(weight, blocksize=64, compress_statistics=True, quant_type=kind)
+    return functional.dequantize_4bit(codes, state)
+
+
+@pytest.mark.parametrize("changes", [{}, {"rslora": True}, {"dora": True}, {"quantized": "nf4", "dora": True},
+                                     {"quantized": "int8"}], ids=str)  # fmt: skip
+def test_adapters_learn_and_are_merged(decoder, tmp_path, changes):
+    if kind := changes.get("quantized"):
+        pytest.importorskip("bitsandbytes")
+    sets = {f"lora.{key}": json.dumps(value) for key, value in changes.items()}
+    texts = books(tmp_path / "books")
+    config = go_on(tmp_path / "run", decoder, texts, **sets)
     stopped = Checkpoint.open(tmp_path / "run" / "checkpoints" / "00000004")
-    names = stopped.manifest["tensors"]["weight"]
-    assert len(names) == 3 * 4 * 2 and all(".lora_" in name for name in names)
+    names, dora = stopped.manifest["tensors"]["weight"], "dora" in changes
+    assert len(names) == 3 * 4 * (2 + dora) and all(".lora_" in name for name in names)
+    if kind:  # quantised again
+        go_on(tmp_path / "halves", decoder, texts, "--stop-at", "2", **sets)
+        go_on(tmp_path / "halves", decoder, texts, **sets)
+        halves = Checkpoint.open(tmp_path / "halves" / "checkpoints" / "00000004")
+        assert all(torch.equal(stopped.tensor("weight", name), halves.tensor("weight", name)) for name in names)
     merged, settings, _, _ = restore(tmp_path / "run")
     assert settings.lora is None and config["lora"]["rank"] == 16
-    with_adapters = adapted(stopped.config)
+    with_adapters = adapted(stopped.config, torch.device("cpu"))
+    assert (type(dict(with_adapters.named_parameters())["blocks.0.feed_forward.feed_forward.up"]) is Quantised) == bool(
+        kind
+    )
     with torch.no_grad():
         for name, weight in with_adapters.named_parameters():
             if name in names:
@@ -97,9 +126,29 @@ def test_adapters_learn_and_are_merged(decoder, tmp_path):
         model.eval().logits(model.streams(tokens[:, :-1], rng, Padding())[0]) for model in (merged, with_adapters)
     ]
     torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-4)  # W + B·A is rounded once more
-    expected = at_start(tmp_path / "run") + product(stopped)
+    frozen = at_start(tmp_path / "run")
+    expected = (stored_by_bitsandbytes(frozen, kind) if kind else frozen) + product(stopped)
+    if dora:
+        norms = stopped.tensor("weight", f"{QUERY}.lora_magnitude_vector.default.weight")
+        expected = norms[:, None] * expected / expected.norm(dim=1, keepdim=True)
+        assert not torch.equal(norms, frozen.norm(dim=1))
     torch.testing.assert_close(dict(merged.named_parameters())[f"{QUERY}.weight"], expected)
     assert product(stopped).abs().max() > 2e-3 and padding.segments is not None
+    exported = tmp_path / "adapter"
+    run(
+        door("convert to-hf"), "--checkpoint", tmp_path / "run", "--to", "peft", "--base", decoder, "--output", exported
+    )
+    theirs = AutoModelForCausalLM.from_pretrained(decoder)
+    with torch.no_grad():
+        for name, weight in theirs.named_parameters():
+            if kind and name.endswith("proj.weight"):
+                weight.copy_(stored_by_bitsandbytes(weight, kind))
+    inputs = torch.cat([torch.full((2, 1), settings.model.start_token), tokens[:, :-1]], dim=1)
+    peft = PeftModel.from_pretrained(theirs, exported).eval()
+    with torch.no_grad(), peft.disable_adapter():
+        assert not torch.allclose(logits[0], peft(inputs).logits, rtol=1e-4, atol=1e-4)
+    with torch.no_grad():
+        torch.testing.assert_close(logits[0], peft(inputs).logits, rtol=1e-4, atol=1e-4)
 
 
 def test_adapters_want_weights_that_they_belong_to(decoder, tmp_path, capsys):
@@ -112,6 +161,17 @@ def test_adapters_want_weights_that_they_belong_to(decoder, tmp_path, capsys):
     (tmp_path / "run" / "start").rename(tmp_path / "elsewhere")
     result = refused(capsys, door("generate"), "--checkpoint", tmp_path / "run")
     assert "contains only adapters" in result and "Copy the whole run folder again" in result
+    saved("llama as SmolLM", tmp_path / "other")  # the same sizes, other weights
+    go_on(tmp_path / "again", tmp_path / "other", texts, "--stop-at", "1")
+    (tmp_path / "again" / "start").rename(tmp_path / "run" / "start")
+    assert "its adapters belong to weights" in refused(capsys, door("generate"), "--checkpoint", tmp_path / "run")
+    resumed = ["decoder_64k", "--start", decoder, "--data", texts, "--set", folder, *sets]
+    assert "its adapters belong to weights" in refused(capsys, door("pretrain"), *resumed)
+    export = ["--checkpoint", tmp_path / "again", "--to", "peft", "--output", tmp_path / "adapter"]
+    (tmp_path / "run" / "start").rename(tmp_path / "again" / "start")
+    message = refused(capsys, door("convert to-hf"), *export, "--base", decoder)
+    assert "is not the weight that the adapters of" in message and not (tmp_path / "adapter").exists()
+    assert "--base: does not fit --to peft" in refused(capsys, door("convert to-hf"), *export)
 
 
 RANKED = {"kind": "ranked", **BAND, "keys": 5, "sketch_heads": 4, "sketch_dim": 4, "buckets": 6, "probes": 2}
@@ -172,3 +232,87 @@ def test_lines_of_json_and_single_books_are_texts_too(decoder, tmp_path):
     assert again["data"]["path"] == config["data"]["path"] == str(tmp_path / "lines" / "data")
     config = go_on(tmp_path / "one", decoder, books(tmp_path / "book", ["\n".join(TEXTS)]))
     assert config["model"]["document_separator"] is None
+
+
+TOPICS = ["the sea", "a calm wind", "low clouds"]
+CHATS = [
+    conversation(f"Tell me of {TOPICS[i % 3]}.", f"{TOPICS[i % 3]} {i}", "And?", "more"[: 1 + i % 4]) for i in range(40)
+]
+
+
+@pytest.fixture
+def chatting(decoder):
+    return with_template(decoder)
+
+
+def with_template(folder):
+    """Add a template that writes the separator </s> inside conversations, and the start <s> before them."""
+    template = "<s>" + CHATML.replace("<|im_start|>", "</s>").replace("<|im_end|>", "</s>")
+    path = folder / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": template, "pad_token": "<pad>"}))
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    return folder
+
+
+def test_packed_conversations_are_learned_as_transformers_reads_each_alone(chatting, tmp_path):
+    """The scored tokens are the answers, and their losses those of each conversation by itself."""
+    length, chats = 192, lines_in(tmp_path / "chats.jsonl", CHATS)
+    sizes = {"model.max_length": length, "data.sequence_length": length}
+    settings = {**sizes, "lora": "null", "model.residual_dtype": "fp32"}
+    go_on(tmp_path / "run", chatting, chats, "--stop-at", "1", **{**settings, "optimizer.learning_rate": 1e-9})
+    config = restore(tmp_path / "run")[1]
+    model, theirs = HFModel.open(chatting).build(config), AutoModelForCausalLM.from_pretrained(chatting).eval()
+    tokenizer = AutoTokenizer.from_pretrained(chatting)
+    expected = {}
+    for chat in CHATS:
+        ids = torch.tensor(tokenizer.apply_chat_template(chat["messages"])["input_ids"])[None]
+        with torch.no_grad():
+            nats = -torch.log_softmax(theirs(ids).logits[0, :-1].float(), -1).gather(1, ids[0, 1:, None])[:, 0]
+        expected[tuple(ids[0, 1:].tolist())] = nats
+    stream = EvaluationStream(Index.load(tmp_path / "run" / "data"), "train")
+    answers = []
+    for row in stream.read(0, stream.tokens).view(-1, length):
+        scores = model.token_scores(row[None], RngContext.evaluation(0, 1))
+        assert int(model.count_scored(row[None])) == int(scores.scored.sum())
+        first = 0
+        for end in (row >= 2 << 24).nonzero()[:, 0].tolist():
+            nats = expected.pop(tuple((row[first:end] % (1 << 24)).tolist()))
+            torch.testing.assert_close(scores.nats[0, first:end], nats, rtol=0, atol=1e-4)
+            scored = scores.scored[0, first:end]
+            answers.append(tokenizer.decode(row[first:end][scored]))
+            first = end + 1
+        assert not scores.scored[0, first:].any()
+    texts = ["".join(f"{message['content']}</s>\n" for message in chat["messages"][1::2]) for chat in CHATS]
+    assert sorted(answers) == sorted(texts[: len(answers)]) and 36 <= len(answers) <= 38
+    assert len(expected) == len(CHATS) - len(answers)  # those held out
+
+
+def test_conversations_resume_bit_identically_and_are_checked_as_trained(chatting, tmp_path, capsys):
+    chats, losses = lines_in(tmp_path / "chats.jsonl", [*CHATS, {"text": "A plain text."}] * 3), []
+    settings = {"model.max_length": 192, "data.sequence_length": 192, "evaluation.every": 2}
+    go_on(tmp_path / "straight", chatting, chats, **settings)
+    go_on(tmp_path / "run", chatting, chats, "--stop-at", "2", **settings)
+    config = go_on(tmp_path / "run", chatting, chats, **settings)
+    for name in ("straight", "run"):
+        lines = [line for line in read_metrics(tmp_path / name) if "train/loss" in line]
+        losses.append([(line["train/loss"], line.get("evaluation/loss")) for line in lines])
+    assert capsys.readouterr().err.count("123 conversations, of which 0 are cut to 192 tokens") == 2  # rendered once
+    assert losses[0] == losses[1] and len(losses[0]) == 4 and losses[0][-1][1] is not None
+    assert config["model"]["document_separator"] == 2 << 24
+    run(door("check-model"), "--checkpoint", tmp_path / "run")
+    said = capsys.readouterr().out
+    assert "later tokens            PASS" in said and "packed documents        PASS" in said
+    run(door("convert to-hf"), "--checkpoint", tmp_path / "run", "--output", tmp_path / "out", "--to", "llama")
+    assert AutoTokenizer.from_pretrained(tmp_path / "out").chat_template is not None
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["eos_token_id"] == 2
+    run(
+        door("evaluate"), "--checkpoint", tmp_path / "run", "--data", tmp_path / "run" / "data", "--split", "validation"
+    )
+    again = go_on(tmp_path / "again", chatting, tmp_path / "run" / "data", "--stop-at", "1", **settings)
+    assert again["model"]["document_separator"] == 2 << 24
+    message = refused(
+        capsys, door("pretrain"), "decoder_64k", "--start", chatting,
+        *[w for k, v in {**QUICK, **settings}.items() for w in ("--set", f"{k}={v}")],
+        "--set", f"data.path={tmp_path / 'run' / 'data'}", "--set", f"run.directory={tmp_path / 'other'}",
+    )  # fmt: skip
+    assert "model.document_separator: null, but conversations in" in message and "Set it to 33554432" in message

@@ -3,12 +3,11 @@ is just inside a rule loads. The attention of each layer."""
 
 import json
 
-import pytest
-
 from megasparse.config.attention import MECHANISMS, AttentionConfig
 from megasparse.config.schema import heads_of_layer, kinds, layers_with
 from megasparse.errors import ConfigError
 from megasparse.settings.load import build_config
+from tests.helpers.cases import together
 from tests.helpers.commands import refusal
 
 SMALL = {"model": {"max_length": 64, "d_model": 32, "heads": 4, "layers": 4}, "data": {"sequence_length": 64}}
@@ -37,7 +36,7 @@ def scaled(positions: str, kind: str, **settings: float) -> list[str]:
     return [f"model.positions={json.dumps(values)}"]
 
 
-@pytest.mark.parametrize(
+@together(
     ("overrides", "key", "words"),
     [
         (["model.heads=5"], "model.heads", ["5 heads", "d_model = 32", "such as 4", "model.head_dim"]),
@@ -138,7 +137,7 @@ def test_rule(overrides, key, words):
         assert word in message, message
 
 
-@pytest.mark.parametrize(
+@together(
     "overrides",
     [
         [],
@@ -178,7 +177,7 @@ def built(source, **changes):
     return build_config({"model": model, "data": {"sequence_length": 100}})
 
 
-@pytest.mark.parametrize(
+@together(
     ("source", "changes", "key", "words"),
     [
         (None, {}, "model.source", ["null", "length"]),

@@ -14,6 +14,7 @@ from megasparse.config.finetuning import FinetuneConfig
 from megasparse.config.schema import Config
 from megasparse.errors import ConfigError
 from megasparse.settings.load import build_config, load_config
+from tests.helpers.cases import together
 from tests.helpers.commands import refusal
 
 ROOT = Path(__file__).parents[2]
@@ -111,9 +112,7 @@ def test_a_file_without_a_json_object_is_rejected(write, text):
     refusal(lambda: load_config(path), ConfigError, r"is not a configuration\. Write an object")
 
 
-@pytest.mark.parametrize(
-    "text", [b"\xff\xfe{}", b"\xef\xbb\xbf{}", b"[" * 100_000, b'{"run": {"seed": 1' + b"0" * 5000 + b"}}"]
-)
+@together("text", [b"\xff\xfe{}", b"\xef\xbb\xbf{}", b"[" * 100_000, b'{"run": {"seed": 1' + b"0" * 5000 + b"}}"])
 def test_odd_bytes_are_one_clear_line(write, text):
     with pytest.raises(ConfigError) as caught:
         load_config(write(text))
@@ -126,7 +125,7 @@ def test_a_file_that_cannot_be_read(tmp_path):
             load_config(path)
 
 
-@pytest.mark.parametrize(
+@together(
     ("override", "message"),
     [
         ("training.stepz=3", 'training.stepz: unknown key (its value is 3). Did you mean "steps"?'),

@@ -19,6 +19,7 @@ from megasparse.tasks.form import TaskModel
 from megasparse.tasks.forms.texts import Texts, TokenBatches, packed, padded, sizes_of
 from megasparse.tasks.task import SourceLocation
 from megasparse.training.ranks import Ranks
+from tests.helpers.cases import together
 from tests.helpers.finetuning import our_body
 from tests.helpers.texts import example as text
 
@@ -80,7 +81,7 @@ def test_every_example_comes_once_an_epoch_and_steps_go_over_its_end(unit):
 
 
 @UNITS
-@pytest.mark.parametrize("world_size", [2, 4])
+@together("world_size", [2, 4])
 def test_ranks_share_out_the_same_batches(unit, world_size):
     alone, shares = batches(unit), [batches(unit, Ranks(rank, world_size)) for rank in range(world_size)]
     for _ in range(20):
@@ -91,7 +92,7 @@ def test_ranks_share_out_the_same_batches(unit, world_size):
 
 
 @UNITS
-@pytest.mark.parametrize("taken", [1, 2, 5, 11])
+@together("taken", [1, 2, 5, 11])
 def test_a_resume_continues_at_its_position(unit, taken):
     straight = batches(unit)
     resumed = batches(unit, start=[next(straight).position for _ in range(taken)][-1])

@@ -10,6 +10,7 @@ from megasparse.model.build import build_model
 from megasparse.settings.checks import check
 from megasparse.tasks.glove import initialise_from_glove, pca, read_glove
 from megasparse.tasks.start import open_start
+from tests.helpers.cases import together
 from tests.helpers.commands import refusal
 from tests.helpers.finetuning import bert_tokenizer, form_for
 from tests.helpers.models import attention, small
@@ -32,7 +33,7 @@ def test_words_are_found_by_their_last_numbers(tmp_path):
     assert matrix.tolist() == expected
 
 
-@pytest.mark.parametrize(
+@together(
     "text,problem",
     [
         ("the 1 2 3\nof 4 5\n", "line 2 contains 2 numbers after the word, but the first line 3"),

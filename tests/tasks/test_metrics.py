@@ -12,9 +12,10 @@ from rouge_score.rouge_scorer import RougeScorer
 from megasparse.errors import UserError
 from megasparse.tasks.form import column
 from megasparse.tasks.metrics import METRICS, ROUGE, bootstrap_interval, require_metrics, signature, t_interval
+from tests.helpers.cases import together
 
 
-@pytest.mark.parametrize(
+@together(
     ("name", "labels", "predicted", "expected"),
     [
         # of class 1: 5 right, 1 missed, 1 wrongly predicted
@@ -46,7 +47,7 @@ def test_metrics_of_a_single_class():
     assert METRICS["accuracy"](zeros, zeros) == METRICS["macro_f1"](zeros, zeros) == 1.0
 
 
-@pytest.mark.parametrize(
+@together(
     ("missing", "needed"),
     [("sklearn", "f1 auc"), ("scipy", "f1 bleu"), ("sacrebleu", "bleu chrf"), ("rouge_score", "rougeL")],
 )
@@ -129,7 +130,7 @@ def test_reformers_bleus_are_sacrebleus_by_another_tokenizer_and_uncased():
     assert "case:lc|eff:no|tok:intl" in signature("bleu_intl_uncased")
 
 
-@pytest.mark.parametrize("name", ROUGE)
+@together("name", ROUGE)
 def test_rouge_is_the_mean_of_rouge_scores_f1(name):
     scorer = RougeScorer([name], use_stemmer=True)
     expected = [scorer.score(*pair)[name].fmeasure for pair in zip(TEXTS, PREDICTED_TEXTS, strict=True)]

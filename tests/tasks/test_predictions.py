@@ -20,6 +20,7 @@ from megasparse.tasks.form import Form, column
 from megasparse.tasks.run import Prediction, answers, predict_examples, predictions, validation, write_predictions
 from megasparse.tasks.task import Example, SourceLocation
 from megasparse.training.ranks import Ranks, RunHooks, StopWanted
+from tests.helpers.cases import together
 from tests.helpers.commands import refusal
 from tests.helpers.finetuning import ENCODER, configured, form_for, opened, reviews
 from tests.helpers.ranks_in_threads import run_in_threads
@@ -219,8 +220,8 @@ class OfUnequalWeight(torch.nn.Module):
         }
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 16])
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@together("size", [1, 2, 3, 16])
+@together("ranks", [1, 2, 3])
 def test_the_loss_of_a_validation_is_the_sum_of_costs_over_the_sum_of_weights(tmp_path, size, ranks):
     config = settled(tmp_path, batch=size)
     config = config.model_copy(update={"evaluation": config.evaluation.model_copy(update={"every": 1})})

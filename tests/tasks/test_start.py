@@ -28,6 +28,7 @@ from megasparse.training.checkpoints.manifest import RunIdentity
 from megasparse.training.checkpoints.saving import Saver
 from megasparse.training.ranks import Ranks
 from tests.helpers import finetuning
+from tests.helpers.cases import together
 from tests.helpers.finetuning import ENCODER, bert, config_of, open_start, reviews
 from tests.helpers.hub import checkpoint, decoder, encoder
 from tests.helpers.models import attention, small_pair
@@ -319,7 +320,7 @@ def test_other_mistakes_are_rejected(tmp_path):
     assert str(folder) in refusal(config_of(tmp_path, of_bert))
 
 
-@pytest.mark.parametrize("content", [None, b"{", b"[]", b'{"kind": "megasparse"}', b"null"])
+@together("content", [None, b"{", b"[]", b'{"kind": "megasparse"}', b"null"])
 def test_a_damaged_record_is_rejected(content, tmp_path):
     config = config_of(tmp_path, {}, model=ENCODER)
     open_start(config, 2).write(tmp_path)

@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from megasparse.errors import ConfigError, DataError
 from megasparse.hub.replace import mechanisms, replace_attention, save_replaced
 from megasparse.settings.load import build_config
+from tests.helpers.cases import together
 from tests.helpers.commands import refused, run
 from tools import retrieval
 from tools.bench import attention, decoders, gpu_check, jobs, kernels, measuring, operators, training
@@ -40,7 +41,7 @@ def in_this_process(monkeypatch):
         monkeypatch.setattr(module, "alone", lambda function, *arguments: function(*arguments))
 
 
-@pytest.mark.parametrize("script", [attention, training, decoders, kernels, gpu_check, retrieval])
+@together("script", [attention, training, decoders, kernels, gpu_check, retrieval])
 def test_help_has_an_example(script, capsys):
     with pytest.raises(SystemExit) as ended:
         script.main(["--help"])
@@ -102,7 +103,7 @@ def test_attention_writes_a_table_and_all_its_figures(tmp_path, capsys, monkeypa
     assert len({line.count("|") for line in shown.splitlines() if line.startswith("|")}) == 1
 
 
-@pytest.mark.parametrize(
+@together(
     ("words", "message"),
     [
         (["--lengths", "100"], "100 is not a multiple of two windows"),
@@ -258,9 +259,9 @@ def test_the_command_skips_rows_that_exist_and_names_a_wrong_file(plain, tmp_pat
     shares = {"0.75 ± 0.22 of 4": plain, "0.00 ± 0.00 of 4": other, "0.00 ± 0.00 of 2": plain}
     printed = [f"{folder} {{'keys': '{share}'}}" for share, folder in shares.items()]
     assert capsys.readouterr().out.splitlines()[2:] == printed
-    assert "cannot be read" in refused(capsys, retrieval, *words, "--text", tmp_path / "none.txt")
+    assert "no such file or folder" in refused(capsys, retrieval, *words, "--text", tmp_path / "none.txt")
     assert "contains no text" in refused(capsys, retrieval, *words, "--text", tmp_path / "empty.txt")
-    assert "no such folder" in refused(capsys, retrieval, "--model", tmp_path / "none", *words)
+    assert "no such file or folder" in refused(capsys, retrieval, "--model", tmp_path / "none", *words)
 
 
 def test_questions_are_answered_from_the_cache_as_from_the_whole_text(plain):
@@ -324,7 +325,7 @@ def test_gpu_check_sees_a_wrong_or_unsteady_operator(monkeypatch):
 
 def test_every_operator_with_kernels_is_checked_and_recorded():
     names = {path.stem.removesuffix("_kernels") for path in (ROOT / "megasparse/ops").glob("*_kernels.py")}
-    checks = {"hashing": "angular_hash", "sketch": "sketched_attention", "local_attention": "relative_local_attention"}
+    checks = {"hashing": "angular_hash", "sketch": "sketched_attention"}
     checks |= {"normalize": "unit_keys", "random": "random_bits"}
     cases = {"hashing": "angular_hash", "normalize": "unit_keys", "random": "random_numbers"}
     assert len(names) > 8

@@ -12,6 +12,7 @@ import pytest
 import triton
 from packaging.requirements import Requirement
 
+from tests.helpers.cases import together
 from tools.bench.kernel_cases import CASES, HEAD_DIMS, ONE, ONE_WIDTH
 from tools.bench.kernels import SHARED_MEMORY
 from tools.bench.sass import instructions, reuses
@@ -94,8 +95,6 @@ QUICK = ("bucketed_attention",)
 TENSOR_CORES = [
     *(f"bucketed_attention.{name}" for name in ("forward", "query_gradient", "key_gradient")),
     *(f"hash_table_attention.{name}" for name in ("sum_runs", "sum_products", "weighted_sums")),
-    *(f"local_attention.local_{name}" for name in ("forward", "backward_queries", "backward_keys")),
-    "local_attention.local_backward_distances",
     "gathered_attention.tile_gradients",
 ]
 """Kernels whose arithmetic is matrix products, exact in fp32. Others sort, or do little with each number."""
@@ -119,7 +118,7 @@ LOOP = """
 """
 
 
-@pytest.mark.parametrize(
+@together(
     "before,pending,after,products",
     [
         ("FADD R23, R24, R36", "0x1", "MOV R36, R1", 0),  # at most the later group is pending
@@ -142,8 +141,6 @@ import torch
 from megasparse.ops.hash_table_attention import HashTableAttentionSpec
 from megasparse.ops.hash_table_attention_kernels import hash_table_attention
 from megasparse.ops.kernels import recorded
-from megasparse.ops.local_attention import LocalAttentionSpec, RelativeVectors, distances
-from megasparse.ops.local_attention_kernels import relative_local_attention
 from megasparse.ops.normalize_kernels import unit_keys
 from tools.bench.kernels import distinct
 
@@ -153,9 +150,6 @@ def pass_at(length):
     q, k, v = (torch.zeros(1, 2, length, 64, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
     codes = torch.zeros(1, 2, 2, length, dtype=torch.int16)
     hash_table_attention(q, k, v, codes, codes, HashTableAttentionSpec(11, True))[0].sum().backward()
-    r = torch.zeros(2, len(distances(128, True)), 64)
-    u, w = (torch.zeros(2, 64) for _ in range(2))
-    relative_local_attention(q, k, v, RelativeVectors(r, u, w), LocalAttentionSpec(128, True, 0.125)).sum().backward()
     unit_keys(q)[1].sum().backward()
 
 found = []

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 
 from megasparse.config.finetuning import TaskConfig
 from megasparse.tasks.catalog import build_task
+from tests.helpers.cases import together
 from tests.helpers.commands import refused
 from tools.listops import Sizes, main, tree
 
@@ -107,7 +107,7 @@ def test_trees_follow_the_distribution_of_the_paper():
     assert abs(np.mean(arguments) - 0.25) < 0.02
 
 
-@pytest.mark.parametrize(
+@together(
     ("options", "said"),
     [
         (("--train", 0), "--train: 0 is too few. Give 1 or more"),

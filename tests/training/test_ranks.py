@@ -14,6 +14,7 @@ from megasparse.config.schema import RunConfig
 from megasparse.errors import HANG, ConfigError, StorageError, UserError
 from megasparse.training import ranks
 from megasparse.training.ranks import start_ranks
+from tests.helpers.cases import together
 from tests.helpers.ranks_in_threads import run_in_threads
 from tests.helpers.run_ranks import run_ranks
 
@@ -69,7 +70,7 @@ LEFT_OVER = {
 }
 
 
-@pytest.mark.parametrize("variables", LEFT_OVER)
+@together("variables", LEFT_OVER)
 def test_a_stale_launcher_environment_is_rejected_in_one_line(variables, monkeypatch):
     for assignment in variables.split(" "):
         monkeypatch.setenv(*assignment.split("=", 1))
@@ -118,7 +119,7 @@ def test_messages_reach_every_rank_or_only_the_first():
     assert result[1:] == [[messages, [], [], [0, 1, 2]]] * 2
 
 
-@pytest.mark.parametrize("error", [ConfigError("a.b", "no", "Do"), StorageError("c", "full", "Do"), UserError("x")])
+@together("error", [ConfigError("a.b", "no", "Do"), StorageError("c", "full", "Do"), UserError("x")])
 def test_an_error_of_rank_0_is_raised_on_every_rank_with_its_type_and_values(error):
     def work() -> None:
         raise error

@@ -6,6 +6,7 @@ import math
 import pytest
 
 from megasparse.training.state import Selection
+from tests.helpers.cases import together
 
 METRIC = "evaluation/f1"
 
@@ -21,7 +22,7 @@ def noted(values: list[float], patience: int = 0, lower: bool = False) -> Select
     return note(Selection(METRIC, patience, lower), values)
 
 
-@pytest.mark.parametrize(
+@together(
     ("values", "lower", "best"),
     [
         ([0.2, 0.5, 0.5, 0.4], False, [True, True, False, False]),

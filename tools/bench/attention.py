@@ -37,24 +37,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from tqdm import tqdm
-
-from megasparse.attention.contract import Attention, AttentionContext, Targets
-from megasparse.attention.heads import Padding, build_mechanism, head_dim, split_heads_by_mechanism
-from megasparse.config.attention import AttentionConfig
-from megasparse.config.schema import ModelConfig
 from megasparse.errors import ConfigError, did_you_mean, report_user_errors
-from megasparse.evaluation.outputs import write_json
-from megasparse.model.build import initialise
-from megasparse.ops.random import RngContext
-from tools.bench.measuring import MeasurementError, alone, machine, peak, reset_peak, time_passes
 
-Pass = Callable[[], Callable[[], None]]
-"""A forward pass that returns its backward pass."""
 CLUSTERED = "yoso-clustered"
 """YOSO on clustered queries and keys, as in trained models, because its cost depends on collisions."""
 MECHANISMS: dict[str, str] = {
@@ -65,8 +49,67 @@ MECHANISMS: dict[str, str] = {
     "smart_bird": "smart_bird",
     "local": "local",
     "full": "full",
+    "linformer": "linformer",  # the last two only on request
+    "longformer": "longformer",
 }
 """Name in the benchmark -> mechanism of megasparse."""
+PEER_NAMES = ("sdpa", "hf", "reformer-pytorch")
+NEEDS = {"hf": "transformers", "reformer-pytorch": "reformer_pytorch"}
+"""Peer -> package that it needs besides torch."""
+
+
+def names(text: str) -> list[str]:
+    return list(dict.fromkeys(text.split(",")))
+
+
+def numbers(text: str) -> list[int]:
+    values = [int(word) for word in text.split(",")]
+    if min(values) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a list of positive numbers, such as 4096,16384")
+    return list(dict.fromkeys(values))
+
+
+def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parse the options."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=["cpu", "cuda"], help="default: cuda if available")
+    parser.add_argument("--mechanisms", type=names, metavar="A,B", help=f"of {', '.join(MECHANISMS)} (CPU: lsh)")
+    parser.add_argument("--lengths", type=numbers, metavar="N,N", help="tokens (CPU: 4096,16384; GPU: 1K to 1M)")
+    parser.add_argument("--heads", type=numbers, metavar="N,N", help="batch × heads, 8 per sequence (GPU: 8,64)")
+    parser.add_argument("--head-dim", type=numbers, metavar="N,N", help="(CPU: 64; GPU: 64,128)")
+    parser.add_argument("--rounds", type=int, metavar="N", help="hash rounds of LSH and its peers (CPU: 4; GPU: 2)")
+    parser.add_argument("--window", type=int, metavar="N", help="M, tokens per chunk (CPU: 64; GPU: 128)")
+    parser.add_argument("--hashes", type=int, default=32, metavar="N", help="hashes of YOSO (%(default)s)")
+    parser.add_argument("--bidirectional", action="store_true", help="as in an encoder; --compare sdpa or none")
+    parser.add_argument("--dtype", choices=["fp32", "bf16", "fp16"], help="(CPU: fp32; GPU: bf16)")
+    parser.add_argument(
+        "--compare", type=names, metavar="A,B", help=f"of {', '.join(PEER_NAMES)}, or none (all installed)"
+    )
+    parser.add_argument("--repeat", type=int, metavar="N", help="measured runs (CPU: 3; GPU: 10)")
+    parser.add_argument("--json", type=Path, metavar="OUT", help="write the results and their settings to this file")
+    return parser.parse_args(words)
+
+
+if __name__ == "__main__":  # help and mistakes end before the slow imports
+    report_user_errors(arguments)()
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from tqdm import tqdm
+
+from megasparse.attention.contract import Attention, AttentionContext, Targets
+from megasparse.attention.heads import Padding, build_mechanism, head_dim, split_heads_by_mechanism
+from megasparse.config.attention import AttentionConfig
+from megasparse.config.schema import ModelConfig
+from megasparse.evaluation.outputs import write_json
+from megasparse.model.build import initialise
+from megasparse.ops.random import RngContext
+from tools.bench.measuring import MeasurementError, alone, machine, peak, reset_peak, time_passes
+
+Pass = Callable[[], Callable[[], None]]
+"""A forward pass that returns its backward pass."""
 CLUSTER = 64
 SPREAD = 1 / 3
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -115,6 +158,7 @@ def model_of(
         "lha": {"chunk": min(window, length)},
         "yoso": {"hashes": hashes},
         "local": {"chunk": window},
+        "longformer": {"chunk": window},
     }
     return ModelConfig(
         kind="decoder" if causal else "encoder",
@@ -199,7 +243,7 @@ class Inputs:
 
 
 def _ours(case: Case, heads: Inputs) -> Pass:
-    """Return the pass of a megasparse mechanism as in `AttentionLayer` in training, with its auxiliary loss."""
+    """Return the pass of a megasparse mechanism as in `MultiHeadAttention` in training, with its auxiliary loss."""
     model, kind = case.model, MECHANISMS.get(case.implementation, case.implementation)
     mechanism = build_mechanism(kind, model, model.heads)
     initialise(mechanism, model, case.seed)
@@ -356,8 +400,6 @@ PEERS: dict[str, Callable[[Case, Inputs], tuple[Pass, str]]] = {
     "hf": _hf,
     "reformer-pytorch": _reformer_pytorch,
 }
-NEEDS = {"hf": "transformers", "reformer-pytorch": "reformer_pytorch"}
-"""Peer -> package that it needs besides torch."""
 
 
 def crossover(ours: dict[int, float], theirs: dict[int, float]) -> int | None:
@@ -382,7 +424,12 @@ def crossover(ours: dict[int, float], theirs: dict[int, float]) -> int | None:
 SEED = 0
 CPU = {"mechanisms": ["lsh"], "lengths": [4096, 16384], "heads": [8], "head_dim": [64]}
 CPU |= {"rounds": 4, "window": 64, "dtype": "fp32", "repeat": 3}
-CUDA = {"mechanisms": [*MECHANISMS], "lengths": [1024 << i for i in range(11)], "heads": [8, 64], "head_dim": [64, 128]}
+CUDA = {
+    "mechanisms": [*MECHANISMS][:-2],
+    "lengths": [1024 << i for i in range(11)],
+    "heads": [8, 64],
+    "head_dim": [64, 128],
+}
 CUDA |= {"rounds": 2, "window": 128, "dtype": "bf16", "repeat": 10}
 DEFAULTS: dict[str, dict[str, Any]] = {"cpu": CPU, "cuda": CUDA}
 
@@ -507,21 +554,7 @@ def table(rows: list[dict[str, Any]], args: argparse.Namespace) -> Iterator[str]
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
     """Parse the command line. Raises ConfigError for conflicting options and missing packages."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=["cpu", "cuda"], help="default: cuda if available")
-    parser.add_argument("--mechanisms", type=names, metavar="A,B", help=f"of {', '.join(MECHANISMS)} (CPU: lsh)")
-    parser.add_argument("--lengths", type=numbers, metavar="N,N", help="tokens (CPU: 4096,16384; GPU: 1K to 1M)")
-    parser.add_argument("--heads", type=numbers, metavar="N,N", help="batch × heads, 8 per sequence (GPU: 8,64)")
-    parser.add_argument("--head-dim", type=numbers, metavar="N,N", help="(CPU: 64; GPU: 64,128)")
-    parser.add_argument("--rounds", type=int, metavar="N", help="hash rounds of LSH and its peers (CPU: 4; GPU: 2)")
-    parser.add_argument("--window", type=int, metavar="N", help="M, tokens per chunk (CPU: 64; GPU: 128)")
-    parser.add_argument("--hashes", type=int, default=32, metavar="N", help="hashes of YOSO (%(default)s)")
-    parser.add_argument("--bidirectional", action="store_true", help="as in an encoder; --compare sdpa or none")
-    parser.add_argument("--dtype", choices=list(DTYPES), help="(CPU: fp32; GPU: bf16)")
-    parser.add_argument("--compare", type=names, metavar="A,B", help=f"of {', '.join(PEERS)}, or none (all installed)")
-    parser.add_argument("--repeat", type=int, metavar="N", help="measured runs (CPU: 3; GPU: 10)")
-    parser.add_argument("--json", type=Path, metavar="OUT", help="write the results and their settings to this file")
-    args = parser.parse_args(words)
+    args = arguments(words)
     args.device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if args.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("--device", "torch does not find a GPU", "Use --device cpu")
@@ -545,17 +578,6 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
         hint = f"Give multiples of {2 * args.window}, or --compare sdpa"
         raise ConfigError("--lengths", f"{unfit[0]} is not a multiple of two windows, as {causal[0]} needs", hint)
     return args
-
-
-def names(text: str) -> list[str]:
-    return list(dict.fromkeys(text.split(",")))
-
-
-def numbers(text: str) -> list[int]:
-    values = [int(word) for word in text.split(",")]
-    if min(values) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a list of positive numbers, such as 4096,16384")
-    return list(dict.fromkeys(values))
 
 
 @report_user_errors

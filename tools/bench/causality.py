@@ -15,6 +15,22 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+
+def arguments() -> argparse.Namespace:
+    """Parse the command line."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--output", type=Path, required=True, help="JSON file for the results")
+    parser.add_argument("--lengths", type=int, nargs="+", default=[4096, 16384])
+    parser.add_argument("--decode-at", type=int, default=4096, help="length at which decoding is measured")
+    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--mechanisms", nargs="+", metavar="NAME", help="(default: all)")
+    parser.add_argument("--windowed", action="store_true", help="cached decoding with windows, in replaced models too")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":  # help and mistakes end before the slow imports
+    arguments()
+
 import torch
 
 from megasparse.attention.heads import Padding
@@ -143,14 +159,7 @@ def table(cases: list[dict[str, object]]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--output", type=Path, required=True, help="JSON file for the results")
-    parser.add_argument("--lengths", type=int, nargs="+", default=[4096, 16384])
-    parser.add_argument("--decode-at", type=int, default=4096, help="length at which decoding is measured")
-    parser.add_argument("--layers", type=int, default=6)
-    parser.add_argument("--mechanisms", nargs="+", default=list(MECHANISMS))
-    parser.add_argument("--windowed", action="store_true", help="cached decoding with windows, in replaced models too")
-    args = parser.parse_args()
+    args = arguments()
     cases: list[dict[str, object]] = []
     facts = {"torch": torch.__version__, "threads": torch.get_num_threads(), "layers": args.layers, "d_model": 64}
     if args.windowed:
@@ -161,7 +170,7 @@ def main() -> None:
         args.output.write_text(json.dumps({**facts, "layers": 3, "cases": cases}, indent=1) + "\n")
         return
     for length in args.lengths:
-        for kind in args.mechanisms:
+        for kind in args.mechanisms or MECHANISMS:
             section = getattr(AttentionConfig(), kind)
             if section.bidirectional_only is not None:
                 continue

@@ -39,6 +39,37 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from megasparse.cli.arguments import require_model, require_paths
+from megasparse.errors import ConfigError, DataError, report_user_errors
+
+
+def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parse the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, required=True, metavar="DIR", help="folder of a pretrained decoder")
+    parser.add_argument("--texts", type=Path, nargs="+", default=[], metavar="FILE", help="files, folders with *.txt")
+    parser.add_argument("--speed", type=int, nargs="+", metavar="L", help="measure seconds of these lengths instead")
+    parser.add_argument("--layers", type=int, metavar="N", help="of a decoder whose speed is measured (default: all)")
+    parser.add_argument("--device", default="cpu", help="(default: cpu)")
+    parser.add_argument("--repeats", type=int, default=3, help="measurements of speed (default: %(default)s)")
+    parser.add_argument("--length", type=int, default=4096, help="tokens per text (default: %(default)s)")
+    parser.add_argument("--arm", action="append", required=True, metavar="NAME=VALUE", help="may be repeated")
+    parser.add_argument("--seeds", type=int, default=1, metavar="N", help="seeds of arms with draws (default: 1)")
+    parser.add_argument("--haystacks", type=int, default=2, metavar="N", help="per task of retrieval (default: 2)")
+    parser.add_argument("--json", type=Path, required=True, metavar="FILE", help="file for the rows")
+    args = parser.parse_args(words)
+    require_model(args.model)
+    require_paths(*args.texts)
+    if not (args.texts or args.speed):
+        raise ConfigError("--texts", "it is missing", "Give text files, or --speed")
+    if args.length < 2:
+        raise ConfigError("--length", f"{args.length} is too short", "Give 2 or more")
+    return args
+
+
+if __name__ == "__main__":  # help and mistakes end before the slow imports
+    report_user_errors(arguments)()
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -50,7 +81,6 @@ from megasparse.attention import taught_sketch
 from megasparse.attention.contract import Attention, AttentionOutput
 from megasparse.attention.observation import Call, each_call
 from megasparse.config.files import parse_json
-from megasparse.errors import ConfigError, DataError, report_user_errors
 from megasparse.evaluation.outputs import write_json
 from megasparse.hub.checker import load_tokenizer
 from megasparse.hub.replace import ENTRY, load_plain, load_replaced, mechanisms, replace_attention, replacement_of
@@ -391,33 +421,17 @@ def first_layers(model: PreTrainedModel, count: int | None) -> PreTrainedModel:
 
 @report_user_errors
 def main(words: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, required=True, metavar="DIR", help="folder of a pretrained decoder")
-    parser.add_argument("--texts", type=Path, nargs="+", default=[], metavar="FILE", help="files, folders with *.txt")
-    parser.add_argument("--speed", type=int, nargs="+", metavar="L", help="measure seconds of these lengths instead")
-    parser.add_argument("--layers", type=int, metavar="N", help="of a decoder whose speed is measured (default: all)")
-    parser.add_argument("--device", type=torch.device, default=torch.device("cpu"), help="(default: cpu)")
-    parser.add_argument("--repeats", type=int, default=3, help="measurements of speed (default: %(default)s)")
-    parser.add_argument("--length", type=int, default=4096, help="tokens per text (default: %(default)s)")
-    parser.add_argument("--arm", action="append", required=True, metavar="NAME=VALUE", help="may be repeated")
-    parser.add_argument("--seeds", type=int, default=1, metavar="N", help="seeds of arms with draws (default: 1)")
-    parser.add_argument("--haystacks", type=int, default=2, metavar="N", help="per task of retrieval (default: 2)")
-    parser.add_argument("--json", type=Path, required=True, metavar="FILE", help="file for the rows")
-    args = parser.parse_args(words)
+    args = arguments(words)
     disable_progress_bar()
-    arms = [arm_of(text) for text in args.arm]
+    arms, device = [arm_of(text) for text in args.arm], torch.device(args.device)
     if args.speed:
         kept_rows(args.json, ("arm", "prefill"), turn=TURN)  # do not overwrite rows of texts
-        settings = (args.layers, args.repeats, args.device)
+        settings = (args.layers, args.repeats, device)
         rows = [row for length in args.speed for row in speed(args.model, arms, length, *settings)]
         write_json(args.json, {"turn": TURN, "threads": torch.get_num_threads(), "rows": rows})
         print(json.dumps(rows, indent=1))
         return
-    if not args.texts:
-        raise ConfigError("--texts", "it is missing", "Give text files, or --speed")
-    if args.length < 2:
-        raise ConfigError("--length", f"{args.length} is too short", "Give 2 or more")
-    trials = (args.seeds, args.haystacks, args.json, args.device)
+    trials = (args.seeds, args.haystacks, args.json, device)
     print(table(measured(args.model, arms, args.texts, args.length, *trials)))
 
 

@@ -35,13 +35,31 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 if "--small" in sys.argv:  # before any kernel is defined
     os.environ["TRITON_INTERPRET"] = "1"
 
+from megasparse.errors import ConfigError, UserError, did_you_mean, report_user_errors
+
+
+def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parse the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, default=Path("gpu-check"), metavar="DIR", help="default: %(default)s")
+    parser.add_argument("--seconds", type=float, default=600, metavar="N", help="limit of all jobs (%(default)s)")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="run jobs with these prefixes, also finished ones")
+    parser.add_argument("--skip", type=Path, metavar="FILE", help="results.jsonl with jobs to skip")
+    parser.add_argument("--list", action="store_true", help="print the jobs and their expected seconds")
+    parser.add_argument("--small", action="store_true", help="on a CPU, in Triton's interpreter, at tiny sizes")
+    parser.add_argument("--kernels-once", action="store_true", help=argparse.SUPPRESS)
+    return parser.parse_args(words)
+
+
+if __name__ == "__main__":  # help and mistakes end before the slow imports
+    report_user_errors(arguments)()
+
 import torch
 import triton
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megasparse.config.schema import Config
-from megasparse.errors import ConfigError, UserError, did_you_mean, report_user_errors
 from megasparse.ops.bucketed_attention import BucketedAttentionSpec, Window, bucketed_attention, gpu
 from megasparse.ops.kernels import Launch, observed
 from megasparse.planning.dry_run import trial_engine
@@ -479,15 +497,7 @@ def many_heads(device: torch.device, small: bool) -> list[list[Tensor]]:
 
 @report_user_errors
 def main(words: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, default=Path("gpu-check"), metavar="DIR", help="default: %(default)s")
-    parser.add_argument("--seconds", type=float, default=600, metavar="N", help="limit of all jobs (%(default)s)")
-    parser.add_argument("--only", nargs="+", metavar="NAME", help="run jobs with these prefixes, also finished ones")
-    parser.add_argument("--skip", type=Path, metavar="FILE", help="results.jsonl with jobs to skip")
-    parser.add_argument("--list", action="store_true", help="print the jobs and their expected seconds")
-    parser.add_argument("--small", action="store_true", help="on a CPU, in Triton's interpreter, at tiny sizes")
-    parser.add_argument("--kernels-once", action="store_true", help=argparse.SUPPRESS)
-    args = parser.parse_args(words)
+    args = arguments(words)
     deadline = time.monotonic() + args.seconds
     if args.kernels_once:
         kernels_once(device_of(False))

@@ -31,21 +31,6 @@ def counting_sort(dtype: torch.dtype, head_dim: int) -> None:
 
 
 @case
-def local_attention(dtype: torch.dtype, head_dim: int) -> None:
-    """Relative positions in a causal decoder, and in an encoder with padding."""
-    from megasparse.ops.local_attention import LocalAttentionSpec, RelativeVectors, distances
-    from megasparse.ops.local_attention_kernels import relative_local_attention
-
-    for causal in (True, False):
-        q, k, v = (torch.zeros(1, 2, 512, head_dim, dtype=dtype, requires_grad=True) for _ in range(3))
-        r = torch.zeros(2, len(distances(128, causal)), head_dim, requires_grad=True)
-        u, w = (torch.zeros(2, head_dim, requires_grad=True) for _ in range(2))
-        mask = None if causal else torch.ones(1, 512, dtype=torch.bool)
-        spec = LocalAttentionSpec(128, causal, 0.125)
-        relative_local_attention(q, k, v, RelativeVectors(r, u, w), spec, mask).sum().backward()
-
-
-@case
 def gathered_attention(dtype: torch.dtype, head_dim: int) -> None:
     """Smart Bird: separate keys per head in training, shared keys in evaluation."""
     from megasparse.ops.gathered_attention_kernels import gathered_attention

@@ -27,6 +27,29 @@ from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from megasparse.errors import ConfigError, did_you_mean, report_user_errors
+
+NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024}
+"""Compute capability -> largest shared memory per program in bytes (CUDA C programming guide, table of technical
+specifications): A100, H100."""
+
+
+def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parse the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--operators", nargs="+", metavar="NAME")
+    parser.add_argument("--head-dims", nargs="+", type=int, metavar="D")
+    parser.add_argument("--dtypes", nargs="+", choices=list(NAMES), default=list(NAMES))
+    parser.add_argument("--capabilities", nargs="+", type=int, choices=list(SHARED_MEMORY), default=list(SHARED_MEMORY))
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes at a time (default: cores)")
+    parser.add_argument("--output", type=Path, help="JSON file to record the table in")
+    return parser.parse_args(words)
+
+
+if __name__ == "__main__":  # help and mistakes end before the slow imports
+    report_user_errors(arguments)()
+
 import torch
 import triton
 from torch import Tensor
@@ -34,15 +57,11 @@ from tqdm import tqdm
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from megasparse.errors import ConfigError, report_user_errors
 from megasparse.files import replacing
 from megasparse.ops.kernels import INTERPRETED, Launch, recorded
 from tools.bench.kernel_cases import CASES, HEAD_DIMS, ONE, ONE_WIDTH
 from tools.bench.sass import instructions, reuses
 
-SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024}
-"""Compute capability -> largest shared memory per program in bytes (CUDA C programming guide, table of technical
-specifications): A100, H100."""
 _WARP = 32
 _TYPES = {torch.float64: "fp64", torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 _TYPES |= {torch.int64: "i64", torch.int32: "i32", torch.int16: "i16", torch.int8: "i8", torch.uint8: "u8"}
@@ -147,9 +166,6 @@ def _dump(option: str, binary: Path) -> str:
     return subprocess.run([tool, option, binary], check=True, capture_output=True, text=True).stdout
 
 
-NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
-
-
 class Variants(NamedTuple):
     """A kernel at one head dim, dtype and compute capability."""
 
@@ -171,7 +187,7 @@ def kernel_table(
     """
     if INTERPRETED:
         raise ConfigError("TRITON_INTERPRET", "the interpreter does not compile kernels", "Unset it")
-    dtypes = [dtype for dtype, name in NAMES.items() if name in names]
+    dtypes = [getattr(torch, NAMES[name]) for name in names]
     work = [(o, t, d) for o in operators for t in dtypes for d in head_dims if d == ONE or o not in ONE_WIDTH]
     table: Table = {}
     with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
@@ -188,7 +204,7 @@ def compiled(operator: str, dtype: torch.dtype, head_dim: int, capabilities: lis
     table: Table = {}
     for launch in distinct(launches):
         for capability in capabilities:
-            key = Variants(f"{operator}.{launch.kernel.__name__}", NAMES[dtype], head_dim, capability)
+            key = Variants(f"{operator}.{launch.kernel.__name__}", _TYPES[dtype], head_dim, capability)
             resources = compile_ahead(launch, capability)
             table[key] = worst(table.get(key, resources), resources)
     return table
@@ -236,15 +252,11 @@ def record(table: Table, path: Path) -> None:
 
 @report_user_errors
 def main(words: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--operators", nargs="+", choices=sorted(CASES), default=sorted(CASES), metavar="NAME")
-    parser.add_argument("--head-dims", nargs="+", type=int, default=list(HEAD_DIMS), metavar="D")
-    parser.add_argument("--dtypes", nargs="+", choices=list(NAMES.values()), default=list(NAMES.values()))
-    parser.add_argument("--capabilities", nargs="+", type=int, choices=list(SHARED_MEMORY), default=list(SHARED_MEMORY))
-    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes at a time (default: cores)")
-    parser.add_argument("--output", type=Path, help="JSON file to record the table in")
-    args = parser.parse_args(words)
-    table = kernel_table(args.operators, args.dtypes, args.head_dims, args.capabilities, args.jobs)
+    args = arguments(words)
+    operators, head_dims = args.operators or sorted(CASES), args.head_dims or list(HEAD_DIMS)
+    if unknown := sorted(set(operators) - CASES.keys()):
+        raise ConfigError("--operators", f'unknown name "{unknown[0]}"', did_you_mean(unknown[0], CASES))
+    table = kernel_table(operators, args.dtypes, head_dims, args.capabilities, args.jobs)
     print("\n".join(markdown(table)))
     if any(resources.reuses for resources in table.values()):
         sys.exit(

@@ -45,7 +45,7 @@ def _powers(x, out, NUMBERS: tl.constexpr):  # type: ignore[no-untyped-def]
 def powers(x: Tensor) -> Tensor:
     """Return 2^x, computed by a kernel; the number of elements must be a multiple of 128."""
     out = torch.empty_like(x)
-    launch(_powers, (len(x) // 128,), x, out, NUMBERS=128, num_warps=4)
+    launch(_powers, (len(x) // 128,), x=x, out=out, NUMBERS=128, num_warps=4)
     return out
 
 
@@ -58,7 +58,7 @@ def product_by(dtype: torch.dtype, precision: str, rows: int) -> Product:
     def product(a: Tensor, b: Tensor) -> Tensor:
         out = torch.empty(len(a), 64, device=a.device)
         settings = {"TILES": a.shape[1] // 128, "ROWS": rows, "D": 64, "PRECISION": precision}
-        launch(_products, (len(a) // rows,), a, b.to(dtype), out, **settings, num_warps=4)
+        launch(_products, (len(a) // rows,), a=a, b=b.to(dtype), out=out, **settings, num_warps=4)
         return out
 
     return product
@@ -136,7 +136,7 @@ def order_rows(device: torch.device, rows: int) -> Iterator[tuple[str, Tensor, T
 
         def sums(x: Tensor, tile: int = tile) -> Tensor:
             out = torch.empty(len(x), device=device)
-            launch(_sums, (len(x) // tile,), x, out, ROWS=tile, num_warps=4)
+            launch(_sums, (len(x) // tile,), x=x, out=out, ROWS=tile, num_warps=4)
             return out
 
         yield f"tl.sum, {tile} rows: place of the row", sums(x), sums(x.roll(5, 0)).roll(-5, 0)

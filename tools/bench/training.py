@@ -26,15 +26,32 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from megasparse.config.schema import Config
+from megasparse.errors import ConfigError, report_user_errors
+from megasparse.settings.load import build_config, load_config, load_settings
+
+
+def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parse the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("config", metavar="CONFIG", help="a shipped configuration, or a file")
+    parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=JSON", help="override one key")
+    parser.add_argument("--steps", type=int, default=5, metavar="N", help="measured steps (default: %(default)s)")
+    parser.add_argument("--json", type=Path, metavar="OUT", help="write the results and their settings to this file")
+    args = parser.parse_args(words)
+    load_settings(args.config, args.set, Config, mechanisms=False)
+    return args
+
+
+if __name__ == "__main__":  # help and mistakes end before the slow imports
+    report_user_errors(arguments)()
+
 import torch
 from tqdm import tqdm
 
-from megasparse.config.schema import Config
 from megasparse.data.batches import Batch
-from megasparse.errors import ConfigError, report_user_errors
 from megasparse.evaluation.outputs import write_json
 from megasparse.planning.dry_run import trial_engine
-from megasparse.settings.load import build_config, load_config
 from megasparse.training.engines.contract import Engine
 from megasparse.training.ranks import start_ranks
 from tools.bench.measuring import MeasurementError, alone, machine, peak, reset_peak
@@ -164,12 +181,7 @@ def report(result: dict[str, Any], config: Config) -> Iterator[str]:
 @report_user_errors
 def main(words: Sequence[str] | None = None) -> None:
     words = sys.argv[1:] if words is None else [str(word) for word in words]
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("config", metavar="CONFIG", help="a shipped configuration, or a file")
-    parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=JSON", help="override one key")
-    parser.add_argument("--steps", type=int, default=5, metavar="N", help="measured steps (default: %(default)s)")
-    parser.add_argument("--json", type=Path, metavar="OUT", help="write the results and their settings to this file")
-    args = parser.parse_args(words)
+    args = arguments(words)
     config = load_config(args.config, args.set)
     command = shlex.join(["python", "tools/bench/training.py", *words])
     print("\n".join(report(bench_training(config, args.steps, command, args.json), config)))

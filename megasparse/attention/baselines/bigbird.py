@@ -1,7 +1,4 @@
-"""BigBird attention (Zaheer et al. 2020): a window of blocks, global blocks and random blocks.
-
-H heads, W blocks.
-"""
+"""BigBird attention (Zaheer et al. 2020): a window of blocks, global blocks and random blocks, W in all."""
 
 import torch
 from torch import Tensor
@@ -55,7 +52,8 @@ class BigBirdAttention(BlockSparseAttention):
     def __init__(self, config: BigBirdAttentionConfig, spec: MechanismSpec):
         super().__init__(config, spec)
         self.chunk = min(config.chunk, spec.max_length)
-        self.first, self.blocks = config.globals * self.chunk, -(-spec.max_length // self.chunk)
+        self.first = config.globals * self.chunk
+        self.blocks = -(-spec.max_length // self.chunk)
 
     def flops(self, length: int) -> Flops:
         """As in Longformer, with global blocks, plus random blocks."""

@@ -1,7 +1,6 @@
 """Attention in fixed patterns of blocks and strides, the base of Sparse Transformer, Longformer and BigBird.
 
-B batch, H heads, L length, D head dim, C tokens per block, W blocks, N blocks of the longest sequence, M keys per
-block.
+C tokens per block, W blocks, M keys per block.
 """
 
 from abc import abstractmethod
@@ -63,11 +62,11 @@ class BlockSparseAttention(FixedPatternAttention):
         queries = _tokens(blocks[:, None], self.chunk, length)  # (W, C)
         if not inputs.causal:
             queries = queries.masked_fill(queries < self.first, -1)
-        near = torch.arange(-1, 1 if inputs.causal else 2, device=device)
+        neighbours = torch.arange(-1, 1 if inputs.causal else 2, device=device)
         # First tokens before the window only, because the window already covers the other visible ones.
         token = torch.arange(min(self.first, length), device=device)
         first = token.masked_fill(token >= (blocks[:, None] - 1) * self.chunk, -1)
-        lists = [_tokens(blocks[:, None] + near, self.chunk, length)[None], first[None]]
+        lists = [_tokens(blocks[:, None] + neighbours, self.chunk, length)[None], first[None]]
         if (extra := self.extra_blocks(blocks, inputs.q.shape[1], inputs.causal, context)) is not None:
             lists = [*(x.expand(len(extra), -1, -1) for x in lists), _tokens(extra, self.chunk, length)]
         out, _ = attention_of_clusters(inputs, queries[None, None], torch.cat(lists, dim=-1)[None])
@@ -78,8 +77,8 @@ class BlockSparseAttention(FixedPatternAttention):
 
     def visible(self, position: int, context: AttentionContext, device: torch.device) -> Tensor:
         start = max(0, position // self.chunk - 1) * self.chunk
-        near = torch.arange(start, position + 1, device=device)
-        tokens = torch.cat([torch.arange(min(self.first, start), device=device), near])[None]
+        recent = torch.arange(start, position + 1, device=device)
+        tokens = torch.cat([torch.arange(min(self.first, start), device=device), recent])[None]
         heads = self.spec.on_rank(context.part).heads
         block = torch.tensor([position // self.chunk], device=device)
         blocks = self.extra_blocks(block, heads, True, context)

@@ -1,4 +1,4 @@
-"""Linformer attention (Wang et al. 2020). B batch, H heads, L length, D head dim, P projected length."""
+"""Linformer attention (Wang et al. 2020). P projected length."""
 
 import torch
 from torch import Tensor, nn

@@ -1,4 +1,4 @@
-"""Performer attention (Choromanski et al. 2020, FAVOR+). B batch, H heads, L length, D head dim, F features."""
+"""Performer attention (Choromanski et al. 2020, FAVOR+). F features."""
 
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,4 @@
-"""Attention inside random, content-independent buckets: the baseline of every hash (LHA's "Rand.").
-
-B batch, H heads, L length.
-"""
+"""Attention inside random, content-independent buckets: the baseline of every hash (LHA's "Rand.")."""
 
 import torch
 from torch import Tensor

@@ -1,7 +1,4 @@
-"""Routing attention (Roy et al. 2021): clusters around centroids, moving averages of queries and keys.
-
-B batch, H heads, L length, n tokens of a document, D head dim, N centroids, W clusters, M slots of a cluster.
-"""
+"""Routing attention (Roy et al. 2021): clusters around N centroids, moving averages of queries and keys."""
 
 from collections.abc import Callable
 from typing import Literal

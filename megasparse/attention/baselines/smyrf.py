@@ -1,7 +1,4 @@
-"""SMYRF attention (Daras et al. 2020): equal-sized clusters of queries and keys, sorted along random projections.
-
-B batch, H heads, R rounds, L length, n tokens of a document, D head dim, W clusters, M slots of a cluster.
-"""
+"""SMYRF attention (Daras et al. 2020): equal-sized clusters of queries and keys, sorted along random projections."""
 
 import torch
 import torch.nn.functional as F

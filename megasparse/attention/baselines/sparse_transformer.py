@@ -1,7 +1,4 @@
-"""Sparse Transformer attention (Child et al. 2019): a local window and a stride.
-
-B batch, H heads, L length, D head dim, S stride.
-"""
+"""Sparse Transformer attention (Child et al. 2019): a local window and a stride S."""
 
 import torch
 from torch import Tensor
@@ -40,18 +37,18 @@ class SparseTransformerAttention(FixedPatternAttention):
         return super().forward(x, inputs, context)
 
     def attend(self, inputs: AttentionInputs, context: AttentionContext) -> Tensor:
-        near, near_lse = self._near(inputs)
+        recent, recent_lse = self._recent(inputs)
         length = inputs.q.shape[2]
         stride = min(self.stride, inputs.q.shape[2])
         rows = -(-length // stride)
         token = torch.arange(rows * stride, device=inputs.q.device)
         token = token.masked_fill(token >= length, -1).view(rows, stride).T[None, None]  # (1, 1, S, L/S)
-        far, far_lse = attention_of_clusters(inputs, token, token)
-        lse = torch.logaddexp(near_lse, far_lse)
-        out = near * torch.exp(near_lse - lse).unsqueeze(-1) + far * torch.exp(far_lse - lse).unsqueeze(-1)
+        strided, strided_lse = attention_of_clusters(inputs, token, token)
+        lse = torch.logaddexp(recent_lse, strided_lse)
+        out = recent * torch.exp(recent_lse - lse).unsqueeze(-1) + strided * torch.exp(strided_lse - lse).unsqueeze(-1)
         return out.to(inputs.q.dtype)
 
-    def _near(self, inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
+    def _recent(self, inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
         """Attend to the other tokens nearer than S; the token itself is in the strided pattern."""
         spec = BucketedAttentionSpec(Window("band", self.stride), inputs.causal, inputs.q.shape[-1] ** -0.5)
         out, lse = inputs.in_buckets(None, spec)
@@ -70,5 +67,5 @@ class SparseTransformerAttention(FixedPatternAttention):
         return work.pairs(self.stride * (1 if work.causal else 2) + work.visible / self.stride)
 
     def visible(self, position: int, context: AttentionContext, device: torch.device) -> Tensor:
-        near = torch.arange(max(0, position - self.stride + 1), position + 1, device=device)
-        return torch.cat([torch.arange(position % self.stride, position, self.stride, device=device), near])[None]
+        recent = torch.arange(max(0, position - self.stride + 1), position + 1, device=device)
+        return torch.cat([torch.arange(position % self.stride, position, self.stride, device=device), recent])[None]

@@ -1,5 +1,6 @@
 """The corpora that megasparse prepare-data knows. A new one is a subclass of `Corpus` and one line here."""
 
+from megasparse.data.corpora.chats import Chats
 from megasparse.data.corpora.corpus import Corpus
 from megasparse.data.corpora.drawn import Duplication, Recall
 from megasparse.data.corpora.image_sets import Cifar10, ImageNet64
@@ -12,6 +13,7 @@ CORPORA: dict[str, Corpus] = {
     "enwik8": Enwik8(),
     "text": Text(),
     "jsonl": JsonLinesCorpus(),
+    "chats": Chats(),
     "parquet": Parquet(),
     "huggingface": HuggingFace(),
     "bookcorpus": BookCorpus(),

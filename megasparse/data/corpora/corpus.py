@@ -58,7 +58,8 @@ SPLIT_OPTION = split_option("of the bytes for each split, from first to last (de
 class Corpus(ABC):
     """A kind of source that `megasparse prepare-data NAME` reads. The docstring of the class is in the command's help.
 
-    A new corpus is a subclass and one line in `CORPORA`.
+    A new corpus is a subclass and one line in `CORPORA`. Methods raise DataError for a damaged or unsuitable source,
+    and ConfigError for settings that do not fit it.
     """
 
     HELP: ClassVar[str]
@@ -84,9 +85,7 @@ class Corpus(ABC):
         return Source.open(locations, member, downloads, self.KIND)
 
     def about(self, source: Source, settings: CorpusSettings) -> dict[str, Any]:
-        """Return further entries of index.json on the source. Called before anything is written: raise DataError here
-        for a damaged or unsuitable source.
-        """
+        """Return further entries of index.json on the source. Called before anything is written."""
         return {}
 
     @abstractmethod

@@ -47,14 +47,10 @@ class Cifar10(Corpus):
         return PixelEncoder(SIDE)
 
     def about(self, source: Source, settings: CorpusSettings) -> dict[str, Any]:
-        """Return the files with the published md5. Raises DataError for another file of that name."""
         return {"verified": verify_official(source, self.MD5)}
 
     def splits(self, source: Source, settings: CorpusSettings) -> CorpusSplits:
-        """Return train 45,000, validation 5,000 and test 10,000 images.
-
-        Raises DataError for a pickled, missing or incomplete batch, and for images outside of train and test folders.
-        """
+        """Return train 45,000, validation 5,000 and test 10,000 images."""
         names = {name for name, _ in self._batches(source)}
         if not names:
             return images.labelled(source, images.hold_out(images.splits_by_folder(source), self.VALIDATION_EVERY))
@@ -143,10 +139,6 @@ class ImageNet64(Corpus):
         return PixelEncoder(IMAGENET_SIDE)
 
     def about(self, source: Source, settings: CorpusSettings) -> dict[str, Any]:
-        """Return the version, and the archives with the published sha256.
-
-        Raises DataError for another file of such a name, ConfigError if the version is missing or wrong.
-        """
         verified = verify_official(source, self.SHA256)
         official = "box" if self._batches(source) else None
         if not official and all(any(PIXELRNN.search(name) for name in folders(source, p)) for p in source.parts):
@@ -161,10 +153,7 @@ class ImageNet64(Corpus):
         return {"downsampling": official or requested, "verified": verified}
 
     def splits(self, source: Source, settings: CorpusSettings) -> CorpusSplits:
-        """Return train, every 128th of it as validation, and the official validation set as test.
-
-        Images whose folders name no split are divided by --split, as in the corpus `images`.
-        """
+        """Images whose folders name no split are divided by --split, as in the corpus `images`."""
         batches = self._batches(source)
         if not batches:
             if not (labels := images.shared_out(source, settings)):

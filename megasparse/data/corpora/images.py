@@ -295,10 +295,7 @@ class Images(Corpus):
         return PixelEncoder(settings["size"])
 
     def splits(self, source: Source, settings: CorpusSettings) -> CorpusSplits:
-        """Return the splits that have images; a piece is an image's file.
-
-        Raises ConfigError for a bad --split, DataError if there is no image, or the splits of some are not named.
-        """
+        """Return the splits that have images; a piece is an image's file."""
         return labelled(source, shared_out(source, settings) or splits_by_folder(source))
 
 

@@ -77,10 +77,7 @@ class Pairs(Corpus):
         return PairEncoder(settings["tokenizer"], settings["length"], settings["seed"])
 
     def splits(self, source: Source, settings: CorpusSettings) -> CorpusSplits:
-        """Return the splits; a document belongs to the split that contains its first byte.
-
-        Raises ConfigError for an invalid --split; DataError for text that is not UTF-8, and a split without documents.
-        """
+        """Return the splits; a document belongs to the split that contains its first byte."""
         source.require_text()
         sizes = split_sizes(settings["split"], source.total_bytes)
 
@@ -239,7 +236,7 @@ class Parallel(Corpus):
         return ParallelEncoder(settings["tokenizer"], settings["source_length"], settings["target_length"])
 
     def about(self, source: Source, settings: CorpusSettings) -> dict[str, Any]:
-        """Return the lines of each split. Raises ConfigError and DataError for unpaired lines, and invalid UTF-8."""
+        """Return the lines of each split."""
         source.require_text()
         files = _files(source, settings["roles"])
         lines_of: dict[str, int] = {}

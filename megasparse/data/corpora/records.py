@@ -281,7 +281,7 @@ class RecordCorpus(TextCorpus):
     }
 
     def about(self, source: Source, settings: CorpusSettings) -> dict[str, Any]:
-        """Return numbers of records, documents of each split, and reasons. Raises DataError for an empty split."""
+        """Return numbers of records, documents of each split, and reasons."""
         assert isinstance(source, RecordSource)
         counts = source.documents()
         require_full(source, counts, f"{sum(counts.values())} documents")

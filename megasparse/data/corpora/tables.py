@@ -67,7 +67,13 @@ class JsonLinesCorpus(RecordCorpus):
         self, locations: Sequence[str], member: str | None, downloads: Path, settings: CorpusSettings, workers: int
     ) -> RecordSource:
         parts = find_parts(locations, member, downloads, "files", JSON_SUFFIXES)
-        return RecordSource.examine(locations, parts, json_texts, settings, workers, member=member)
+        return self.examine(locations, parts, settings, workers, member=member)
+
+    def examine(
+        self, locations: Sequence[str], parts: Sequence[Part], settings: CorpusSettings, workers: int, **options: Any
+    ) -> RecordSource:
+        """Read all files once, see `RecordSource.examine`."""
+        return RecordSource.examine(locations, parts, json_texts, settings, workers, **options)
 
 
 class Parquet(RecordCorpus):
@@ -110,11 +116,6 @@ class HuggingFace(RecordCorpus):
     def open(
         self, locations: Sequence[str], member: str | None, downloads: Path, settings: CorpusSettings, workers: int
     ) -> RecordSource:
-        """Find the dataset's files and read their column once.
-
-        Raises DataError if files are missing or cannot be read, or there are several configurations; ConfigError for
-        the column.
-        """
         (location,) = locations
         parts = find_parts(locations, None, downloads, "raw", self.SUFFIXES)
         # `datasets` keeps results of map and filter next to the dataset
@@ -141,6 +142,15 @@ class HuggingFace(RecordCorpus):
 # The texts of a file
 
 
+def json_object(line: bytes) -> dict[str, Any] | Unfit:
+    """Return the object of a line of JSON, or why it is none."""
+    try:
+        record = json.loads(line.decode())
+    except (ValueError, RecursionError):
+        return Unfit("not JSON", True, json_hint(line))
+    return record if isinstance(record, dict) else Unfit("no JSON object", True, json_hint(line))
+
+
 def json_texts(part: Part, field: str) -> Records:
     """Yield the texts of all lines that are not blank."""
     no_field, no_text = Unfit(f'no "{field}"', damaged=True), Unfit(f'"{field}" is no text', damaged=True)
@@ -148,13 +158,9 @@ def json_texts(part: Part, field: str) -> Records:
         if line is None:
             yield number, TOO_LONG
         elif line.strip():
-            try:
-                record = json.loads(line.decode())
-            except (ValueError, RecursionError):
-                yield number, Unfit("not JSON", True, json_hint(line))
-                continue
-            if not isinstance(record, dict):
-                yield number, Unfit("no JSON object", True, json_hint(line))
+            record = json_object(line)
+            if isinstance(record, Unfit):
+                yield number, record
             elif not isinstance(text := record.get(field, no_field), str):
                 yield number, EMPTY if text is None else no_field if text is no_field else no_text
             else:

@@ -48,11 +48,6 @@ class Text(TextCorpus):
         return Source.open(locations, member, downloads, "files" if settings.get("documents") else "stream")
 
     def splits(self, source: Source, settings: CorpusSettings) -> CorpusSplits:
-        """Return the splits that are not 0 percent.
-
-        Raises ConfigError for an invalid --split; DataError for text that is not UTF-8 if the tokenizer requires it,
-        and for an empty split.
-        """
         sizes = split_sizes(settings["split"], source.total_bytes)
         documents = settings.get("documents", False)
         if documents or not as_bytes(settings):
@@ -81,10 +76,7 @@ class Enwik8(TextCorpus):
     SPLITS: ClassVar = {"train": 90_000_000, "validation": 5_000_000, "test": 5_000_000}
 
     def splits(self, source: Source, settings: CorpusSettings) -> CorpusSplits:
-        """Return the three splits. Raises DataError unless the source is the official file.
-
-        With other tokenizers than bytes a border inside a character moves to its end.
-        """
+        """With other tokenizers than bytes a border inside a character moves to its end."""
         official = sum(self.SPLITS.values())
         if source.total_bytes != official:
             hint = "Give the official enwik8 or enwik8.zip; a part of it can be prepared as the corpus `text`"
@@ -114,10 +106,7 @@ class BookCorpus(TextCorpus):
     EMPTY_LINE = re.compile(rb"(?m)^[ \t\r\f\v]*\n")
 
     def about(self, source: Source, settings: CorpusSettings) -> dict[str, Any]:
-        """Return the number of books of each split, none of running text, and report books that look like paragraphs.
-
-        Raises DataError for text that is not UTF-8, and an empty split.
-        """
+        """Return the number of books of each split, none of running text. Report books that look like paragraphs."""
         source.require_text(zeros=not as_bytes(settings))
         sizes = split_sizes(settings["split"], source.total_bytes)
         books = self._counts(source, sizes)
@@ -181,10 +170,7 @@ class PG19(TextCorpus):
     MOST_METADATA = 1 << 26  # bytes: the official file has 3 million
 
     def about(self, source: Source, settings: CorpusSettings) -> dict[str, Any]:
-        """Return numbers of books, and titles and dates.
-
-        Raises DataError for text that is not UTF-8, other folders than PG-19's, a duplicate book, and invalid metadata.
-        """
+        """Return numbers of books, and titles and dates."""
         source.require_text(zeros=not as_bytes(settings))
         books = self._books(source)
         counts = {name: len(parts) for name, parts in books.items()}
@@ -273,10 +259,8 @@ class WikiText103(TextCorpus):
     }
 
     def about(self, source: Source, settings: CorpusSettings) -> dict[str, Any]:
-        """Return the kind of the files, and whether all three are the official ones.
-
-        Raises DataError for text that is not UTF-8, without a file of WikiText, and for a file with the official number
-        of lines but another checksum.
+        """Return the kind of the files, and if all three are official. A file with the official number of lines but
+        another checksum is an error.
         """
         source.require_text()
         kind, files = self._files(source)

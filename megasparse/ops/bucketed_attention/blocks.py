@@ -3,10 +3,8 @@
 A pair that N rounds select is included only in the first of them, instead of N times with weight 1/N: this needs fewer
 passes over the scores. The forward stores q, k, v, the layout, the output and its log-sum-exp over all rounds, in base
 e (lse) and in base 2 (lse2), because for scores of 1e10 a conversion would be off by thousands. The backward
-recomputes scores block by block: exp2(score − lse2) is the final weight of a pair in any round, so no statistics per
-round are needed. Scores are in units of log2 e, because exp2 is several times faster than exp.
-
-B batch, H heads, R rounds, L length, D head dim, G rows at a time; tiles as in layouts.py.
+recomputes scores block by block: exp2(score − lse2) is the final weight of a pair in any round. Scores are in units of
+log2 e, because exp2 is several times faster than exp. Tiles as in layouts.py.
 """
 
 import math
@@ -74,9 +72,7 @@ def row_groups(
     layout: SortedLayout | RangeLayout, q: Tensor, k: Tensor, v: Tensor, spec: BucketedAttentionSpec,
     shared_codes: bool, dropout: PairDropout | None,
 ) -> Iterator[RowGroup]:  # fmt: skip
-    """Yield groups of whole rows that fit into a block, at least one row each. layout: tensors (B, H, R, L), with B or
-    H = 1 if shared.
-    """
+    """Yield groups of whole rows that fit into a block, at least one. layout: tensors (B|1, H|1, R, L)."""
     batch, heads, length, _ = q.shape
     tensors = [x.expand(-1, heads, -1, -1) for x in layout]
     dtype = torch.promote_types(q.dtype, torch.float32)
@@ -111,8 +107,8 @@ class _BucketedAttention(Function):
         else:
             layout = RangeLayout.of(codes, key_codes, spec, key_mask, segments)
         for rows in row_groups(layout, q, k, v, spec, ctx.shared_codes, dropout):
-            row_out = out.flatten(0, 1)[rows.index]
-            row_lse2 = lse2.flatten(0, 1)[rows.index]
+            row_out = out.flatten(0, 1)[rows.index]  # (G, L, D)
+            row_lse2 = lse2.flatten(0, 1)[rows.index]  # (G, L)
             _attend(rows, rows.layout.blocks(rows), row_out, row_lse2)
         no_visible_key = lse2 < 0.5 * LOWEST
         lse = (lse2 / _LOG2_E).masked_fill_(no_visible_key, -torch.inf)
@@ -149,7 +145,7 @@ class _BucketedAttention(Function):
             row_grad, row_out, row_grad_lse, row_lse2 = (
                 take_rows(x, rows.index) for x in (grad_out, out, grad_lse, lse2)
             )
-            row_dq, row_dk, row_dv = (x.flatten(0, 1)[rows.index] for x in (dq, dk, dv))
+            row_dq, row_dk, row_dv = (x.flatten(0, 1)[rows.index] for x in (dq, dk, dv))  # (G, L, D)
             delta = (row_grad.to(rows.dtype) * row_out).sum(-1).sub_(row_grad_lse)  # (G, L)
             for block in rows.layout.blocks(rows):
                 block_q = block.queries(rows.q).mul_(spec.scale * _LOG2_E)
@@ -157,7 +153,8 @@ class _BucketedAttention(Function):
                 block_k = block.keys(rows.k)
                 block_v = block.keys(rows.v)
                 weight = block.scores(block_q, block_k).sub_(block.real_lse(row_lse2).unsqueeze(-1)).exp2_()
-                score_grad, dropped = torch.bmm(grad, block_v.transpose(1, 2)), weight  # (n, T, K)
+                score_grad = torch.bmm(grad, block_v.transpose(1, 2))  # (n, T, K)
+                dropped = weight
                 if rows.dropout is not None:
                     factors = block.factors(rows.dropout)
                     dropped = weight * factors
@@ -203,7 +200,7 @@ class QueryBlock(TileBlock):
 
     Args:
         rows: (n,) int64, row numbers.
-        tokens, hidden: (n, K), key of each column in its row, arbitrary if hidden (bool) is True.
+        tokens, hidden: (n, K), key of each column in its row, arbitrary if hidden.
         keys: Number of keys per row.
         tile: T of the full pass.
         like: A tensor with the query's dtype.
@@ -237,10 +234,7 @@ def query_attention(
     q: Tensor, k: Tensor, v: Tensor, spec: BucketedAttentionSpec, blocks: Iterable[QueryBlock]
 ) -> tuple[Tensor, Tensor]:
     """Compute `bucketed_attention` of one query per row, without `self_at_last`, from all its blocks, round by round.
-
-    Args:
-        q: (B, H, 1, D).
-        k, v: (B, H, capacity, D), contiguous, of a cache.
+    q: (B, H, 1, D). k, v: (B, H, capacity, D), contiguous, of a cache.
     """
     dtype = torch.promote_types(q.dtype, torch.float32)
     flat_q, flat_k, flat_v = (x.flatten(0, 1) for x in (q, k, v))

@@ -1,7 +1,7 @@
 """Settings of bucketed attention, its tiles by rank, and its dense definition for tests.
 
 The definition shares no code with the implementations: visibility follows from ranks inside buckets and from sorted
-positions, pair by pair. B batch, H heads, R rounds, L length, D head dim, M chunk.
+positions, pair by pair.
 """
 
 from dataclasses import dataclass
@@ -62,10 +62,10 @@ class BucketedAttentionSpec:
         exclude_self: A token attends to itself only if no other key is visible.
         count_rounds: Include a key that is visible in N rounds once instead of N times.
         buckets: Exclusive upper bound of all codes, or None; it saves passes of the sort.
-        longest: Maximum length, which together with `buckets` determines the smallest tiles on a CPU, so that results
-            of shorter sequences are bit-identical; None means the length of the input.
-        self_at_last: A query without a visible key attends to itself, even if exclude_self or key codes hide it;
-            otherwise its output is 0 and its log-sum-exp −∞, for a merge with other keys.
+        longest: Maximum length, which with `buckets` determines the smallest tiles on a CPU, so that results of shorter
+            sequences are bit-identical; None means the length of the input.
+        self_at_last: A query without a visible key attends to itself, even if hidden from itself; otherwise its output
+            is 0 and its log-sum-exp −∞, for a merge with other keys.
         pair_shard: (g, G): only queries in the g-th of G parts of every round's sorted order attend (on a CPU with key
             codes, of the positions); others get 0 and −∞. Merging all parts gives the full result.
     """
@@ -171,23 +171,21 @@ def _visible_by_key_rank(codes: Tensor, key_codes: Tensor, chunk: int, causal: b
     position = torch.arange(codes.shape[-1], device=codes.device)
     between = (position[:, None] < position[None, :])[None]  # [j, j']: j before j'
     same = (codes[..., :, None] == key_codes[..., None, :]) & together
-    near = torch.zeros_like(same)
+    shown = torch.zeros_like(same)
     for i in range(codes.shape[-1]):
         in_bucket = same[..., i, :]  # (B, H, R, L)
         back = in_bucket & (position <= i)
         ahead = in_bucket & (position > i)
         closer = (back[..., None, :] & between).sum(-1)  # keys of the bucket after j, up to i
-        near[..., i, :] = back & (closer < chunk)
+        shown[..., i, :] = back & (closer < chunk)
         if not causal:
             closer = (ahead[..., None, :] & between.transpose(-1, -2)).sum(-1)
-            near[..., i, :] |= ahead & (closer < chunk)
-    return near
+            shown[..., i, :] |= ahead & (closer < chunk)
+    return shown
 
 
 def _in_shard(codes: Tensor, spec: BucketedAttentionSpec, key_mask: Tensor | None, segments: Tensor | None) -> Tensor:
-    """Return (B, H, R, L) bool, True for queries in the shard of the round's order by (document, bucket, position),
-    padding last.
-    """
+    """Return (B, H, R, L) bool, True for queries in the shard of the order by (document, bucket, position)."""
     order = codes.argsort(dim=-1, stable=True)
     for mask in (segments, None if key_mask is None else ~key_mask):
         if mask is not None:
@@ -214,9 +212,7 @@ def reference_attention(
     *,
     dropout: PairDropout | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute `bucketed_attention` densely. With exclude_self or codes of keys a token without a visible key gets its
-    own value, and its own score as lse (spec.self_at_last).
-    """
+    """Compute `bucketed_attention` densely."""
     length = q.shape[2]
     of_queries, key_codes = split_codes(codes)
     if of_queries is None:
@@ -225,7 +221,7 @@ def reference_attention(
     if spec.exclude_self:
         shown = shown & ~torch.eye(length, dtype=torch.bool, device=q.device)
     counts = shown.sum(2)  # (B, H, L, L)
-    score = (q * spec.scale) @ k.transpose(-1, -2)
+    score = (q * spec.scale) @ k.transpose(-1, -2)  # (B, H, L, L)
     if spec.pair_shard is None:
         weight = (counts > 0).to(q.dtype).log() if spec.count_rounds else counts.to(q.dtype).log()
     else:  # a shard's weight of a pair is (its rounds that select the pair)/N

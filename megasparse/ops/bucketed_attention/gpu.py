@@ -1,21 +1,12 @@
 """Bucketed attention on GPUs: without sorted copies of q, k and v, one launch per round, deterministic.
 
 The forward stores q, k, v, out, log2 Σ exp(score), and the layout (24 bytes per token, head and round; 12 without
-counting of rounds), because sorting again would cost more time than the memory is worth. The backward recomputes scores
-twice: by queries, for dq, and by keys, for dk and dv, so that programs write disjoint rows.
-
-Cost, for n = B·H·L tokens, s bytes per number, D, R rounds and W keys per query (M; 2M if two-sided):
-    forward   FLOPs 4·n·R·W·D                  bytes n·(R·3·s·D + s·D + (R−1)·8·D)
-    backward  FLOPs 14·n·R·W·D (10 are needed) bytes n·(R·8·s·D + 2·s·D + 3·s·D + (R−1)·24·D)
-The factor 3 is q, k, v; 8 is q, k, v and the gradient of out, read by queries and by keys; then delta reads out and its
-gradient, and the gradients are written; (R−1) is for fp32 sums between rounds. Bounds and statistics add about 40 bytes
-per token and round.
+counting of rounds), because sorting again would cost more time. The backward recomputes scores twice: by queries, for
+dq, and by keys, for dk and dv, so that programs write disjoint rows.
 
 Visibility: in each round queries and keys are sorted by (segment, bucket, position), padding last. The sorted keys
 [low_i, high_i) are visible to query i, and both bounds are nondecreasing in sorted order: a block of queries needs a
 contiguous range of keys, and a block of keys a contiguous range of queries.
-
-B batch, H heads, R rounds, L length, D head dim, M chunk, W keys per window, G rows of a layout.
 """
 
 from dataclasses import dataclass, fields, replace
@@ -76,9 +67,10 @@ class Intervals:
         slot_key = starts.new_empty(*starts.shape[:2], 4 * length)
         grid = (-(-length // _PLACES) * rows,)
         sums = starts.new_empty(grid)
-        settings = {"KEYS": tile, "TOKENS": _PLACES, "num_warps": 4}
-        launch(kernels.runs, grid, self.groups, starts, widths, sums, slot_key, length, length.bit_length(), **settings)
-        launch(kernels.slots, grid, starts, widths, sums, self.key_order, key_slot, slot_key, length, **settings)
+        shared = {"starts": starts, "widths": widths, "sums": sums, "slot_key": slot_key, "length": length}
+        shared |= {"KEYS": tile, "TOKENS": _PLACES, "num_warps": 4}
+        launch(kernels.runs, grid, keys=self.groups, steps=length.bit_length(), **shared)
+        launch(kernels.slots, grid, order=self.key_order, key_slot=key_slot, **shared)
         return key_slot, slot_key
 
     def of_queries(self, places: range) -> "Intervals":
@@ -99,16 +91,17 @@ class Intervals:
         count = -(-length // block)
         first, end = (torch.empty(groups, rounds, count, dtype=torch.int32, device=self.low.device) for _ in range(2))
         grid = (-(-count // _BLOCKS) * groups * rounds,)
-        sizes = (length, count, length.bit_length())
-        launch(kernels.meeting, grid, self.low, self.high, first, end, *sizes, BLOCK=block, BLOCKS=_BLOCKS, num_warps=4)
+        launch(
+            kernels.meeting, grid, lows=self.low, highs=self.high, first=first, end=end, length=length, count=count,
+            steps=length.bit_length(), BLOCK=block, BLOCKS=_BLOCKS, num_warps=4,
+        )  # fmt: skip
         return first, end
 
 
 def shared_intervals(
     codes: Tensor | None, like: Tensor, spec: BucketedAttentionSpec, key_mask: Tensor | None, segments: Tensor | None
 ) -> Intervals:
-    """Return intervals for shared codes (B, H, R, L) of queries and keys; None: one bucket and round. like: (B, H, L,
-    D).
+    """Return intervals for shared codes (B, H, R, L); None: one bucket and round. like: (B, H, L, D).
 
     With causal attention and buckets sorted by position, the bounds determine visibility; otherwise the kernels
     also compare positions.
@@ -139,7 +132,7 @@ def separate_intervals(
     )
     key_order, index, low, high = (x.to(torch.int32) for x in (key_order, index, low, high))
     if key_mask is not None:
-        padding = ~key_mask[:, None, None].expand(query_codes.shape).flatten(0, 1)
+        padding = ~key_mask[:, None, None].expand(query_codes.shape).flatten(0, 1)  # (G, R, L)
         low = low.masked_fill_(padding, NOWHERE)
         high = high.masked_fill_(padding, NOWHERE)
     _, query_order = _sort(query_codes, key_mask, segments, spec.buckets)
@@ -154,13 +147,13 @@ def _sort(
 ) -> tuple[Tensor, Tensor]:
     """Sort codes (B, H, R, L) by (segment, bucket), or by bucket without masks: sorted codes and order, int32."""
     if key_mask is None and segments is None:
-        key = codes.flatten(0, 1).contiguous()
+        key = codes.flatten(0, 1).contiguous()  # (G, R, L)
         if codes.dtype in _BITS:
             bits = _BITS[codes.dtype] if buckets is None else max(1, (buckets - 1).bit_length())
             ordered = torch.empty_like(key)
             return ordered, counting_sort(key.flatten(0, 1), bits, ordered.flatten(0, 1)).view(key.shape)
     else:
-        key = sort_keys(codes, key_mask, segments).flatten(0, 1).contiguous()
+        key = sort_keys(codes, key_mask, segments).flatten(0, 1).contiguous()  # (G, R, L)
     sorted_key, index = torch.sort(key, dim=-1, stable=True)
     return sorted_key, index.to(torch.int32)
 
@@ -174,25 +167,19 @@ def _bounds(
     window = spec.window
     shape = (1, 1, length) if sorted_key is None else sorted_key.shape
     counted = order is not None and order.shape[1] > 1 and spec.count_rounds
-    bounds: list[Any] = [torch.empty(shape, dtype=torch.int32, device=like.device) for _ in range(5 if counted else 2)]
-    bounds += [None] * (5 - len(bounds))
+    names = ["low", "high", *(["token_low", "token_high", "token_index"] if counted else [])]
+    bounds: dict[str, Any] = dict.fromkeys(("token_low", "token_high", "token_index"))
+    bounds |= {name: torch.empty(shape, dtype=torch.int32, device=like.device) for name in names}
     one_group = not window.same_bucket and key_mask is None and segments is None
     in_order = spec.causal and window.same_bucket
     steps = (window.chunk if window.kind == "band" else 3 * window.chunk).bit_length()
-    numbers = (length, window.chunk, 0 if spec.exclude_self else 1, steps)
-    settings = {
-        "PADDING": None if key_mask is None else _PADDING << 32,
-        "SHIFT": 0 if window.same_bucket else 32,
-        "KIND": window.kind,
-        "AHEAD": window.ahead,
-        "IN_ORDER": in_order,
-        "TOKENS": _PLACES,
-    }
     launch(
-        kernels.bounds, (-(-length // _PLACES) * shape[0] * shape[1],), None if one_group else sorted_key, order,
-        *bounds, *numbers, **settings, num_warps=4,
+        kernels.bounds, (-(-length // _PLACES) * shape[0] * shape[1],), keys=None if one_group else sorted_key,
+        order=order, **bounds, length=length, chunk=window.chunk, offset=0 if spec.exclude_self else 1, steps=steps,
+        PADDING=None if key_mask is None else _PADDING << 32, SHIFT=0 if window.same_bucket else 32, KIND=window.kind,
+        AHEAD=window.ahead, IN_ORDER=in_order, TOKENS=_PLACES, num_warps=4,
     )  # fmt: skip
-    return Intervals(order, order, *[*bounds, sorted_key])
+    return Intervals(order, order, **bounds, groups=sorted_key)
 
 
 def bucketed_attention(
@@ -283,14 +270,13 @@ class _BucketedAttention(Function):
         out = empty_alike(q)
         lse, lse2 = (torch.empty(q.shape[:3], dtype=torch.float32, device=q.device) for _ in range(2))
         partial = call.partial(out)
-        steps = strides(q, k, v, out)
+        key_slot, slot_key = slots
+        shared: dict[str, Any] = {"q": q, "k": k, "v": v, "partial": partial, "out": out, "lse2": lse2, "lse": lse}
+        shared |= {"key_slot": key_slot, "slot_key": slot_key, **strides(q=q, k=k, v=v, out=out)}
         tile = tiles(q.shape[3], q.dtype, separate, slots[0] is not None).forward
-        jump = {"JUMP": separate or slots[0] is not None}
+        shared |= call.values | tile.settings() | {"JUMP": separate or key_slot is not None}
         for round_ in range(call.rounds):
-            launch(
-                kernels.forward, call.grid(tile.queries), q, k, v, partial, out, lse2, lse, *call.layout[:4], *slots,
-                *call.layout[4:], *steps, *call.sizes, spec.scale, **(call.settings(round_) | jump), **tile.settings(),
-            )  # fmt: skip
+            launch(kernels.forward, call.grid(tile.queries), **shared, **call.number(round_))
         ctx.spec = spec
         ctx.separate = separate
         ctx.save_for_backward(q, k, v, out, lse2, *layout)
@@ -309,47 +295,60 @@ class _BucketedAttention(Function):
         dv = empty_alike(k)
         partial_q, partial_k, partial_v = (call.partial(x) for x in (dq, dk, dv))
         identity = call.intervals.query_order is None
-        to_sort = (None, None) if identity else (torch.empty_like(lse2), torch.empty_like(delta))
-        sorted_ = (lse2, delta) if identity else to_sort
+        sorted_level = None if identity else torch.empty_like(lse2)
+        sorted_delta = None if identity else torch.empty_like(delta)
         around_queries = call.tiles.queries
         around_keys = call.tiles.keys
-        meeting = call.intervals.meeting(around_keys.keys)
+        first_query, end_query = call.intervals.meeting(around_keys.keys)
+        shared = call.values | {"q": q, "k": k, "v": v, "grad": grad, "grad_lse": grad_lse}
+        shared |= strides(q=q, k=k, v=v, grad=grad)
+        for_queries = shared | {"out": out, "lse2": lse2, "delta": delta, "partial": partial_q, "dq": dq}
+        for_queries |= {"sorted_level": sorted_level, "sorted_delta": sorted_delta, **strides(out=out, dq=dq)}
+        for_keys = shared | {"token_level": lse2, "partial_k": partial_k, "partial_v": partial_v, "dk": dk, "dv": dv}
+        for_keys |= {"lse2": lse2, "delta": delta} if identity else {"lse2": sorted_level, "delta": sorted_delta}
+        for_keys |= {"first_query": first_query, "end_query": end_query, **strides(dk=dk)}
         for round_ in range(call.rounds):
-            launch(
-                kernels.query_gradient, call.grid(around_queries.queries), q, k, v, out, grad, grad_lse, lse2, delta,
-                *to_sort, partial_q, dq, *call.layout, *strides(q, k, v, out, grad, dq), *call.sizes, spec.scale,
-                **call.settings(round_), **around_queries.settings(),
-            )  # fmt: skip
-            launch(
-                kernels.key_gradient, call.grid(around_keys.keys), q, k, v, grad, grad_lse, lse2, *sorted_,
-                partial_k, partial_v, dk, dv, *call.layout, *meeting, *strides(q, k, v, grad, dk), *call.sizes,
-                spec.scale, **call.settings(round_), **around_keys.settings(),
-            )  # fmt: skip
+            number = call.number(round_)
+            grid = call.grid(around_queries.queries)
+            launch(kernels.query_gradient, grid, **for_queries, **number, **around_queries.settings())
+            launch(kernels.key_gradient, call.grid(around_keys.keys), **for_keys, **number, **around_keys.settings())
         return dq, dk, dv, None, None, None, *[None] * len(layout)
 
 
 class _Call:
-    """Sizes, settings and layouts that all launches of one call share."""
+    """Sizes, settings and layouts that all launches of one call share. values: arguments of the kernels, by name."""
 
     def __init__(self, q: Tensor, spec: BucketedAttentionSpec, separate: bool, intervals: Intervals):
-        batch, self.heads, self.length, head_dim = q.shape
-        self.intervals, self.rows = intervals, batch * self.heads
+        batch, heads, self.length, head_dim = q.shape
+        self.intervals = intervals
+        self.rows = batch * heads
         layouts, self.rounds, _ = intervals.low.shape
-        self.sizes = (self.heads, self.rows // layouts, self.length)
         self.tiles = tiles(head_dim, q.dtype, separate)
-        self.dims = {"HEAD_DIM": head_dim, "BLOCK_D": block(head_dim)}
-        self.layout = intervals.tensors()
-        self.rule = {
+        self.values: dict[str, Any] = {
+            "query_order": intervals.query_order,
+            "key_order": intervals.key_order,
+            "lows": intervals.low,
+            "highs": intervals.high,
+            "past_low": intervals.token_low,
+            "past_high": intervals.token_high,
+            "past_index": intervals.token_index,
+            "heads": heads,
+            "sharing": self.rows // layouts,
+            "length": self.length,
+            "scale": spec.scale,
+            "HEAD_DIM": head_dim,
+            "BLOCK_D": block(head_dim),
+            "ROUNDS": self.rounds,
             "RULE": _order_rule(spec, separate),
             "JUMP": separate,
-            "SELF": spec.self_at_last
-            and (spec.exclude_self or separate),  # queries without a visible key attend to themselves
+            # Queries without a visible key attend to themselves.
+            "SELF": spec.self_at_last and (spec.exclude_self or separate),
             "PRECISION": precision(),
         }
 
-    def settings(self, round_: int) -> dict[str, Any]:
-        earlier = 0 if self.intervals.token_index is None else round_
-        return self.dims | {"ROUND": round_, "ROUNDS": self.rounds, "EARLIER": earlier} | self.rule
+    def number(self, round_: int) -> dict[str, int]:
+        """Return the arguments that depend on the round."""
+        return {"ROUND": round_, "EARLIER": 0 if self.intervals.token_index is None else round_}
 
     def grid(self, size: int) -> tuple[int]:
         return (-(-self.length // size) * self.rows,)

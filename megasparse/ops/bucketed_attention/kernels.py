@@ -2,11 +2,8 @@
 
 A program processes a block of sorted queries, or of sorted keys, of one row in one round, and reads and writes the rows
 of these tokens: each token occurs once per round, so programs write disjoint rows. A round continues the previous one:
-its softmax starts from the previous output and log-sum-exp.
-
-Logarithms are in base 2. lse2 is log2 Σ exp(score) of a query over all rounds so far, −∞ without a visible key.
-
-B batch, H heads, R rounds, L length, D head dim, m queries and n keys of a tile.
+its softmax starts from the previous output and log-sum-exp. Logarithms are in base 2; lse2 is log2 Σ exp(score) over
+all rounds so far, −∞ without a visible key. A tile has m queries and n keys.
 """
 
 import triton
@@ -75,9 +72,11 @@ def visible(low, high, index, query, key, RULE: tl.constexpr, KEYS_FIRST: tl.con
     """Return True if a key is visible to the query: `within` its window, with positions that satisfy RULE."""
     shown = within(low, high, index, KEYS_FIRST)
     if KEYS_FIRST:
-        query, key = query[None, :], key[:, None]
+        query = query[None, :]
+        key = key[:, None]
     else:
-        query, key = query[:, None], key[None, :]
+        query = query[:, None]
+        key = key[None, :]
     if RULE == "others":
         shown &= key != query
     elif RULE == "earlier":
@@ -130,29 +129,35 @@ def bounds(
     inside = index < length
     group = group_at(keys, origin, index, inside, SHIFT)
     if KIND == "band":
-        nearest, furthest = index - (chunk - 1), index + chunk
+        nearest = index - (chunk - 1)
+        furthest = index + chunk
     else:
         nearest = index // chunk * chunk - chunk
         furthest = nearest + chunk * (3 if AHEAD else 2)
-    left, right = tl.maximum(nearest, 0), index
+    left = tl.maximum(nearest, 0)
+    right = index
     for _ in range(steps):
         middle = (left + right) // 2
         same = group_at(keys, origin, middle, inside, SHIFT) == group
-        left, right = tl.where(same, left, middle + 1), tl.where(same, middle, right)
+        left = tl.where(same, left, middle + 1)
+        right = tl.where(same, middle, right)
     first = right
     if IN_ORDER:
         end = index + offset
     else:
-        left, right = tl.minimum(index + 1, length), tl.minimum(furthest, length)
+        left = tl.minimum(index + 1, length)
+        right = tl.minimum(furthest, length)
         for _ in range(steps):
             middle = (left + right) // 2
             same = group_at(keys, origin, middle, inside & (middle < length), SHIFT) == group
             open_ = left < right
-            left, right = tl.where(open_ & same, middle + 1, left), tl.where(open_ & (same == 0), middle, right)
+            left = tl.where(open_ & same, middle + 1, left)
+            right = tl.where(open_ & (same == 0), middle, right)
         end = left
     if PADDING is not None:
         padding = tl.load(keys + origin + index, mask=inside, other=0) >= PADDING
-        first, end = tl.where(padding, NOWHERE, first), tl.where(padding, NOWHERE, end)
+        first = tl.where(padding, NOWHERE, first)
+        end = tl.where(padding, NOWHERE, end)
     tl.store(low + origin + index, first, mask=inside)
     tl.store(high + origin + index, end, mask=inside)
     if token_low is not None:
@@ -165,12 +170,14 @@ def bounds(
 @triton.jit
 def not_above(values, origin, length, bound, steps):
     """Return how many of the ascending values [origin, origin + length) are at most `bound`."""
-    left, right = tl.zeros_like(bound), tl.zeros_like(bound) + length
+    left = tl.zeros_like(bound)
+    right = tl.zeros_like(bound) + length
     for _ in range(steps):
         middle = (left + right) // 2
         below = tl.load(values + origin + middle, mask=middle < length, other=0) <= bound
         open_ = left < right
-        left, right = tl.where(open_ & below, middle + 1, left), tl.where(open_ & (below == 0), middle, right)
+        left = tl.where(open_ & below, middle + 1, left)
+        right = tl.where(open_ & (below == 0), middle, right)
     return left
 
 
@@ -198,16 +205,20 @@ def runs(keys, starts, widths, sums, slot_key, length, steps, KEYS: tl.constexpr
     for quarter in tl.static_range(4):
         tl.store(slot_key + 4 * origin + quarter * length + index, -1, mask=inside)
     key = tl.load(keys + origin + index, mask=inside, other=0)
-    start, stop = tl.zeros_like(index), index
-    left, right = index + 1, tl.zeros_like(index) + length
+    start = tl.zeros_like(index)
+    stop = index
+    left = index + 1
+    right = tl.zeros_like(index) + length
     for _ in range(steps):
         middle = (start + stop) // 2
         same = tl.load(keys + origin + middle, mask=inside, other=0) == key
-        start, stop = tl.where(same, start, middle + 1), tl.where(same, middle, stop)
+        start = tl.where(same, start, middle + 1)
+        stop = tl.where(same, middle, stop)
         middle = (left + right) // 2
         same = tl.load(keys + origin + middle, mask=inside & (middle < length), other=0) == key
         open_ = left < right
-        left, right = tl.where(open_ & same, middle + 1, left), tl.where(open_ & (same == 0), middle, right)
+        left = tl.where(open_ & same, middle + 1, left)
+        right = tl.where(open_ & (same == 0), middle, right)
     size = left - stop
     power = size - 1  # set all lower bits: the next power of two minus 1
     for shift in tl.static_range(5):
@@ -227,7 +238,8 @@ def slots(starts, widths, sums, order, key_slot, slot_key, length, KEYS: tl.cons
     twice the sum of earlier widths, which contain such a multiple and belong to no other run.
     """
     blocks = tl.cdiv(length, TOKENS)
-    row, block = (tl.program_id(0) // blocks).to(tl.int64), tl.program_id(0) % blocks
+    row = (tl.program_id(0) // blocks).to(tl.int64)
+    block = tl.program_id(0) % blocks
     origin = row * length
     index = block * TOKENS + tl.arange(0, TOKENS)
     inside = index < length
@@ -294,7 +306,8 @@ def forward(
     its own score as lse; its lse2 stays −∞, and padding gets ∞.
     """
     blocks = tl.cdiv(length, QUERIES)
-    row, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
+    row = tl.program_id(0) // blocks
+    block = tl.program_id(0) % blocks
     layout = (row // sharing).to(tl.int64) * ROUNDS * length
     origin = layout + ROUND * length
     index = block * QUERIES + tl.arange(0, QUERIES)
@@ -303,10 +316,13 @@ def forward(
     low = tl.load(lows + origin + index, mask=inside, other=NOWHERE)
     real = low < NOWHERE
     high = tl.where(real, tl.load(highs + origin + index, mask=inside, other=0), 0)
-    k_row, v_row = row_of(k, row, heads, k_batch, k_head), row_of(v, row, heads, v_batch, v_head)
+    k_row = row_of(k, row, heads, k_batch, k_head)
+    v_row = row_of(v, row, heads, v_batch, v_head)
     q_tile = gather(row_of(q, row, heads, q_batch, q_head), query, q_stride, real, HEAD_DIM, BLOCK_D)
     if EARLIER:
-        past_low, past_high, past_index = past_low + layout, past_high + layout, past_index + layout
+        past_low = past_low + layout
+        past_high = past_high + layout
+        past_index = past_index + layout
     statistic = row.to(tl.int64) * length + query
     top = tl.full([QUERIES], -float("inf"), tl.float32)
     result = tl.zeros([QUERIES, BLOCK_D], tl.float32)
@@ -319,7 +335,8 @@ def forward(
     if slot_key is not None:
         seeing = low < high
         slot = tl.load(key_slot + origin + low, mask=seeing, other=0)
-        low, high = slot, tl.where(seeing, slot + high - low, 0)
+        high = tl.where(seeing, slot + high - low, 0)
+        low = slot
     if JUMP:
         start = after(0, low, high) // KEYS * KEYS
         while start < 4 * length:
@@ -404,7 +421,8 @@ def query_gradient(
     key.
     """
     blocks = tl.cdiv(length, QUERIES)
-    row, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
+    row = tl.program_id(0) // blocks
+    block = tl.program_id(0) % blocks
     layout = (row // sharing).to(tl.int64) * ROUNDS * length
     origin = layout + ROUND * length
     index = block * QUERIES + tl.arange(0, QUERIES)
@@ -413,7 +431,8 @@ def query_gradient(
     low = tl.load(lows + origin + index, mask=inside, other=NOWHERE)
     real = low < NOWHERE
     high = tl.where(real, tl.load(highs + origin + index, mask=inside, other=0), 0)
-    k_row, v_row = row_of(k, row, heads, k_batch, k_head), row_of(v, row, heads, v_batch, v_head)
+    k_row = row_of(k, row, heads, k_batch, k_head)
+    v_row = row_of(v, row, heads, v_batch, v_head)
     q_tile = gather(row_of(q, row, heads, q_batch, q_head), query, q_stride, real, HEAD_DIM, BLOCK_D)
     grad_tile = gather(row_of(grad, row, heads, grad_batch, grad_head), query, grad_stride, real, HEAD_DIM, BLOCK_D)
     statistic = row.to(tl.int64) * length + query
@@ -431,7 +450,9 @@ def query_gradient(
         tl.store(sorted_level + row.to(tl.int64) * length + index, end, mask=inside)
         tl.store(sorted_delta + row.to(tl.int64) * length + index, common, mask=inside)
     if EARLIER:
-        past_low, past_high, past_index = past_low + layout, past_high + layout, past_index + layout
+        past_low = past_low + layout
+        past_high = past_high + layout
+        past_index = past_index + layout
     result = tl.zeros([QUERIES, BLOCK_D], tl.float32)
     if JUMP:
         start = after(0, low, high)
@@ -505,7 +526,8 @@ def key_gradient(
     end_query: see `Intervals.meeting`.
     """
     blocks = tl.cdiv(length, KEYS)
-    row, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
+    row = tl.program_id(0) // blocks
+    block = tl.program_id(0) % blocks
     layout = (row // sharing).to(tl.int64) * ROUNDS * length
     origin = layout + ROUND * length
     index = block * KEYS + tl.arange(0, KEYS)
@@ -517,7 +539,9 @@ def key_gradient(
     v_tile = gather(row_of(v, row, heads, v_batch, v_head), key, v_stride, inside, HEAD_DIM, BLOCK_D)
     statistics = row.to(tl.int64) * length
     if EARLIER:
-        past_low, past_high, past_index = past_low + layout, past_high + layout, past_index + layout
+        past_low = past_low + layout
+        past_high = past_high + layout
+        past_index = past_index + layout
     meeting = ((row // sharing) * ROUNDS + ROUND) * blocks + block
     to_k = tl.zeros([KEYS, BLOCK_D], tl.float32)
     to_v = tl.zeros([KEYS, BLOCK_D], tl.float32)
@@ -541,6 +565,7 @@ def key_gradient(
         own_q = gather(q_row, key, q_stride, self_only, HEAD_DIM, BLOCK_D)
         to_k += slope[:, None] * own_q.to(tl.float32)
         to_v += gather(grad_row, key, grad_stride, self_only, HEAD_DIM, BLOCK_D).to(tl.float32)
-    dk_row, dv_row = row_of(dk, row, heads, dk_batch, dk_head), row_of(dv, row, heads, dk_batch, dk_head)
+    dk_row = row_of(dk, row, heads, dk_batch, dk_head)
+    dv_row = row_of(dv, row, heads, dk_batch, dk_head)
     keep(to_k, partial_k, dk_row, key, dk_stride, inside, ROUND == ROUNDS - 1, HEAD_DIM, BLOCK_D)
     keep(to_v, partial_v, dv_row, key, dk_stride, inside, ROUND == ROUNDS - 1, HEAD_DIM, BLOCK_D)

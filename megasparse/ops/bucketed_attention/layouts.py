@@ -12,9 +12,8 @@ A block is several tiles. It gathers its tokens from q, k and v, so that rows ar
 Visibility is float arithmetic, because bool comparisons and masked_fill_ are not vectorised: the product that computes
 the scores also subtracts a multiple of 2^100 from the score of each hidden pair.
 
-B batch, H heads, R rounds, L length, D head dim, M the window's chunk, G rows at a time, T queries per tile, S tiles of
-keys around it, n tiles per block, K keys per tile (S·T, or the longest run of a block), P slots: sorted indices with
-empty slots around them.
+n tiles per block of T queries each, S tiles of keys around a tile, K keys per tile (S·T, or the longest run of a
+block), P slots: sorted indices with empty slots around them.
 """
 
 from abc import ABC, abstractmethod
@@ -40,15 +39,8 @@ LOWEST = -(2.0**90)  # below any score and far above hidden ones: the maximum if
 
 @dataclass
 class RowGroup:
-    """A group of G rows with their layout.
-
-    Args:
-        index: Rows of B·H.
-        q, k, v: (G, L, D).
-        layout: A layout with tensors (G, R, L), or None for a cache.
-        dtype: Dtype of the computation.
-        shared_codes: True if queries and keys share codes.
-        dropout: Dropout of the probabilities, with queries (G, L), or None.
+    """A group of G rows (index: of B·H) with their layout. q, k, v: (G, L, D). layout: tensors (G, R, L), or None for a
+    cache. dropout: queries (G, L).
     """
 
     index: slice
@@ -70,11 +62,8 @@ def tile_size(window: Window) -> int:
 class TileBlock(ABC):
     """Tiles of a round. Tokens are numbered over the rows of their group.
 
-    Attributes:
-        first_round: True if the block belongs to the first round.
-        query_tokens, key_tokens: Gathered tokens.
-        length, dtype: Length of a row, and dtype of the computation.
-        real: (n, T) bool, False for slots that repeat a query; None if no slot does.
+    first_round: True if the block belongs to the first round. query_tokens, key_tokens: gathered tokens. real: (n, T)
+    bool, False for slots that repeat a query; None if no slot does.
     """
 
     first_round: bool
@@ -106,9 +95,8 @@ class TileBlock(ABC):
         x.flatten(0, 1).index_add_(0, *self.real_queries(values))
 
     def scores(self, q: Tensor, k: Tensor) -> Tensor:
-        """Return q·k of pairs visible in this round but no earlier one, far below LOWEST for others: (n, T, K).
-
-        q, k: results of `queries` and `keys`, scaled.
+        """Return q·k of pairs visible in this round but no earlier one, far below LOWEST for others: (n, T, K). q, k:
+        results of `queries` and `keys`, scaled.
         """
         return self.hidden().to(q.dtype).baddbmm_(q, k.transpose(1, 2), beta=-HIDDEN)
 
@@ -158,9 +146,7 @@ class RangeLayout(NamedTuple):
         cls, codes: Tensor, key_codes: Tensor | None, spec: BucketedAttentionSpec, key_mask: Tensor | None,
         segments: Tensor | None,
     ) -> "RangeLayout":  # fmt: skip
-        """Return the layout of codes (B, H, R, L) or (B, 1, R, L), any integer type. key_codes: None if shared with the
-        queries, which requires causal attention.
-        """
+        """Return the layout of integer codes (B, H|1, R, L). key_codes: None if shared, which requires causality."""
         layout = cls(*(torch.empty(codes.shape, dtype=torch.int32, device=codes.device) for _ in range(4)))
         if key_codes is None:
             for piece, masks in row_pieces(codes, key_mask, segments):
@@ -228,9 +214,8 @@ class KeyRuns(NamedTuple):
 class RangeRound:
     """One round of a group of rows, with queries sorted by the ends of their ranges.
 
-    Attributes:
-        order: (G·L), key at each sorted index of all rows, numbered over the rows.
-        low, high: Key range by token; earlier: (rank, low, high) of the rounds that hide pairs of this one.
+    order: (G·L), key at each sorted index of all rows, numbered over the rows. low, high: key range by token. earlier:
+    (rank, low, high) of the rounds that hide pairs of this one.
     """
 
     @staticmethod
@@ -249,9 +234,10 @@ class RangeRound:
         order, first, high = (x[:, number] for x in (layout.order, layout.first, layout.high))
         self.group, self.length = order.shape
         self.dtype = ranges[0][0].dtype
-        self.tile, places = tile_size(spec.window), spec.places(self.length)
+        self.tile = tile_size(spec.window)
+        places = spec.places(self.length)
         self.row_start = torch.arange(self.group, device=order.device)[:, None] * self.length
-        self.order = (order + self.row_start).flatten()
+        self.order = (order + self.row_start).flatten()  # (G·L)
         self.shared_codes = rows.shared_codes
         self.aligned = rows.shared_codes and len(places) == self.length  # a query's row in its tile is its rank
         if self.aligned:
@@ -261,7 +247,8 @@ class RangeRound:
         self.query = query
         self.query_first = first.gather(1, query)
         self.query_high = high.gather(1, query)
-        self.earlier, (_, self.low, self.high) = ranges[: number if spec.count_rounds else 0], ranges[number]
+        self.earlier = ranges[: number if spec.count_rounds else 0]
+        (_, self.low, self.high) = ranges[number]
 
     def short_tiles(self) -> Iterator[KeyRuns]:
         """Yield tiles of T neighbouring queries, with the run of their visible keys. The total length of all runs is at
@@ -274,7 +261,7 @@ class RangeRound:
         index = torch.arange(tiles * self.tile, device=self.query.device)
         real = None
         if len(index) > self.query.shape[1]:
-            real = (index < self.query.shape[1]).expand(self.group, -1).reshape(-1, self.tile)
+            real = (index < self.query.shape[1]).expand(self.group, -1).reshape(-1, self.tile)  # (n, T)
             index.clamp_max_(self.query.shape[1] - 1)
         query, first, high = (
             x.index_select(1, index).view(-1, self.tile)
@@ -380,14 +367,14 @@ class RangeBlock(TileBlock):
         )
 
     def real_queries(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        tokens = self.query_tokens.flatten()
-        values = values.flatten(0, 1)
+        tokens = self.query_tokens.flatten()  # (n·T)
+        values = values.flatten(0, 1)  # (n·T, ...)
         if self.real_places is None:
             return tokens, values
         return tokens.index_select(0, self.real_places), values.index_select(0, self.real_places)
 
     def add_to_keys(self, x: Tensor, weight: Tensor, values: Tensor) -> None:
-        total = torch.bmm(weight.transpose(1, 2), values)
+        total = torch.bmm(weight.transpose(1, 2), values)  # (n, K, D)
         x.flatten(0, 1).index_add_(0, self.key_tokens.flatten(), total.flatten(0, 1))
 
     def hidden(self) -> Tensor:

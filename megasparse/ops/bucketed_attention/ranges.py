@@ -1,7 +1,4 @@
-"""Keys of a query by rank inside its bucket: bands for queries and keys with separate codes.
-
-B batch, H heads, Lq queries, Lk keys, M chunk.
-"""
+"""Keys of a query by rank inside its bucket: bands for queries and keys with separate codes."""
 
 from typing import NamedTuple
 

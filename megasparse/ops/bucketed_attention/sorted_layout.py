@@ -93,12 +93,10 @@ def _attending(spec: BucketedAttentionSpec, length: int) -> range:
 class SortedRound:
     """One round of a group of rows in sorted order, with empty slots around it.
 
-    Attributes:
-        token: (G, P), tokens in order.
-        window, earlier: For this round, and for earlier rounds that hide its pairs, slots of each tile's keys
-            (G, tiles, 1, K), and low and high of its queries (G, tiles, T, 1): slots low < slot <= high are visible.
-        order_hides: (T, K), 1 for keys that the sorted order hides from a query of the tile; or None.
-        position: Positions of each tile's keys and queries if a causal window mixes buckets; else None.
+    token: (G, P), tokens in order. window, earlier: for this round, and for earlier rounds that hide its pairs, slots
+    of each tile's keys (G, tiles, 1, K), and low and high of its queries (G, tiles, T, 1): low < slot <= high is
+    visible. order_hides: (T, K), 1 for keys that the sorted order hides from a query of the tile; or None. position:
+    of each tile's keys and queries if a causal window mixes buckets; else None.
     """
 
     def __init__(self, rows: RowGroup, number: int):
@@ -108,7 +106,8 @@ class SortedRound:
         self.rows_dtype = rows.dtype
         self.first = number == 0
         self.tile, back, ahead = _reach(spec)
-        self.span, self.lead = back + 1 + ahead, back * self.tile  # S; empty slots before a row's first
+        self.span = back + 1 + ahead  # S
+        self.lead = back * self.tile  # empty slots before a row's first
         group, _, self.length = rows.layout.order.shape
         self.tiles = -(-self.length // self.tile)
         # An empty slot repeats a token of the same row, so that non-finite numbers stay in their row.
@@ -143,9 +142,7 @@ class SortedRound:
         self.position = self._ranges(position, position, position)[:2] if mixes else None
 
     def _ranges(self, keys: Tensor, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return each tile's keys (G, tiles, 1, K), and low and high of its queries (G, tiles, T, 1), as views of
-        (G, P).
-        """
+        """Return each tile's keys (G, tiles, 1, K), and low and high of its queries (G, tiles, T, 1), as views."""
         of_queries = slice(self.lead, self.lead + self.tiles * self.tile)
         low, high = (x[:, of_queries].unflatten(1, (self.tiles, self.tile)).unsqueeze(3) for x in (low, high))
         return keys.unfold(1, self.span * self.tile, self.tile).unsqueeze(2), low, high

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megasparse.attention.contract import AttentionContext
-from megasparse.attention.heads import AttentionLayer, Padding
+from megasparse.attention.heads import MultiHeadAttention, Padding
 from megasparse.config.finetuning import HeadConfig, RecommendationConfig
 from megasparse.config.schema import ModelConfig, PositionsConfig
 from megasparse.errors import ConfigError
@@ -80,7 +80,7 @@ class NewsRecommender(nn.Module):
         hidden, model = head.hidden or body.width, history_model(body.width, config)
         self.news_pooling = AdditivePooling(body.width, hidden, seed, "news")
         self.user_pooling = AdditivePooling(body.width, hidden, seed, "user")
-        self.attention = AttentionLayer(model, 0, derive(seed, "attention over clicked news"))
+        self.attention = MultiHeadAttention(model, 0, derive(seed, "attention over clicked news"))
         self.unknown_user = nn.Parameter(torch.zeros(body.width))
         weights = (self.attention.mechanism(kind).task_weight for kind in self.attention.split)
         self.task_weight = min(body.task_weight, *weights)

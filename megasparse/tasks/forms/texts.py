@@ -193,7 +193,7 @@ class TextForm(Form):
             lines[0] += f"; {answers.examples:,} answers, the longest of {answers.longest:,} tokens"
         return lines + answers.notes(split)
 
-    def _frame(self, segments: int) -> list[np.ndarray]:
+    def frame(self, segments: int) -> list[np.ndarray]:
         return [self.end[:0], self.end]
 
     def model(self, body: Any) -> TextModel:

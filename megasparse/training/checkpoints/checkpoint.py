@@ -25,9 +25,17 @@ from megasparse.config.schema import Config, LoRAConfig, ModelConfig, RunSetting
 from megasparse.data.tokenizers import NAMED
 from megasparse.errors import CheckpointError, ConfigError
 from megasparse.files import Progress, file_sha256, silent
+from megasparse.ops.quantised import is_quantised, quantise
 from megasparse.settings.checks import check_model
 from megasparse.settings.load import validated
-from megasparse.training.checkpoints.manifest import MANIFEST, RESTORE, find_checkpoint, read_manifest, size_of
+from megasparse.training.checkpoints.manifest import (
+    MANIFEST,
+    RESTORE,
+    find_checkpoint,
+    read_manifest,
+    size_of,
+    weights_digest,
+)
 
 FORGED = "Do not trust it"
 """Hint for checkpoints that megasparse cannot have written."""
@@ -171,6 +179,12 @@ class Checkpoint:
             problem = f"its configuration is from another version: {'.'.join(map(str, first['loc']))}: {first['msg']}"
             raise CheckpointError(self.path, problem, "Use the version of megasparse that wrote it") from None
 
+    def check_base(self, digest: str) -> None:
+        """Raise CheckpointError if its adapters belong to other weights. digest: `weights_digest` of the weights."""
+        if (base := self.manifest.get("base")) not in (None, digest):
+            problem = f"its adapters belong to weights {base[:12]}…, but the run's folder contains {digest[:12]}…"
+            raise CheckpointError(self.path, problem, f"Restore {START.parts[0]}/ there")
+
     def tensor(self, kind: str, name: str) -> Tensor:
         """Read a whole tensor, fp32 on the CPU. `kind` is "weight" or an optimizer state. Raises CheckpointError."""
         shape = self.shape(kind, name)
@@ -219,6 +233,10 @@ class Checkpoint:
                 if (stored.get_dtype(), stored.get_shape()) != ("F32", [numel]):
                     problem = f"{key} is {stored.get_dtype()} {stored.get_shape()} instead of F32 [{numel}]"
                     raise CheckpointError(self.path / name, problem, FORGED)
+
+    def close(self) -> None:
+        """Unmap the files, whose pages otherwise stay in memory. They are opened again on demand."""
+        self._open_files.clear()
 
     def _file(self, name: str) -> Any:
         if name not in self._open_files:
@@ -308,8 +326,8 @@ def _matched(module: nn.Module, checkpoint: Checkpoint) -> dict[str, Tensor]:
     return parameters
 
 
-A, B = ".lora_A.default.weight", ".lora_B.default.weight"
-"""Suffixes of the names of an adapter's two weights."""
+A, B, NORMS = (f".lora_{part}.default.weight" for part in ("A", "B", "magnitude_vector"))
+"""Suffixes of the names of an adapter's weights; the last one of DoRA's."""
 START = Path("start", "checkpoints", "00000000")
 """Path in a run's folder of the weights that its adapters belong to."""
 
@@ -318,20 +336,25 @@ class Merged(Checkpoint):
     """A pretraining run's checkpoint with its adapters added to the frozen weights, without the section `lora`.
 
     Weights are merged when they are read. Weights that the run trained in full (mechanisms) come from the run, all
-    others from its start. Raises CheckpointError if the adapters do not fit the weights.
+    others from its start, quantised and dequantised as in the run. Raises CheckpointError if the adapters do not fit
+    the weights.
     """
 
     def __init__(self, adapters: Checkpoint, base: Checkpoint, lora: LoRAConfig):
+        adapters.check_base(weights_digest(base.manifest))
         weights = base.manifest["tensors"]["weight"]
         config = {**adapters.manifest["config"], "lora": None}
         super().__init__(adapters.path, {**adapters.manifest, "config": config, "tensors": {"weight": weights}})
-        self._base, self._scale = base, lora.alpha / lora.rank
-        self._adapters, self._trained = adapters, adapters.manifest["tensors"]["weight"]
+        self.base, self.lora = base, lora
+        rounded = adapters.settings.training.precision == "bf16"
+        self._dtype = torch.bfloat16 if rounded else torch.float32
+        self.adapters, self._trained = adapters, adapters.manifest["tensors"]["weight"]
         layers = {name.removesuffix(A) for name in self._trained if name.endswith(A)}
         expected: dict[str, list[int]] = {name: entry["shape"] for name, entry in weights.items()}
         for layer in layers:
             rows, columns = expected.get(f"{layer}.weight", [0, 0])
             expected |= {f"{layer}{A}": [lora.rank, columns], f"{layer}{B}": [rows, lora.rank]}
+            expected |= {f"{layer}{NORMS}": [rows]} if lora.dora else {}
         for name, entry in self._trained.items():
             if entry["shape"] != expected.get(name):
                 problem = f"{name} with shape {entry['shape']} fits no weight of {base.path}"
@@ -339,13 +362,30 @@ class Merged(Checkpoint):
 
     def read(self, kind: str, name: str, start: int, numel: int) -> Tensor:
         if name in self._trained:
-            return self._adapters.read(kind, name, start, numel)
-        values = self._base.read(kind, name, start, numel)
+            return self.adapters.read(kind, name, start, numel)
         layer = name.removesuffix(".weight")
-        if f"{layer}{A}" not in self._trained:
+        adapted = f"{layer}{A}" in self._trained
+        if not (adapted or self._is_quantised(name)):
+            return self.base.read(kind, name, start, numel)
+        values = self.frozen(name)
+        if adapted:
+            a, b = (self.adapters.tensor(kind, f"{layer}{part}") for part in (A, B))
+            values.addmm_(b, a, alpha=self.lora.scale)
+        if adapted and self.lora.dora:
+            norms = self.adapters.tensor(kind, f"{layer}{NORMS}")
+            values *= (norms / values.norm(dim=1))[:, None]
+        return values.view(-1)[start : start + numel]
+
+    def frozen(self, name: str) -> Tensor:
+        """Return a weight as the run computed with it, without its adapter."""
+        values = self.base.tensor("weight", name)
+        if not self._is_quantised(name):
             return values
-        product = self._adapters.tensor(kind, f"{layer}{B}") @ self._adapters.tensor(kind, f"{layer}{A}")
-        return values.add_(product.view(-1)[start : start + numel], alpha=self._scale)
+        assert self.lora.quantized is not None
+        return quantise(values, self.lora.quantized, self._dtype).dequantise().float()
+
+    def _is_quantised(self, name: str) -> bool:
+        return self.lora.quantized is not None and is_quantised(name, self.base.shape("weight", name))
 
 
 def merge_adapters(checkpoint: Checkpoint) -> Checkpoint:

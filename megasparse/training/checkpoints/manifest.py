@@ -75,6 +75,7 @@ class _Manifest(TypedDict):
     config: dict[str, Any]
     data_fingerprint: str
     tokenizer: dict[str, str]
+    base: NotRequired[str | None]
     files: dict[Annotated[str, Field(pattern=r"^rank-[0-9]{5,}\.safetensors$")], _File]
     tensors: dict[str, dict[str, _Tensor]]
     versions: NotRequired[dict[str, str]]
@@ -215,11 +216,19 @@ class RunIdentity:
     """Digest of the training data."""
     tokenizer: dict[str, str]
     """`name` and `sha256`."""
+    base: str | None = None
+    """Digest of the frozen weights (`weights_digest`) of a run that trains adapters."""
 
     @property
     def checkpoints(self) -> Path:
         """Folder of the run's checkpoints."""
         return Path(self.config.run.directory) / "checkpoints"
+
+
+def weights_digest(manifest: dict[str, Any]) -> str:
+    """Return the digest of a checkpoint's files."""
+    digests = (entry["sha256"] for _, entry in sorted(manifest["files"].items()))
+    return hashlib.sha256(" ".join(digests).encode()).hexdigest()
 
 
 @functools.cache  # digest the source as it was when the process started

@@ -65,6 +65,7 @@ def find_start(
     inputs = {
         "config": json.loads(run.config.model_dump_json()),
         "data": run.data_fingerprint,
+        "base": run.base,
         "tokenizer": run.tokenizer,
         "code": versions(),
         "command": {"resume": resume, "allow_changed_config": allow_changed_config},
@@ -127,6 +128,8 @@ def _newest_complete(paths: list[Path], progress: Progress) -> Path | None:
 
 def _check_data(checkpoint: Checkpoint, run: RunIdentity) -> None:
     manifest = checkpoint.manifest
+    if run.base is not None:
+        checkpoint.check_base(run.base)
     then = flatten({"data": manifest["data_fingerprint"], "tokenizer": manifest["tokenizer"]})
     now = flatten({"data": run.data_fingerprint, "tokenizer": run.tokenizer})
     if changed := [key for key in _changed(then, now) if key != "data" or then["data"] != NO_DATA]:

@@ -270,6 +270,7 @@ class Saver:
             "world_size": self.ranks.world_size,
             "config": json.loads(self.config.model_dump_json()),
             "data_fingerprint": self.run.data_fingerprint,
+            "base": self.run.base,
             "tokenizer": self.run.tokenizer,
             "versions": versions(),
             "files": {part["file"]: {"bytes": part["bytes"], "sha256": part["sha256"]} for part in parts},

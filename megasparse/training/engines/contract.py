@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from megasparse.config.schema import RunSettings
 from megasparse.data.batches import Batch
 from megasparse.files import Progress, silent
+from megasparse.ops.quantised import Quantised
 from megasparse.optimizers import create_state, set_steps_done, state_tensors, steps_done
 from megasparse.training.checkpoints.checkpoint import Checkpoint, Fragment, persistent_buffers
 from megasparse.training.ranks import Ranks
@@ -279,6 +280,8 @@ class Weights:
     def fill(self, device: torch.device) -> None:
         """Load every weight in full, one after another, on `device`, and move the buffers there."""
         for name, weight in self.model.named_parameters():
+            if isinstance(weight, Quantised):  # on the device since it was quantised
+                continue
             put(weight, self.read(name, weight, 0, weight.numel()).view(weight.shape).to(device, weight.dtype))
         move_buffers(self.model, device)
 

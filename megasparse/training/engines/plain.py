@@ -26,7 +26,8 @@ class TorchEngine(Engine):
         if self._rounded:
             self._masters = {name: p.detach().clone() for name, p in self._masters.items()}
             for p in model.parameters():
-                p.data = p.data.bfloat16()
+                if p.dtype == torch.float32:
+                    p.data = p.data.bfloat16()
         self.optimizer = build_optimizer(self._masters, config.optimizer)
 
     def _backward(self, objective: Tensor, micro_batches: int, last: bool, poison_gradient: bool) -> None:

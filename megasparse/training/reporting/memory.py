@@ -1,5 +1,6 @@
 """Scalars of speed and memory, the memory of a rank by kind, in bytes, and the report of an out-of-memory error."""
 
+import ctypes
 import json
 import sys
 from collections.abc import Iterable
@@ -30,6 +31,12 @@ def bytes_of(tensors: Iterable[Tensor], device: torch.device) -> tuple[int, int]
         storages[storage.data_ptr()] = (storage.nbytes(), tensor.device.type == device.type)
     on_device = sum(size for size, is_on_device in storages.values() if is_on_device)
     return on_device, sum(size for size, _ in storages.values()) - on_device
+
+
+def trim_memory() -> None:
+    """Return freed memory to the system, which glibc otherwise keeps."""
+    with suppress(AttributeError, OSError, TypeError):  # no glibc
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def memory_scalars(device: torch.device, held: dict[str, tuple[int, int]]) -> dict[str, float]:

@@ -1,5 +1,7 @@
 """Sparse Transformer, Longformer and BigBird: the pairs that are visible, one by one, and a dense softmax over them."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -13,18 +15,13 @@ from tests.helpers.models import Single
 BOTH = pytest.mark.parametrize("causal", [True, False])
 SETTINGS = [
     ("sparse_transformer", {"stride": 4}),
-    ("sparse_transformer", {"stride": 1}),
     ("sparse_transformer", {"stride": 100}),
     ("sparse_transformer", {}),
     ("longformer", {"chunk": 4, "globals": 0}),
-    ("longformer", {"chunk": 4, "globals": 3}),
     ("longformer", {"chunk": 4, "globals": 18}),
-    ("longformer", {"chunk": 4, "globals": 1000}),
     ("longformer", {"chunk": 1000, "globals": 2}),
-    ("bigbird", {"chunk": 3, "globals": 1, "random": 2}),
     ("bigbird", {"chunk": 3, "globals": 0, "random": 1}),
     ("bigbird", {"chunk": 2, "globals": 2, "random": 40}),
-    ("bigbird", {"chunk": 1000, "globals": 1, "random": 2}),
 ]
 EVERY = pytest.mark.parametrize("kind,settings", SETTINGS, ids=str)
 
@@ -80,9 +77,9 @@ def dense(shown, q, k, v, mask, segments):
 
 @BOTH
 @EVERY
-@pytest.mark.parametrize("length", [1, 23])
-def test_forward_and_gradients_equal_the_definition(kind, settings, causal, length):
-    single, shown = build(kind, causal, settings), pattern(kind, settings, causal, length)
+def test_forward_and_gradients_equal_the_definition(kind, settings, causal):
+    single, length = build(kind, causal, settings), 23
+    shown = pattern(kind, settings, causal, length)
     x, *heads = single.inputs(length, dtype=torch.float64)
     everything = torch.ones(2, length, dtype=torch.bool)
     mask, segments = everything.clone(), torch.zeros(2, length, dtype=torch.int64)
@@ -96,16 +93,12 @@ def test_forward_and_gradients_equal_the_definition(kind, settings, causal, leng
         )
 
 
-@pytest.mark.parametrize("total", [None, 12])
-@pytest.mark.parametrize("global_blocks", [0, 1, 5, 20])
-@pytest.mark.parametrize("count", [1, 3, 30])
-def test_random_blocks_are_different_candidates(total, global_blocks, count):
-    table = random_blocks(torch.arange(12), 7, range(4), global_blocks, total, count)
-    assert table.shape == (4, 12, count)
-    for h in range(4):
-        for w in range(12):
-            stop = 12 if total else w
-            candidates = {b for b in range(global_blocks, stop) if abs(b - w) > 1}
+def test_random_blocks_are_different_candidates():
+    for total, global_blocks, count in itertools.product([None, 12], [0, 5, 20], [1, 3, 30]):
+        table = random_blocks(torch.arange(12), 7, range(4), global_blocks, total, count)
+        assert table.shape == (4, 12, count)
+        for h, w in itertools.product(range(4), range(12)):
+            candidates = {b for b in range(global_blocks, 12 if total else w) if abs(b - w) > 1}
             chosen = [b for b in table[h, w].tolist() if b >= 0]
             assert len(chosen) == len(set(chosen)) == min(count, len(candidates))
             assert set(chosen) <= candidates

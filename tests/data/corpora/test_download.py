@@ -24,6 +24,7 @@ from megasparse.data.urls import ShardCache
 from megasparse.errors import ConfigError, DataError
 from megasparse.files import locked, write_file
 from tests.data.folders import everything, ramp, write_folder
+from tests.helpers.cases import together
 from tests.helpers.commands import refusal
 
 BODY = bytes(range(256)) * 12_000
@@ -185,7 +186,7 @@ def opened(tmp_path: Any, *locations: str) -> Source:
     return Source.open(locations, None, tmp_path / ".download", "files")
 
 
-@pytest.mark.parametrize(
+@together(
     ("location", "names"),
     [
         ("memory://bucket/a", ["1.txt", "2.txt", "b/3.txt"]),
@@ -249,7 +250,7 @@ def test_an_unreadable_source_is_one_line(store, tmp_path, location, error, mess
 PINNED = f"hf://datasets/owner/name@{'0' * 40}/data/*.parquet"
 
 
-@pytest.mark.parametrize(
+@together(
     ("location", "library", "package"),
     [
         ("gs://bucket/a", "gcsfs", r"-e '\.\[gs\]'"),

@@ -9,6 +9,7 @@ from megasparse.data.corpora import CORPORA
 from megasparse.data.corpora.drawn import Duplication, Recall
 from megasparse.errors import ConfigError
 from tests.data.folders import source_of
+from tests.helpers.cases import together
 from tests.helpers.commands import refusal
 
 SMALL: dict[str, dict[str, int]] = {
@@ -36,7 +37,7 @@ def test_sequences_are_a_function_of_the_seed(corpus):
     assert hashlib.sha256(b"".join(b"".join(sequences) for sequences in drawn.values())).hexdigest() == DIGESTS[corpus]
 
 
-@pytest.mark.parametrize(
+@together(
     ("corpus", "changed", "message"),
     [
         ("duplication", {"sample_bytes": 21}, "--length: 21 is not twice .* such as 22"),

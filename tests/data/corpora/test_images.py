@@ -31,6 +31,7 @@ from tests.data.corpora.pictures import (
     write_zip,
 )
 from tests.data.folders import everything, prepared, source_of
+from tests.helpers.cases import together
 from tests.helpers.commands import refusal
 
 IMAGE = draw(1)[0]
@@ -78,7 +79,7 @@ def test_other_colour_modes_are_converted_and_reported(capsys):
     assert np.abs(pixels(saved(Image.fromarray(smooth), "JPEG", quality=95)).astype(int) - smooth).max() < 4
 
 
-@pytest.mark.parametrize(
+@together(
     ("content", "problem"),
     [
         (png(draw(1, 9)[0]), r"9×9 pixels, 8×8 are expected\. Scale or crop"),
@@ -156,7 +157,7 @@ def sizes(*places: Path, **options: Any) -> dict[str, int]:
     return {name: len(found) for name, found in shared_out(*places, **options).items()}
 
 
-@pytest.mark.parametrize("mode", ["w", "w:gz", "w:xz", "zip"])
+@together("mode", ["w", "w:gz", "w:xz", "zip"])
 def test_folders_and_archives_name_the_split(tmp_path, mode, capsys):
     files = under("train", "deep/validation/cats", "test")
     want = {"train": list(range(0, 20, 3)), "validation": list(range(1, 20, 3)), "test": list(range(2, 20, 3))}
@@ -174,7 +175,7 @@ def test_folders_and_archives_name_the_split(tmp_path, mode, capsys):
     assert "folder: 20 files are read, 1 left out (train/labels.csv): their names end otherwise" in others
 
 
-@pytest.mark.parametrize(
+@together(
     ("folders", "split"),
     [
         (("a", "training", "test"), "train"),
@@ -215,7 +216,7 @@ def test_shards_hold_the_pixels_of_whole_images(tmp_path):
         assert everything(index, name).tolist() == ALL[first::2].reshape(-1).tolist()
 
 
-@pytest.mark.parametrize("kind", [tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.FIFOTYPE, tarfile.CHRTYPE])
+@together("kind", [tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.FIFOTYPE, tarfile.CHRTYPE])
 def test_links_and_devices_are_rejected(tmp_path, kind):
     files = {"a.png": FILES["00.png"], "b.png": special_member("b.png", kind)}
     with pytest.raises(DataError, match=r"x\.tar:b\.png: at byte 1024 this is neither a file nor a folder"):
@@ -237,8 +238,8 @@ def torn(content: bytes, how: str) -> bytes:
     return content[: {"in a member": 700, "between members": 1024, "in a header": 1100}[how]]
 
 
-@pytest.mark.parametrize("how", ["a header", "in a member", "between members", "in a header"])
-@pytest.mark.parametrize("suffix", [".tar", ".tar.gz"])
+@together("how", ["a header", "in a member", "between members", "in a header"])
+@together("suffix", [".tar", ".tar.gz"])
 def test_a_torn_archive_is_rejected(tmp_path, how, suffix):
     """The iterator of tarfile takes three of these for the end of the archive."""
     content = torn(write_tar(tmp_path / "whole.tar", FILES).read_bytes(), how)
@@ -247,7 +248,7 @@ def test_a_torn_archive_is_rejected(tmp_path, how, suffix):
     refusal(lambda: read_corpus("images", path), match=r"x\.tar.*: this archive cannot be read: .*Get it again")
 
 
-@pytest.mark.parametrize(
+@together(
     ("files", "problem"),
     [
         ({"a.txt": b"x"}, "contains no images. Give folders or archives of files named .png"),
@@ -406,7 +407,7 @@ def test_user_images_are_split_and_need_a_resampling_method(tmp_path):
         imagenet64_about(place)
 
 
-@pytest.mark.parametrize(
+@together(
     ("files", "problem"),
     [
         ({"train_data_batch_3": b"\x80\x02}q\0."}, r"train_data_batch_3: this batch is a pickle.*npz version"),

@@ -19,6 +19,7 @@ from megasparse.data.corpora.text import Enwik8
 from megasparse.errors import ConfigError, DataError
 from tests.data.corpora.pictures import write_files, write_zip
 from tests.data.folders import source_of
+from tests.helpers.cases import together
 from tests.helpers.commands import refusal
 from tests.helpers.peak_memory import traced_peak
 
@@ -35,8 +36,8 @@ def open_source(*locations: Path, member: str | None = None) -> Source:
     return source_of(*locations, kind="stream", member=member)
 
 
-@pytest.mark.parametrize("suffix", COMPRESS)
-@pytest.mark.parametrize("zipped", [False, True])
+@together("suffix", COMPRESS)
+@together("zipped", [False, True])
 def test_compressed_files_and_members_are_decompressed(tmp_path, suffix, zipped):
     raw = bytes(range(256)) * 10_000  # several pieces
     path = tmp_path / f"x{suffix}"
@@ -81,7 +82,7 @@ PACKED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", PACKED)
+@together("name", PACKED)
 def test_a_packed_file_is_not_taken_for_text(tmp_path, name):
     (tmp_path / name).write_bytes(PACKED[name])
     hint = "iconv -f utf-16 -t utf-8" if name in ("le.txt", "be.csv") else "Unpack it"
@@ -89,7 +90,7 @@ def test_a_packed_file_is_not_taken_for_text(tmp_path, name):
         refusal(partial(open_source, path), match=rf"{name}: this is .*, not plain text\. .*{hint}")
 
 
-@pytest.mark.parametrize("suffix", source_module.DOCUMENTS)
+@together("suffix", source_module.DOCUMENTS)
 def test_a_document_is_not_taken_for_an_archive_of_texts(tmp_path, suffix):
     path = write_zip(tmp_path / f"a{suffix.upper()}", {"word/document.xml": b"<w:t>one</w:t>"})
     refusal(lambda: open_source(path), match=rf"this is a \{suffix} document, not plain text\. Extract its text first")
@@ -134,7 +135,7 @@ def test_a_zip_member_with_a_flipped_bit_is_named(tmp_path):
         refusal(lambda: open_source(path), match=r"x\.zip: .*cannot be read: 'utf-8' codec")
 
 
-@pytest.mark.parametrize("path", ["no/such/file", "pipe:touch marker", "| touch marker"])
+@together("path", ["no/such/file", "pipe:touch marker", "| touch marker"])
 def test_a_missing_source_or_a_command_is_named(path, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     refusal(lambda: Source.open([path], None, Path("/nowhere")), match="there is no such file or folder")
@@ -189,7 +190,7 @@ def test_lines_of_any_pieces_equal_the_whole(longest):
         assert list(lines((text[a:b] for a, b in pairwise(cuts)), longest)) == want
 
 
-@pytest.mark.parametrize(
+@together(
     ("content", "offset"),
     [
         (b"x" * ((1 << 20) - 1) + "é".encode(), None),
@@ -208,8 +209,8 @@ def test_the_first_byte_that_is_not_utf8(tmp_path, content, offset):
         refusal(lambda: source.require_text(), match=rf"/x: byte {offset:,} is not UTF-8")
 
 
-@pytest.mark.parametrize("size", [30, 100, 1000])
-@pytest.mark.parametrize("name", ["x.zip", "x.txt"])
+@together("size", [30, 100, 1000])
+@together("name", ["x.zip", "x.txt"])
 def test_a_torn_zip_is_named(tmp_path, size, name):
     whole = write_zip(tmp_path / "whole.zip", {"one.txt": random.Random(0).randbytes(2560)})
     (tmp_path / name).write_bytes(whole.read_bytes()[:-size])
@@ -219,7 +220,7 @@ def test_a_torn_zip_is_named(tmp_path, size, name):
     refusal(lambda: open_source(tmp_path / "x.zip"), match=r"x\.zip: this zip archive is damaged")
 
 
-@pytest.mark.parametrize("name", ["x.zip", "x.gz", "x.bz2", "x.xz", "x.gz.zip"])
+@together("name", ["x.zip", "x.gz", "x.bz2", "x.xz", "x.gz.zip"])
 def test_a_bomb_is_not_unfolded(tmp_path, monkeypatch, name):
     monkeypatch.setattr(source_module, "BOMB_BYTES", 3_000_000)
     zeros = bytes(10_000_000)

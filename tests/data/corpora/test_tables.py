@@ -26,6 +26,7 @@ from megasparse.data.index import Index
 from megasparse.errors import ConfigError, DataError, SourceError
 from tests.data import folders
 from tests.data.folders import crashing, everything, files
+from tests.helpers.cases import together
 from tests.helpers.commands import refusal
 
 JSON_LINES = [
@@ -67,7 +68,7 @@ def test_malformed_lines_are_skipped_and_counted_by_reason(tmp_path):
     assert source.total_bytes == len(b"".join(GOOD))
 
 
-@pytest.mark.parametrize(
+@together(
     ("changed", "want", "why"),
     [
         ({"min_bytes": 6}, [GOOD[1], GOOD[3]], {"shorter than 6 bytes": 3}),
@@ -95,7 +96,7 @@ PACKED: dict[str, Callable[[bytes], bytes]] = {
 }
 
 
-@pytest.mark.parametrize("suffix", PACKED)
+@together("suffix", PACKED)
 def test_compressed_files_are_read_and_truncated_ones_rejected(tmp_path, suffix):
     content = b"\n".join(JSON_LINES)
     file = tmp_path / "in" / f"a.jsonl{suffix}"
@@ -177,7 +178,7 @@ def test_a_file_that_changes_between_its_readings_is_rejected(tmp_path):
     refusal(lambda: documents(source), SourceError, r"0\.jsonl: it changed while it was read")
 
 
-@pytest.mark.parametrize(
+@together(
     ("lines", "changed", "error", "message"),
     [
         ([b"{}"] * 3, {}, DataError, r'3 of 3 records are damaged, the first is record 1 here: no "text"'),
@@ -207,8 +208,8 @@ def read_parquet(place: Path, **changed: Any) -> list[bytes]:
     return [b"".join(document) for _, found in CORPORA["parquet"].splits(source, given) for document in found]
 
 
-@pytest.mark.parametrize("kind", TYPES)
-@pytest.mark.parametrize("packed", ["none", "snappy", "zstd"])
+@together("kind", TYPES)
+@together("packed", ["none", "snappy", "zstd"])
 def test_texts_of_every_type_and_compression(tmp_path, kind, packed):
     table = pa.table({"id": range(len(VALUES)), "text": pa.array(VALUES, pa.string()).cast(TYPES[kind])})
     pq.write_table(table, tmp_path / "a.parquet", compression=packed, row_group_size=4)
@@ -218,8 +219,7 @@ def test_texts_of_every_type_and_compression(tmp_path, kind, packed):
 
 
 @pytest.mark.parametrize("kind", TYPES)
-@pytest.mark.parametrize("form", ["stream", "file"])
-@pytest.mark.parametrize("packed", [None, "lz4", "zstd"])
+@together(("form", "packed"), [("stream", None), ("file", None), ("stream", "lz4"), ("file", "zstd")])
 def test_arrow_files_of_both_formats(tmp_path, kind, form, packed):
     table = pa.table({"text": pa.array(VALUES, pa.string()).cast(TYPES[kind]), "id": range(len(VALUES))})
     opened = pa.ipc.new_stream if form == "stream" else pa.ipc.new_file
@@ -244,7 +244,7 @@ def test_one_prompt_in_all_rows_is_read_up_to_the_limit_of_a_bomb(tmp_path, monk
     refusal(lambda: read_parquet(tmp_path), match=r"a\.parquet.*write the texts of Parquet and Arrow files to \.jsonl")
 
 
-@pytest.mark.parametrize(
+@together(
     ("column", "message"),
     [
         ("txt", r'--column: .*a\.parquet has no column "txt"\. Did you mean "text"\?'),
@@ -264,7 +264,7 @@ def torn() -> bytes:
     return file.getvalue()[:-20]
 
 
-@pytest.mark.parametrize("content", [b"", b"PAR1", b"PAR1" + bytes(40) + b"PAR1", b"x" * 1000, torn()])
+@together("content", [b"", b"PAR1", b"PAR1" + bytes(40) + b"PAR1", b"x" * 1000, torn()])
 def test_invalid_parquet_is_one_line(tmp_path, content):
     (tmp_path / "a.parquet").write_bytes(content)
     refusal(lambda: read_parquet(tmp_path), match=r"a\.parquet: cannot be read: .*Check that it is complete")
@@ -365,7 +365,7 @@ def test_files_are_ordered_by_number_and_split_names_are_whole_words(tmp_path):
     assert {name: split_of(name) for name in names} == {**names, "dev/1.jsonl": "validation"}
 
 
-@pytest.mark.parametrize(
+@together(
     ("files", "message"),
     [
         (["train-00000-of-00003.parquet", "train-00002-of-00003.parquet"], "2 of its 3 files are here, not number 1"),
@@ -380,7 +380,7 @@ def test_incomplete_datasets_are_rejected(tmp_path, files, message):
     refusal(lambda: dataset_source(tmp_path), match=message)
 
 
-@pytest.mark.parametrize("info", ["[" * 100_000, "{", '{"download_checksums": 3}'])
+@together("info", ["[" * 100_000, "{", '{"download_checksums": 3}'])
 def test_an_invalid_description(tmp_path, info):
     put(tmp_path / "train.parquet", ["x" * 100] * 40)
     (tmp_path / "dataset_info.json").write_text(info)

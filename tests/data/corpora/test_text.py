@@ -23,6 +23,7 @@ from megasparse.data.index import Index
 from megasparse.errors import ConfigError, DataError
 from tests.data.corpora.pictures import write_files, write_zip
 from tests.data.folders import everything, prepared, source_of
+from tests.helpers.cases import together
 from tests.helpers.commands import refusal
 
 
@@ -52,7 +53,7 @@ def in_parts(text: bytes, seed: int) -> Iterator[bytes]:
         text = text[size:]
 
 
-@pytest.mark.parametrize(
+@together(
     ("text", "want"),
     [
         (b"one\ntwo\nthree four five", [b"one\ntwo\n", b"three", b" four", b" five"]),
@@ -184,7 +185,7 @@ def test_folders_named_apart_and_archives_are_read_alike(tmp_path, monkeypatch):
     assert CORPORA["pg19"].about(parts, BYTES) == {"books": {"train": 2, "test": 1}, "official": False}
 
 
-@pytest.mark.parametrize(
+@together(
     ("changed", "message"),
     [
         ({"train/one.txt": "x"}, r"train/one\.txt: this is not a book of PG-19"),
@@ -451,7 +452,7 @@ def test_splits_from_separate_files(tmp_path):
     assert list(index.file.splits) == ["train", "validation"]
 
 
-@pytest.mark.parametrize(
+@together(
     ("target", "more", "reported"),
     [
         (GERMAN[:-1], [], "train has 7 lines of the source and 6 of the target"),

@@ -20,6 +20,7 @@ from megasparse.data.tokenizers.huggingface import HuggingFaceTokenizer
 from megasparse.data.tokenizers.sentence_piece import LONGEST, segments
 from megasparse.data.tokenizers.simple import ByteTokenizer, WordTokenizer, vocabulary_file
 from megasparse.errors import ConfigError
+from tests.helpers.cases import together
 from tests.helpers.commands import refusal
 from tests.helpers.tokenizers import (
     ODD_TEXTS,
@@ -51,8 +52,8 @@ UNREADABLE: dict[Callable[[Path], Any], str] = {
 }
 
 
-@pytest.mark.parametrize("name", ["x.model", "x.json", "x.txt"])
-@pytest.mark.parametrize("make", UNREADABLE)
+@together("name", ["x.model", "x.json", "x.txt"])
+@together("make", UNREADABLE)
 def test_the_file_of_a_tokenizer_must_be_readable(tmp_path, name, make):
     make(tmp_path / name)
     match = rf"data\.tokenizer: .*{name} cannot be read \(.*{UNREADABLE[make]}"
@@ -105,7 +106,7 @@ def test_words_that_do_not_fit_count_as_unknown():
     assert vocabulary_file([text], 100) == vocabulary_file([text])
 
 
-@pytest.mark.parametrize(
+@together(
     ("content", "problem"),
     [
         (b"<unk>\n<eos>\nthe\nthe\n", "line 4, 'the', is line 3 too"),
@@ -263,7 +264,7 @@ def damages(values: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("damage", damages(wordpiece()))
+@together("damage", damages(wordpiece()))
 def test_a_damaged_file_is_one_line(tmp_path, damage):
     content = damages(wordpiece())[damage]
     path = tmp_path / "tokenizer.json"
@@ -302,7 +303,7 @@ def built_model(folder: Path, data: bytes) -> Tokenizer:
     return build_tokenizer(str(folder / "x.model"))
 
 
-@pytest.mark.parametrize("odd", [b"\xe2\x96\x81", b"\0", b"\xff", "\ud800".encode("utf-8", "surrogatepass")])
+@together("odd", [b"\xe2\x96\x81", b"\0", b"\xff", "\ud800".encode("utf-8", "surrogatepass")])
 def test_odd_bytes_cost_only_their_own_tokens(model, odd):
     expected = torch.cat([model.encode("the attention"), 5 + torch.tensor(list(odd)), model.encode(" of the")])
     assert torch.equal(model.encode(b"the attention" + odd + b" of the"), expected)
@@ -381,7 +382,7 @@ def without_bytes() -> bytes:
     return proto.SerializeToString()
 
 
-@pytest.mark.parametrize(
+@together(
     ("data", "problem"),
     [
         (lambda: changed(add_dummy_prefix=True), "add_dummy_prefix"),
@@ -422,7 +423,7 @@ LOSSLESS: dict[str, Callable[[Path], Tokenizer]] = {
 }
 
 
-@pytest.mark.parametrize("kind", LOSSLESS)
+@together("kind", LOSSLESS)
 def test_any_bytes_come_back(tmp_path, kind):
     """Odd and random ones, long lines, and every code point: surrogates and unassigned ones too."""
     tokenizer = LOSSLESS[kind](tmp_path)

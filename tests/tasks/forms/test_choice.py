@@ -21,6 +21,7 @@ from megasparse.tasks.catalog import build_task
 from megasparse.tasks.form import ChoiceForm, ChoiceModel
 from megasparse.tasks.task import Example, SourceLocation
 from megasparse.training.checkpoints.checkpoint import Checkpoint
+from tests.helpers.cases import together
 from tests.helpers.commands import refusal
 from tests.helpers.finetuning import ENCODER, assert_resumes, bert, bert_tokenizer, configured, our_body, plain
 from tests.helpers.tokenizers import written
@@ -229,7 +230,7 @@ def test_examples_of_a_file(tmp_path):
     assert (second.label, second.name, second.location.line) == (None, "WH_dev_1", 2)
 
 
-@pytest.mark.parametrize(
+@together(
     ("changes", "said"),
     [
         ({"query": None}, ": query: Input should be a valid string (null)"),
@@ -250,7 +251,7 @@ def test_a_malformed_example_is_named_by_file_number_and_key(changes, said, tmp_
     assert refusal(lambda: read(file)).startswith(f"{file}:2: example 2{said}")
 
 
-@pytest.mark.parametrize(
+@together(
     ("data", "said"),
     [
         (b'[{"id": "a",\n "query": "b', ": not JSON (Unterminated string starting at: line 2 column 11 (char 23)"),
@@ -261,7 +262,6 @@ def test_a_malformed_example_is_named_by_file_number_and_key(changes, said, tmp_
         (b'["a"]', ":1: example 1: it: Input should be a valid dictionary"),
         (json.dumps([ROWS[0], ROWS[0]]).encode(), ':2: example 2 ("WH_dev_0"): the id occurs twice'),
     ],
-    ids=["cut off", "empty", "deep", "latin", "object", "text", "same id"],
 )
 def test_a_malformed_file_is_rejected(data, said, tmp_path):
     file = tmp_path / "train.json"

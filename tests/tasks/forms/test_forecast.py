@@ -25,6 +25,7 @@ from megasparse.tasks.readers.series import Series, time_features
 from megasparse.tasks.run import TaskRun, read_files, restore_task
 from megasparse.tasks.task import Example, split_files
 from tests.helpers import finetuning
+from tests.helpers.cases import together
 from tests.helpers.commands import refusal
 from tests.helpers.finetuning import COLUMNS, FORECASTER, HOUR, START, TASK, numbers, series, write
 from tests.helpers.models import SMALL, can_be_causal, encoder_names
@@ -279,8 +280,10 @@ def test_the_decoder_sees_the_last_rows_and_then_zeros(tmp_path, file):
     assert torch.equal(seen[..., 3:], windows.marks[:, L - OVERLAP :])
 
 
-@pytest.mark.parametrize("blocks", ["ordinary", "reversible"])
-@pytest.mark.parametrize("kind", [name for name in MECHANISMS if name in encoder_names()])
+@pytest.mark.parametrize(
+    "kind,blocks",
+    [(name, ["ordinary", "reversible"][n % 2]) for n, name in enumerate(MECHANISMS) if name in encoder_names()],
+)
 def test_every_mechanism_learns_on_both_sides(tmp_path, file, kind, blocks):
     small = SMALL.get(kind, {}) | ({"chunk": 4} if "chunk" in SMALL.get(kind, {}) else {})
     objective = {"objective": "answer"} if kind == "smart_bird" else {}
@@ -341,7 +344,7 @@ def test_a_run_resumes_bit_identically_and_is_restored_without_its_table(tmp_pat
     assert result["metrics"]["mae"]["value"] == pytest.approx(mean_absolute_error(labels, answers), rel=1e-9)
 
 
-@pytest.mark.parametrize(
+@together(
     ("changes", "said"),
     [
         ({"start": {"huggingface": "m"}, "model": None}, r"start: names a pretrained model, but these do not"),

@@ -22,6 +22,7 @@ from megasparse.tasks.batches import EncodedExample, Padded, Segments, collate
 from megasparse.tasks.body import Backbone, HuggingFaceBody
 from megasparse.tasks.form import Head, LabelForm, TaskModel, dropped
 from megasparse.tasks.task import Example, SourceLocation, Task
+from tests.helpers.cases import together
 from tests.helpers.finetuning import bert, bert_tokenizer, our_body, write_tokenizer
 from tests.helpers.tokenizers import byte_level, written
 
@@ -113,8 +114,8 @@ def test_ids_get_no_special_tokens():
     assert all(not each.types.any() for each in result.sequences)
 
 
-@pytest.mark.parametrize("kind", [Made, Towers])
-@pytest.mark.parametrize("given", [("", "b"), ("a", "")])
+@together("kind", [Made, Towers])
+@together("given", [("", "b"), ("a", "")])
 def test_an_empty_input_is_rejected_where_it_stands(kind, given):
     with pytest.raises(DataError, match=r"^made\.tsv:6: empty.*task\.empty=\"keep\"$"):
         list(encoder("bytes", kind).encode(examples(("a", "b"), given)))

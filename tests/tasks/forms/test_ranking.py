@@ -26,6 +26,7 @@ from megasparse.tasks.forms.ranking import Impressions, NewsRecommender, Ranking
 from megasparse.tasks.metrics import LOWER_IS_BETTER, METRICS
 from megasparse.tasks.run import TaskRun
 from megasparse.tasks.task import Example, SourceLocation, Task
+from tests.helpers.cases import together
 from tests.helpers.finetuning import (
     ENCODER,
     assert_resumes,
@@ -70,8 +71,8 @@ def brute_force(clicked: tuple[int, ...], scores: tuple[float, ...]) -> dict[str
     }
 
 
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("name", ["auc", "mrr", "ndcg5", "ndcg10"])
+@together("tied", [False, True])
+@together("name", ["auc", "mrr", "ndcg5", "ndcg10"])
 def test_metrics_are_means_of_their_definitions(name, tied):
     labels, scores = impressions(60, tied)
     expected = np.mean([brute_force(*each)[name] for each in zip(labels, scores, strict=True)])
@@ -158,7 +159,7 @@ def test_an_impression_is_the_titles_of_clicked_and_of_shown_news(tmp_path):
     assert third.inputs == ((soup,), ("Rain", soup)) and third.label is None
 
 
-@pytest.mark.parametrize(
+@together(
     ("news", "rows", "problem"),
     [
         ([], [behaviors_row("2", "N1 N9", "N1-0 N2-1")], r'behaviors.tsv:2: "N9" is not in .*news\.tsv'),
@@ -351,7 +352,7 @@ def test_a_smart_bird_sketch_reads_titles_and_learns(tmp_path):
     assert all(gradient is not None and bool(gradient.any()) for gradient in gradients.values())
 
 
-@pytest.mark.parametrize(
+@together(
     "settings, message",
     [
         ({"heads": 5}, "task.recommendation.heads: 5 heads do not divide the width of the news' vectors, 32"),

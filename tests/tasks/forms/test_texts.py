@@ -20,6 +20,7 @@ from megasparse.tasks.run import TaskRun, answers, predict_examples, predict_tex
 from megasparse.tasks.task import Example, SourceLocation
 from megasparse.training.checkpoints.checkpoint import Checkpoint
 from megasparse.training.ranks import Ranks
+from tests.helpers.cases import together
 from tests.helpers.commands import refusal
 from tests.helpers.finetuning import assert_resumes, opened
 from tests.helpers.hub import checkpoint
@@ -61,7 +62,7 @@ def test_both_sides_end_with_the_separator_unless_an_answer_is_cut(data, tmp_pat
     assert lines[2].startswith("new: 1 answers of more than 3 tokens are truncated to their start, the first in x.en:2")
 
 
-@pytest.mark.parametrize(
+@together(
     "changes, problem",
     [
         ({"task": {"tokenizer": "pixels"}}, r'task\.tokenizer: "pixels" lacks special tokens'),

@@ -15,6 +15,7 @@ from megasparse.errors import ConfigError, DataError
 from megasparse.tasks.catalog import TASKS, build_task
 from megasparse.tasks.task import split_files
 from tests.data.corpora.pictures import write_files
+from tests.helpers.cases import together
 from tests.helpers.commands import refusal
 from tests.helpers.finetuning import news_row
 
@@ -38,7 +39,7 @@ def three(form: str, **names: str) -> dict[str, list[str]]:
     return {split: [form.format(names.get(split, split))] for split in ("train", "validation", "test")}
 
 
-@pytest.mark.parametrize(
+@together(
     ("name", "inner", "splits"),
     [
         ("aan", "", three("new_aan_pairs.{}.tsv", validation="eval")),
@@ -75,7 +76,7 @@ def test_splits_are_the_official_files(name, inner, splits, tmp_path):
         split_files(task, tmp_path, "train")
 
 
-@pytest.mark.parametrize(
+@together(
     ("name", "files", "row"),
     [
         *[("amazon", [f"reviews_Electronics_5.json{end}"], json.dumps({"reviewText": "text {}", "overall": 1.0}) + "\n")
@@ -122,7 +123,7 @@ ABSTRACT = "background : it is common .\n<S is no mark , p < 0.05 ."
 NEW = {"article_text": ["one .", "two ."]}
 
 
-@pytest.mark.parametrize(
+@together(
     ("name", "header", "rows", "want"),
     [
         ("aan", "", ["\t".join(("1.0", "P05-1022", "W04-0301", *AAN_TEXTS)), "0\tA00\tB11\t\"b''\tb'y'"],
@@ -231,7 +232,7 @@ MALFORMED = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "header", "good", "odd", "problem"), MALFORMED)
+@together(("name", "header", "good", "odd", "problem"), MALFORMED)
 def test_a_malformed_row_is_named_and_skipped_within_the_limit(name, header, good, odd, problem, tmp_path, capsys):
     file, task = tmp_path / "rows.txt", build_task(TaskConfig(name=name))
     header, first = f"{header}\n" * bool(header), 1 + bool(header)
@@ -249,7 +250,7 @@ def test_a_malformed_row_is_named_and_skipped_within_the_limit(name, header, goo
     assert result.endswith("At most 1% may be: replace the file")
 
 
-@pytest.mark.parametrize(
+@together(
     ("name", "header", "row", "column"),
     [("rte", "index\tsentence1\tsentence\tlabel", "0\tA\tB\tentailment", '"sentence2"'),
      ("listops", "source\tTarget", f"{TREE}\t3", "'Source'")],
@@ -412,7 +413,7 @@ def test_entities_and_external_references_are_rejected(problem, tmp_path):
     assert problem(pair).startswith(":1: not XML (undefined entity")
 
 
-@pytest.mark.parametrize(
+@together(
     "old, new, message",
     [
         ('value="TRUE"', 'value="PERHAPS"', ':2: "PERHAPS" is not a label of rte_challenge'),
@@ -449,7 +450,7 @@ def aligned(folder, stem, end="", number=3):
     written(folder / f"{stem}.de{end}", [f"{stem} de {n}" for n in range(number)])
 
 
-@pytest.mark.parametrize("ends", [("", ""), (".gz", ".gz"), ("", ".gz"), (".gz", "")])
+@together("ends", [("", ""), (".gz", ".gz"), ("", ".gz"), (".gz", "")])
 def test_lines_of_both_files_belong_together(tmp_path, ends):
     file = written(tmp_path / f"mine.en{ends[0]}", ENGLISH)
     written(tmp_path / f"mine.de{ends[1]}", GERMAN)
@@ -467,8 +468,8 @@ def test_the_configuration_sets_the_direction(tmp_path):
     assert next((each.inputs[0], each.label) for each in task.read(file)) == (GERMAN[0], ENGLISH[0])
 
 
-@pytest.mark.parametrize("validation", ["val", "valid", "dev"])
-@pytest.mark.parametrize(("test", "end"), [("test", ""), ("test_2016_flickr", ".gz"), ("test.2016", "")])
+@together("validation", ["val", "valid", "dev"])
+@together(("test", "end"), [("test", ""), ("test_2016_flickr", ".gz"), ("test.2016", "")])
 def test_the_splits_of_a_folder(tmp_path, validation, test, end):
     for stem in ("train", validation, test, "train.more", "newstest2014"):
         aligned(tmp_path, stem, end)
@@ -502,7 +503,7 @@ def test_a_single_file_has_no_labels(tmp_path, name):
     assert result[2].inputs == (ENGLISH[2].strip(),) and str(result[2].location) == f"{file}:3"
 
 
-@pytest.mark.parametrize(("left", "right"), [(3, 5), (5, 3), (0, 2), (1200, 1)])
+@together(("left", "right"), [(3, 5), (5, 3), (0, 2), (1200, 1)])
 def test_files_of_unequal_length_are_rejected_naming_both(tmp_path, left, right):
     file = written(tmp_path / "a.en", ["x"] * left)
     other = written(tmp_path / "a.de", ["y"] * right)
@@ -518,7 +519,7 @@ def test_a_folder_without_such_files_is_rejected(tmp_path):
     assert "cannot be read" in refusal(lambda: task_of().read(tmp_path / "none.en"))
 
 
-@pytest.mark.parametrize("name", ["parallel_text", "wmt14", "text_table"])
+@together("name", ["parallel_text", "wmt14", "text_table"])
 def test_unsuitable_column_names_are_rejected(name):
     message = refusal(lambda: task_of(name, ["en", "fr"]), ConfigError)
     assert message == f'task.text: 2 names, but "{name}" reads one text. Use one: task.text=["NAME"]'

@@ -20,6 +20,7 @@ from megasparse.tasks.readers.rows import comma_separated, field, json_lines, li
 from megasparse.tasks.run import read_examples, read_files
 from megasparse.tasks.task import SourceLocation, split_files
 from tests.data.corpora.pictures import write_zip
+from tests.helpers.cases import together
 from tests.helpers.commands import refusal
 from tests.helpers.finetuning import reviews, table
 
@@ -43,8 +44,8 @@ def test_one_column_may_contain_semicolons(made):
     assert [row for _, row in comma_separated(made)] == [{"text": "Good; really"}]
 
 
-@pytest.mark.parametrize("end", ["\n", "\r\n"])
-@pytest.mark.parametrize("last", [True, False])
+@together("end", ["\n", "\r\n"])
+@together("last", [True, False])
 def test_lines_end_in_lf_or_cr_lf_the_last_one_also_in_nothing(made, end, last):
     made.write_bytes((end.join(["a", "", "b c "]) + end * last).encode())
     assert [(location.line, line) for location, line in lines(made)] == [(1, "a"), (2, ""), (3, "b c ")]
@@ -66,7 +67,7 @@ def test_unicode_line_separators_stay_and_a_byte_order_mark_is_removed(made, rea
     assert [line for _, line in lines(made)] == [text]
 
 
-@pytest.mark.parametrize("reader", [lines, tab_separated, comma_separated, json_lines])
+@together("reader", [lines, tab_separated, comma_separated, json_lines])
 def test_latin_1_is_rejected_naming_line_and_column(made, reader):
     made.write_bytes("a\ncafé\n".encode("latin-1") if reader is not json_lines else '{}\n{"é": 1}\n'.encode("latin-1"))
     column = 3 if reader is json_lines else 4
@@ -96,7 +97,7 @@ def test_tab_separated_fields_keep_quotation_marks_and_spaces(made):
 
 
 @TABLES
-@pytest.mark.parametrize("fields", [1, 3])
+@together("fields", [1, 3])
 def test_a_row_of_another_number_of_fields_is_rejected(made, reader, mark, fields):
     made.write_text(f"text{mark}label\na{mark}1\n{mark.join('bcd'[:fields])}\n")
     assert rejection(reader, made).startswith(f"{made}:3: {fields} fields instead of 2 (text, label)")
@@ -136,7 +137,7 @@ def test_semicolons_or_tabs_separate_fields_if_the_first_line_has_no_comma(made,
     assert [row for _, row in comma_separated(made)] == [{"text": f"1,5 {mark}", "label": " good "}]
 
 
-@pytest.mark.parametrize(
+@together(
     ("text", "line", "problem", "hint"),
     [
         ('text,label\na,1\n"b,2\nc,3\n', 3, "not CSV (", "Close the quotation mark"),  # never closed
@@ -153,7 +154,7 @@ def test_malformed_csv_is_rejected_at_the_first_line_of_its_row_with_a_hint(made
     assert message.startswith(f"{made}:{line}: {problem}") and hint in message
 
 
-@pytest.mark.parametrize(
+@together(
     ("line", "problem"),
     [
         ('{"a": 1', "not JSON ("),
@@ -174,8 +175,8 @@ def test_a_line_without_a_json_object_is_rejected(made, line, problem):
 ROWS = ['{"text": "a", "label": "x"}', '{"text": "b", "label": "y"}']
 
 
-@pytest.mark.parametrize("suffix", ["", ".gz", ".zip"])
-@pytest.mark.parametrize(
+@together("suffix", ["", ".gz", ".zip"])
+@together(
     ("content", "line", "hint"),
     [
         ("\r".join(ROWS).encode(), 1, "lines end in CR"),
@@ -265,7 +266,7 @@ def task_of(file, **settings):
     return build_task(config_of(file, **settings))
 
 
-@pytest.mark.parametrize("suffix", [".csv", ".tsv", ".jsonl", ".CSV", ".csv.gz"])
+@together("suffix", [".csv", ".tsv", ".jsonl", ".CSV", ".csv.gz"])
 def test_rows_become_examples_in_their_order(tmp_path, suffix):
     texts = [text.replace("\n", " ") for text in TEXTS] if suffix == ".tsv" else TEXTS
     rows = [(n, text, "ab"[n % 2]) for n, text in enumerate(texts)]
@@ -280,7 +281,7 @@ def test_rows_become_examples_in_their_order(tmp_path, suffix):
     assert task.metrics == ("accuracy", "macro_f1")
 
 
-@pytest.mark.parametrize(
+@together(
     ("labels", "classes"),
     [
         (["10", "9", "2", "9"], ("2", "9", "10")),
@@ -331,7 +332,7 @@ def test_a_task_without_classes_predicts_numbers(tmp_path, suffix):
 COLUMNS, NAMED = ("text", "label"), "Set the name of the column by"
 
 
-@pytest.mark.parametrize(
+@together(
     ("suffix", "columns", "rows", "settings", "said"),
     [
         (".csv", ("text", "labels"), [("x", "a"), ("y", "b")], {},
@@ -362,8 +363,8 @@ def test_a_table_that_does_not_fit_is_rejected(tmp_path, suffix, columns, rows, 
     assert refusal(lambda: task_of(file, **settings).read(file)) == f"{file}{said}"
 
 
-@pytest.mark.parametrize(("suffix", "empty"), [(".csv", ""), (".tsv", ""), (".csv", " "), (".jsonl", "")])
-@pytest.mark.parametrize("labels", [None, [], ["1", "2"]])
+@together(("suffix", "empty"), [(".csv", ""), (".tsv", ""), (".csv", " "), (".jsonl", "")])
+@together("labels", [None, [], ["1", "2"]])
 def test_an_empty_label_is_rejected(tmp_path, suffix, empty, labels):
     file = write(tmp_path / f"a{suffix}", ("text", "label"), ("x", "1"), ("y", empty), ("z", "2"))
     line = 2 if suffix == ".jsonl" else 3
@@ -426,7 +427,7 @@ def test_a_dataset_that_cannot_be_read_is_one_line(tmp_path, monkeypatch):
     assert result.startswith("hf://datasets/nyu-mll/glue/sst2: cannot be read as a dataset (")
 
 
-@pytest.mark.parametrize(("name", "text", "label"), [("listops", "Source", "Target"), ("ag_news", "text", "label")])
+@together(("name", "text", "label"), [("listops", "Source", "Target"), ("ag_news", "text", "label")])
 def test_a_value_of_another_type_is_named_by_its_row(name, text, label, tmp_path):
     datasets.Dataset.from_dict({text: [None], label: ["1"]}).save_to_disk(str(tmp_path))
     assert refusal(lambda: build_task(TaskConfig(name=name)).read(tmp_path)).startswith(f"{tmp_path}:1: ")

@@ -23,6 +23,7 @@ from megasparse.training.engines.contract import Engine
 from megasparse.training.loop import train
 from megasparse.training.ranks import Ranks
 from megasparse.training.state import Selection
+from tests.helpers.cases import together
 from tests.helpers.faulty_store import OPERATIONS, FaultyStore
 from tests.helpers.ranks_in_threads import run_in_threads
 from tests.helpers.tiny import identity_of, metrics, tiny_config, tiny_engine, tiny_run
@@ -302,7 +303,7 @@ def test_a_folder_works_as_a_bucket(tmp_path):
     assert start(tmp_path / "other machine", bucket=bucket).step == 3
 
 
-@pytest.mark.parametrize("url", ["bucket/run", "http://host/run", "hf://buckets/me/run", "s3:/bucket"])
+@together("url", ["bucket/run", "http://host/run", "hf://buckets/me/run", "s3:/bucket"])
 def test_an_invalid_bucket_is_rejected_first(url):
     with pytest.raises(ConfigError, match=r"checkpoint.bucket: .* is not a URL .* must start with s3://"):
         check(tiny_config("run", checkpoint={"bucket": url}))

@@ -13,6 +13,7 @@ from megasparse.training.checkpoints.checkpoint import Checkpoint, load_weights
 from megasparse.training.checkpoints.manifest import MANIFEST, find_newest, seal
 from megasparse.training.checkpoints.saving import Saver
 from megasparse.training.ranks import Ranks
+from tests.helpers.cases import together
 from tests.helpers.ranks_in_threads import run_in_threads
 from tests.helpers.tiny import DummyBatches, TinyModel, identity_of, tiny_config, tiny_engine
 
@@ -172,7 +173,7 @@ def test_the_newest_is_the_highest_step(tmp_path):
     assert find_newest(tmp_path) == tmp_path / "00000010"
 
 
-@pytest.mark.parametrize(
+@together(
     ("make", "message"),
     [
         (lambda path: None, "00000001: no such checkpoint"),

@@ -19,6 +19,7 @@ from megasparse.files import LOCK_FILE, FileLock, JsonLines
 from megasparse.settings.load import build_config
 from megasparse.training.ranks import Ranks
 from megasparse.training.run import run_lock
+from tests.helpers.cases import together
 from tests.helpers.ranks_in_threads import run_in_threads
 from tests.helpers.run_ranks import ROOT
 from tests.helpers.trained import prepared, trained
@@ -115,7 +116,7 @@ def test_a_file_system_without_locks_prints_a_warning_and_the_run_continues(tmp_
             assert line.startswith(warning)
 
 
-@pytest.mark.parametrize("text", [b"", b"two\nlines", b"\x1b[2J", b"\xff\0"])
+@together("text", [b"", b"two\nlines", b"\x1b[2J", b"\xff\0"])
 def test_the_lock_file_is_quoted_only_if_it_is_one_line(tmp_path, text):
     with run_lock(tmp_path, Ranks()):
         (tmp_path / LOCK_FILE).write_bytes(text)
@@ -124,8 +125,8 @@ def test_the_lock_file_is_quoted_only_if_it_is_one_line(tmp_path, text):
     assert f"(not named in {tmp_path / LOCK_FILE})" in str(refused.value)
 
 
-@pytest.mark.parametrize("name", [".lock", "config.json", "metrics.jsonl", "events.jsonl"])
-@pytest.mark.parametrize("kind", ["pipe", "link", "dangling link", "hard link"])
+@together("name", [".lock", "config.json", "metrics.jsonl", "events.jsonl"])
+@together("kind", ["pipe", "link", "dangling link", "hard link"])
 def test_a_planted_link_or_pipe_is_rejected_and_nothing_written_through_it(tmp_path, name, kind):
     target, path = tmp_path / "target", tmp_path / "run" / name
     path.parent.mkdir(parents=True)

@@ -29,6 +29,7 @@ from megasparse.training.checkpoints.resume import find_start
 from megasparse.training.checkpoints.saving import Saver
 from megasparse.training.engines.contract import Engine
 from megasparse.training.ranks import Ranks, RunHooks
+from tests.helpers.cases import together
 from tests.helpers.ranks_in_threads import run_in_threads
 from tests.helpers.tiny import identity_of, tiny_config, tiny_engine, train_steps
 
@@ -396,9 +397,9 @@ def test_too_little_room_is_rejected_before_anything_is_written(tmp_path, monkey
     assert saver.save(engine, 2, 16, {}) is not None
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
-@pytest.mark.parametrize("code", ["ENOSPC", "EDQUOT", "EROFS", "EACCES", "EIO"])
-@pytest.mark.parametrize("call", ["mkdir", "open", "fsync"])
+@together("asynchronous", [False, True])
+@together("code", ["ENOSPC", "EDQUOT", "EROFS", "EACCES", "EIO"])
+@together("call", ["mkdir", "open", "fsync"])
 def test_every_failure_is_named_and_a_later_save_works(tmp_path, monkeypatch, call, code, asynchronous):
     saver, engine = prepare(tmp_path, 1, asynchronous=asynchronous)
     number, real = getattr(errno, code), getattr(os, call)

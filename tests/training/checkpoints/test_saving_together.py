@@ -13,6 +13,7 @@ from megasparse.training.checkpoints.manifest import RunIdentity
 from megasparse.training.checkpoints.resume import find_start
 from megasparse.training.checkpoints.saving import Saver
 from megasparse.training.ranks import Ranks
+from tests.helpers.cases import together
 from tests.helpers.ranks_in_threads import ThreadRanks, run_in_threads
 from tests.helpers.tiny import identity_of, tiny_config, tiny_engine
 from tests.training.checkpoints.test_saving import fail_in_rank_1, names
@@ -34,8 +35,8 @@ def save_twice(folder: Path, world_size: int = 2, unlike: dict[int, dict[str, An
     return run_in_threads(work, world_size)
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
-@pytest.mark.parametrize(
+@together("asynchronous", [False, True])
+@together(
     ("unlike", "message"),
     [
         ({1: {"step": 3}}, "step: 2 on ranks 0, 2, 3 on rank 1"),

@@ -11,6 +11,7 @@ from megasparse.settings.load import load_config
 from megasparse.training.engines.plain import TorchEngine
 from megasparse.training.reporting import memory
 from megasparse.training.reporting.memory import is_out_of_memory
+from tests.helpers.cases import together
 from tests.helpers.tiny import tiny_config, tiny_run
 from tests.helpers.trained import prepared, trained
 
@@ -18,7 +19,7 @@ SAID = "CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capaci
 ON_CPU = "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 4096 bytes. Error code 12"
 
 
-@pytest.mark.parametrize(
+@together(
     ("error", "is_one"),
     [
         (torch.OutOfMemoryError(SAID), True),

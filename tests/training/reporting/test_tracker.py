@@ -48,8 +48,15 @@ def reported():
     return []
 
 
-@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS, errno.EIO, errno.EDQUOT, errno.ESTALE])
-@pytest.mark.parametrize("calls", [["pwrite"], ["open"], ["pwrite", "ftruncate"], ["pwrite", "open", "close"]])
+@pytest.mark.parametrize(
+    ("code", "calls"),
+    [
+        (errno.ENOSPC, ["pwrite"]),
+        (errno.EROFS, ["open"]),
+        (errno.EIO, ["pwrite", "ftruncate"]),
+        (errno.ESTALE, ["pwrite", "open", "close"]),
+    ],
+)
 def test_no_failure_loses_a_line(tmp_path, reported, monkeypatch, code, calls):
     """Half of the data reaches the file before the error, and cutting it off may fail too."""
     path = tmp_path / "metrics.jsonl"

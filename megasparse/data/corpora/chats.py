@@ -1,0 +1,360 @@
+"""Conversations for decoders: rendered by the model's chat template, with a loss on the assistant's tokens only.
+
+A token in the shards is its id, plus a mark if it is not predicted (`files.UNSCORED`). Each conversation ends with the
+token that starts the next one, marked as `files.CONVERSATION_END`: the model reads it as the first token of a sequence.
+"""
+
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import chain, groupby
+from operator import itemgetter
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+
+from megasparse.data.corpora.corpus import (
+    MEMBER,
+    SAMPLE,
+    SOURCE,
+    SPLIT_OPTION,
+    CorpusSettings,
+    CorpusSplits,
+    lines,
+    option,
+)
+from megasparse.data.corpora.records import EMPTY, Records, RecordSource, Unfit
+from megasparse.data.corpora.source import Part, Source, read
+from megasparse.data.corpora.tables import LONGEST_TEXT, SURROGATE, TOO_LONG, JsonLinesCorpus, json_object
+from megasparse.data.encoders import Encoded, PieceEncoder
+from megasparse.data.index_file import SEPARATOR
+from megasparse.data.tokenizers import Tokenizer, build_tokenizer
+from megasparse.errors import ConfigError, DataError, one_line, positive, report_line
+from megasparse.files import CONVERSATION_END, UNSCORED
+
+PRECEDING: dict[str, tuple[str | None, ...]] = {
+    "system": (None,),
+    "user": (None, "system", "assistant"),
+    "assistant": ("user", "tool"),
+    "tool": ("assistant", "tool"),
+}
+"""Roles, and the roles of the message before; None at the start."""
+OPEN_RECORDS = 32
+"""Records that are filled at the same time."""
+GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+"""Start of the assistant's tokens in a chat template that marks them."""
+QUOTED = re.compile("(\ufdd0[^\ufdd1]*\ufdd1)")
+"""Name of a special token in a message, which is text, between two characters that no text contains."""
+KEY = 4
+"""Characters by which the end of a turn is searched."""
+FORM = 'write {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}'
+MARK = "or mark the answers in the chat template with {% generation %}"
+
+
+class Invalid(Exception):
+    """A conversation that cannot be used."""
+
+    def __init__(self, reason: str, hint: str):
+        self.unfit = Unfit(reason, damaged=True, hint=hint)
+
+
+class Chats(JsonLinesCorpus):
+    """Conversations in JSON lines, for decoders: each line has `messages` of the roles system, user, assistant and
+    tool (and `tools`), `prompt` and `completion`, or `text`.
+
+    Messages are rendered by the chat template next to the tokenizer.json. Only the assistant's tokens are predicted, of
+    a `text` all. A record of --length tokens contains whole conversations; longer ones are cut at their end and
+    counted. Invalid lines are left out and counted, up to 1%. It requires `pip install -e '.[hf]'`.
+    """
+
+    HELP = "conversations in JSON lines, for the chat template of a decoder"
+    EXAMPLE = "--source chats.jsonl --tokenizer models/smollm2/tokenizer.json --length 4096 --output data/chats"
+
+    FILE = option("--tokenizer", required=True, metavar="FILE", help="tokenizer.json next to the chat template")
+    LENGTH = option(
+        "--length", type=positive, default=4096, metavar="TOKENS", help="of a record (default: %(default)s)"
+    )
+    START_HELP = "first token of the model's sequences (default: the tokenizer's bos_token or eos_token)"
+    START = option("--start-token", type=int, metavar="ID", help=START_HELP)
+    OPTIONS: ClassVar = SOURCE | MEMBER | SAMPLE | FILE | LENGTH | START | SPLIT_OPTION
+
+    def examine(
+        self, locations: Sequence[str], parts: Sequence[Part], settings: CorpusSettings, workers: int, **options: Any
+    ) -> RecordSource:
+        """Render all conversations once. Raises DataError if the model lacks a chat template."""
+        settings = {**settings, "deduplicate": False, "column": ""}
+        return RecordSource.examine(locations, parts, _renderer(settings), settings, workers, **options)
+
+    def about(self, source: Source, settings: CorpusSettings) -> dict[str, Any]:
+        """Return also the number of conversations that are cut, and `model.document_separator`. Report the numbers."""
+        facts, length = super().about(source, settings), settings["length"]
+        assert isinstance(source, RecordSource)
+        cut = sum(int((lengths > ChatEncoder.width * length).sum()) for lengths in source.lengths())
+        report = f"{sum(facts['documents'].values()):,} conversations, of which {cut:,} are cut to {length:,} tokens"
+        if left_out := facts["left_out"]:
+            report += f"; left out: {', '.join(f'{count:,} {reason}' for reason, count in left_out.items())}"
+        if damaged := [file.first_damaged[0] for file in source.examined if file.first_damaged]:
+            report += f"; the first invalid line is {damaged[0]}"
+        report_line(source.name, report)
+        return {**facts, "cut": cut, SEPARATOR: CONVERSATION_END + _renderer(settings).start}
+
+    def encoder(self, settings: CorpusSettings) -> "ChatEncoder":  # type: ignore[override]
+        return ChatEncoder(settings["tokenizer"], settings["length"])
+
+    def splits(self, source: Source, settings: CorpusSettings) -> CorpusSplits:
+        """Return the splits, each with its records."""
+        assert isinstance(source, RecordSource)
+        filler = UNSCORED + _renderer(settings).start
+        texts = chain.from_iterable(map(source.texts, range(len(source.parts))))
+        for name, group in groupby(texts, key=itemgetter(0)):
+            yield name, [packed((np.frombuffer(text, "<u4") for _, text in group), settings["length"], filler)]
+
+
+class ChatEncoder(PieceEncoder):
+    """Records of marked tokens, as they are."""
+
+    width = 4
+
+    def __init__(self, tokenizer: str, length: int):
+        built = build_tokenizer(tokenizer)
+        self.name, self.sha256, self.file, self.record = built.name, built.sha256, built.file, length
+
+    def encode(self, piece: bytes) -> Encoded:
+        return Encoded(np.frombuffer(piece, "<u4"), 0, 0)
+
+
+def packed(conversations: Iterable[np.ndarray], length: int, filler: int) -> Iterator[bytes]:
+    """Yield records of `length` tokens. A conversation goes whole into the fullest record that has room for it; the
+    rest of a record is `filler`. Conversations longer than a record are cut at their end.
+    """
+    records: list[tuple[int, list[np.ndarray]]] = []
+
+    def filled(size: int, parts: list[np.ndarray]) -> bytes:
+        return np.concatenate([*parts, np.full(length - size, filler, "<u4")]).tobytes()
+
+    for conversation in conversations:
+        tokens = conversation[:length]
+        room = [record for record in records if record[0] + len(tokens) <= length]
+        record = max(room, key=itemgetter(0), default=(0, []))
+        records = [other for other in records if other is not record]
+        records.append((record[0] + len(tokens), [*record[1], tokens]))
+        fullest = max(records, key=itemgetter(0))
+        if fullest[0] == length or len(records) > OPEN_RECORDS:
+            records = [other for other in records if other is not fullest]
+            yield filled(*fullest)
+    for record in records:
+        yield filled(*record)
+
+
+def is_chat(record: Any) -> bool:
+    """True if the object of a line of JSON is a conversation, not a text."""
+    return isinstance(record, dict) and ("messages" in record or {"prompt", "completion"} <= record.keys())
+
+
+def contains_chats(parts: Iterable[Part], most: int = 100) -> bool:
+    """True if one of the first lines of some file is a conversation."""
+    heads = (line for part in parts for _, (_, line) in zip(range(most), lines(read(part), LONGEST_TEXT), strict=False))
+    return any(is_chat(json_object(line)) for line in heads if line)
+
+
+def _renderer(settings: CorpusSettings) -> "Renderer":
+    tokenizer, start = settings["tokenizer"], settings.get("start_token")
+    return Renderer(tokenizer, settings["length"], _first_token(tokenizer) if start is None else start)
+
+
+def _first_token(tokenizer: str) -> int:
+    """Return the first token of a tokenizer's texts: its `bos_token`, or `eos_token`. Raises ConfigError."""
+    package = _chat_tokenizer(tokenizer)
+    token = package.eos_token_id if package.bos_token_id is None else package.bos_token_id
+    if token is None:
+        raise ConfigError("--start-token", f"{tokenizer} defines neither bos_token nor eos_token", "Give its id")
+    return int(token)
+
+
+@lru_cache(maxsize=1)
+def _chat_tokenizer(file: str) -> Any:
+    """Return the tokenizer of transformers for a tokenizer.json and the files next to it. Offsets include white space.
+
+    Raises ConfigError if there is none, and DataError if transformers is not installed.
+    """
+    try:
+        from tokenizers.processors import ByteLevel
+        from transformers import PreTrainedTokenizerFast
+    except ImportError:
+        hint = "Run: pip install -e '.[hf]'"
+        raise DataError("transformers", "it is not installed, which renders conversations", hint) from None
+    if Path(file).name != "tokenizer.json":
+        hint = "Name a pretrained decoder with --start, or its tokenizer.json"
+        raise ConfigError("data.tokenizer", f"{file} lacks a chat template, which conversations need", hint)
+    try:
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(str(Path(file).parent), local_files_only=True)
+    except Exception as error:  # transformers raises errors of any type
+        problem = f"{file} cannot be loaded with its settings ({one_line(str(error))})"
+        raise ConfigError("data.tokenizer", problem, "Copy the model's folder again") from None
+    tokenizer.backend_tokenizer.post_processor = ByteLevel(trim_offsets=False)
+    return tokenizer
+
+
+@lru_cache(maxsize=1)
+def _text_tokenizer(file: str) -> Tokenizer:
+    return build_tokenizer(file)
+
+
+@dataclass(frozen=True)
+class Renderer:
+    """Renders the lines of a file to marked tokens; pickled to the worker processes."""
+
+    file: str
+    """The tokenizer.json."""
+    length: int
+    start: int
+    """First token of the model's sequences."""
+
+    def __call__(self, part: Part, column: str) -> Records:
+        """Yield (number of the line, its tokens as bytes or why it has none)."""
+        for number, line in lines(read(part), LONGEST_TEXT):
+            if line is None:
+                yield number, TOO_LONG
+            elif line.strip():
+                try:
+                    yield number, self.tokens(line)
+                except Invalid as error:
+                    yield number, error.unfit
+                except UnicodeEncodeError:
+                    yield number, SURROGATE
+                except ConfigError as error:
+                    raise DataError(str(part), f"line {number}: {error.problem}", error.hint) from None
+
+    def tokens(self, line: bytes) -> bytes | Unfit:
+        """Return the marked tokens, uint32. Raises Invalid, and ConfigError without a chat template."""
+        record, tokenizer = json_object(line), _text_tokenizer(self.file)
+        if isinstance(record, Unfit):
+            return record
+        if not is_chat(record) and isinstance(text := record.get("text"), str):
+            if not text.strip():
+                return EMPTY
+            ends = [] if tokenizer.separator is None else [tokenizer.separator]
+            ids = np.append(tokenizer.encode(text).numpy(), ends).astype(np.int64)
+            scored = np.ones(len(ids), dtype=bool)
+        else:
+            ids, scored = self._rendered(_messages(record), record.get("tools"))
+        if ids.max() >= tokenizer.vocabulary:
+            problem = f"the chat template writes the token {ids.max()}, which {self.file} does not contain"
+            raise ConfigError("data.tokenizer", problem, "Copy the model's folder again")
+        if ids[0] == self.start:
+            ids, scored = ids[1:], scored[1:]
+        marked = np.append(np.where(scored, ids, ids + UNSCORED), CONVERSATION_END + self.start)
+        if not (marked[: self.length] < UNSCORED).any():
+            return Unfit(f"no token of an answer within {self.length:,} tokens")
+        return marked.astype("<u4").tobytes()
+
+    def _rendered(self, messages: list[dict[str, Any]], tools: Any) -> tuple[np.ndarray, np.ndarray]:
+        """Return the ids of a conversation, and a mask of the assistant's. Names of special tokens in it are text."""
+        tokenizer = _chat_tokenizer(self.file)
+        if tokenizer.chat_template is None:
+            folder, hint = Path(self.file).parent, "Use an instruction-tuned model, or add its chat_template.jinja"
+            raise ConfigError("data.tokenizer", f"{folder} lacks a chat template, which conversations need", hint)
+        names = [re.escape(token.content) for token in tokenizer.added_tokens_decoder.values() if token.special]
+        plain = re.sub("[\ufdd0\ufdd1]", "", json.dumps([messages, tools], ensure_ascii=False))
+        plain.encode()  # raises UnicodeEncodeError for half a surrogate pair
+        quoted = re.sub("|".join(names) or "(?!)", "\ufdd0\\g<0>\ufdd1", plain)
+        messages, tools = json.loads(quoted)
+
+        def render(count: int, prompt: bool = False) -> str:
+            options = {"tools": tools, "tokenize": False, "add_generation_prompt": prompt}
+            text: str = tokenizer.apply_chat_template(messages[:count], **options)
+            return text
+
+        try:
+            if GENERATION.search(tokenizer.get_chat_template(None, tools)):
+                if quoted != plain:
+                    raise Invalid("a message contains the name of a special token", "remove it from the text")
+                options = {"return_assistant_tokens_mask": True, "tokenizer_kwargs": {"split_special_tokens": False}}
+                both = tokenizer.apply_chat_template(messages, tools=tools, **options)
+                return np.array(both["input_ids"]), np.array(both["assistant_masks"], dtype=bool)
+            whole = render(len(messages))
+            spans = [_span(render, whole, i) for i, message in enumerate(messages) if message["role"] == "assistant"]
+        except Invalid:
+            raise
+        except Exception as error:  # templates raise errors of any type
+            hint = "change the conversation to roles and contents that the template accepts"
+            raise Invalid(f"the chat template fails: {one_line(str(error))}", hint) from None
+        ids, first, end = _encoded(tokenizer, whole)
+        scored = np.zeros(len(ids), dtype=bool)
+        for start, stop in spans:
+            if any(((first < border) & (border < end)).any() for border in (start, stop)):
+                hint = f"remove white space at the start of answers, {MARK}"
+                raise Invalid("a token contains the end of a prompt and the start of an answer", hint)
+            scored |= (start <= first) & (first < stop)
+        return ids, scored
+
+
+def _span(render: Callable[..., str], whole: str, number: int) -> tuple[int, int]:
+    """Return the characters of `whole` that the assistant's message of this number adds to the prompt before it.
+
+    If a template drops the reasoning of earlier answers, the rest is the end of the turn as rendered in last place.
+    """
+    prompt, turn = render(number, True), render(number + 1)
+    start = len(prompt)
+    if whole.startswith(prompt) and turn.startswith(prompt):
+        turn, key = turn[start:], whole[start : start + KEY]
+        cut = turn.find(key)
+        while cut >= 0:
+            if whole.startswith(turn[cut:], start):
+                return start, start + len(turn) - cut
+            cut = turn.find(key, cut + 1)
+    reason = "the chat template renders messages otherwise when others follow, so its answers cannot be located"
+    raise Invalid(reason, f"split it into conversations that end with an answer, {MARK}")
+
+
+def _encoded(tokenizer: Any, text: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return the ids of a rendered conversation, and the first character and the end of each, int64 (length,)."""
+    parts, offset = [], 0
+    for number, piece in enumerate(QUOTED.split(text)):
+        is_name = number % 2
+        options = {"add_special_tokens": False, "split_special_tokens": bool(is_name), "return_offsets_mapping": True}
+        encoded = tokenizer(piece[1:-1] if is_name else piece, **options, verbose=False)
+        borders = np.array(encoded["offset_mapping"], dtype=np.int64).reshape(-1, 2) + offset + is_name
+        parts.append(np.column_stack([np.array(encoded["input_ids"], dtype=np.int64), borders]))
+        offset += len(piece)
+    ids, first, end = np.concatenate(parts).T
+    return ids, first, end
+
+
+def _messages(record: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the checked messages of a record, with contents as strings. Raises Invalid."""
+    if not is_chat(record):
+        raise Invalid('no "messages", "prompt" and "completion", or "text"', FORM)
+    messages = record.get("messages")
+    if messages is None:
+        prompt, completion = (
+            [{"role": role, "content": side}] if isinstance(side, str) else side
+            for role, side in (("user", record.get("prompt")), ("assistant", record.get("completion")))
+        )
+        messages = [*prompt, *completion] if isinstance(prompt, list) and isinstance(completion, list) else None
+    if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
+        raise Invalid("its messages are not a list of objects", FORM)
+    checked, before = list[dict[str, Any]](), None
+    for message in messages:
+        role, content = message.get("role"), message.get("content")
+        if not isinstance(role, str) or role not in PRECEDING:
+            raise Invalid(f"unknown role {one_line(repr(role), 40)}", f"use {', '.join(PRECEDING)}")
+        if before not in PRECEDING[role]:
+            position = f"follows one of the role {before}" if before else "is the first"
+            hint = "order the roles as system, user, assistant, user, ..."
+            raise Invalid(f"a message of the role {role} {position}", hint)
+        if isinstance(content, list):
+            texts: list[Any] = [part.get("text") if isinstance(part, dict) else part for part in content]
+            content = "".join(texts) if all(isinstance(text, str) for text in texts) else texts
+        if not isinstance(content, str | None):
+            raise Invalid(f"the content of a message of the role {role} is not text", "keep its text only")
+        if not (content or "").strip() and not message.get("tool_calls"):
+            raise Invalid(f"a message of the role {role} is empty", "fill it, or remove the conversation")
+        checked.append({**message, "content": content})
+        before = role
+    if all(message["role"] != "assistant" for message in checked):
+        raise Invalid("no message of the role assistant, whose tokens are learned", "add the answer to learn")
+    return checked

@@ -1,0 +1,250 @@
+"""Layers that the backward recomputes from their stored inputs, in decoders tile by tile over queries.
+
+A token then costs a layer its keys and values, in the backward also their gradients in fp32 and the gradient of the
+stream, which is overwritten. Norms, projections, attention, adapters and feed-forward exist for one tile of tokens at a
+time. The forward runs the tiles in order, so that a tile's prefix is complete; the backward projects all keys and
+values first, then runs the tiles from the last to the first, so that the gradients of a tile's keys are complete.
+
+Attention that needs all queries at once (buckets, sketches, encoders, sequence parallelism, padding) is recomputed for
+the whole sequence. B batch, L length, T tokens of a tile, E d_model, H heads, G key heads, D head dim.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megasparse.attention.heads import merge_heads
+from megasparse.model.branch import Pass, cut
+from megasparse.ops.operator import Function, autocast_off, remember_autocast
+from megasparse.ops.tiled import GradientSums
+
+Block = Any
+"""`model.block.Block`, which imports this file."""
+Leaf = Callable[..., Tensor]
+"""Function of a key head: (name, dim, start, count) -> part of its keys or values."""
+_NAMES = "key", "value"
+
+
+class StoredInput:
+    """Input (B, L, E) of a layer, in tiles, in CPU memory if `offload`."""
+
+    def __init__(self, tiles: Iterable[Tensor], offload: bool):
+        self.tiles = []
+        for tile in tiles:
+            self.device = tile.device
+            self.tiles.append(_offloaded(tile) if offload else tile)
+
+    def tile(self, number: int) -> Tensor:
+        return self.tiles[number].to(self.device, non_blocking=True)
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return map(self.tile, range(len(self.tiles)))
+
+
+def _offloaded(x: Tensor) -> Tensor:
+    if not x.is_cuda:
+        return x.to("cpu")
+    return torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True)
+
+
+class Recomputed(Function):
+    """Consecutive blocks that store only the input of the first. `apply` returns the last output and the auxiliary
+    loss, None without one. weights: the trained weights of the blocks, in order.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, blocks: Sequence[Block], run: Pass, source: Tensor | None, x: Tensor, *weights: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        remember_autocast(ctx, x)
+        ctx.blocks, ctx.run = blocks, run
+        if any(ctx.needs_input_grad):
+            ctx.input = StoredInput(cut(x, blocks[0].tiles), blocks[0].offload)
+            ctx.save_for_backward(source)
+        total: Tensor | None = None
+        for block in blocks:
+            x, auxiliary = _forward(block, run, source, x)
+            if auxiliary is not None:
+                total = auxiliary if total is None else total + auxiliary
+        return x, total
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        d, d_auxiliary = grads
+        assert d is not None
+        (source,) = ctx.saved_tensors
+        blocks, run, inputs = ctx.blocks, ctx.run.undecided(), [ctx.input]
+        for block in blocks[:-1]:
+            if block.runs_in_tiles(run):
+                tiles: Iterable[Tensor] = TiledBlock(block, run).forward(inputs[-1], d)
+            else:
+                tiles = cut(_forward(block, run, source, torch.cat(list(inputs[-1]), dim=1))[0], block.tiles)
+            inputs.append(StoredInput(tiles, block.offload))
+        if not run.donated:
+            d = d.clone()
+        of_weights: list[Tensor] = []
+        d_source: Tensor | None = None
+        for block in reversed(blocks):
+            sums = GradientSums(dict(block.named_parameters()))
+            if block.runs_in_tiles(run):
+                TiledBlock(block, run).backward(inputs.pop(), d, sums)
+            else:
+                d, of_source = _backward(
+                    block, run, source, torch.cat(list(inputs.pop()), dim=1), (d, d_auxiliary), sums
+                )
+                if of_source is not None:
+                    d_source = of_source if d_source is None else d_source.add_(of_source)
+            of_weights = [*sums.gradients().values(), *of_weights]
+        return None, None, d_source, d, *of_weights
+
+
+def recomputed(blocks: Sequence[Block], run: Pass, source: Tensor | None, x: Tensor) -> tuple[Tensor | None, Tensor]:
+    """Run consecutive blocks on a stream x (B, L, E). Returns the auxiliary loss or None, and the new stream."""
+    weights = [w for block in blocks for w in block.parameters() if w.requires_grad and torch.is_grad_enabled()]
+    out, auxiliary = Recomputed.apply(blocks, run, source, x, *weights)
+    return auxiliary, out
+
+
+def _forward(block: Block, run: Pass, source: Tensor | None, x: Tensor) -> tuple[Tensor, Tensor | None]:
+    if block.runs_in_tiles(run):
+        tiles, new = cut(x, block.tiles), torch.empty_like(x)
+        for result, tile in zip(cut(new, block.tiles), TiledBlock(block, run).forward(tiles, x), strict=True):
+            result.copy_(tile)
+        return new, None
+    auxiliary, out = block.whole(run, None, source, x)
+    assert out is not None
+    return out, auxiliary
+
+
+def _backward(
+    block: Block, run: Pass, source: Tensor | None, x: Tensor, grads: tuple[Tensor, Tensor | None], sums: GradientSums
+) -> tuple[Tensor, Tensor | None]:
+    """Return the gradients of a whole sequence x and of the source, for those of the output and the auxiliary loss."""
+    leaves = [y.detach().requires_grad_() for y in (x, source) if y is not None]
+    with torch.enable_grad():
+        auxiliary, out = block.whole(run, None, leaves[1] if source is not None else None, leaves[0])
+    pairs = [(y, d) for y, d in zip((out, auxiliary), grads, strict=True) if y is not None and d is not None]
+    outputs, d_outputs = zip(*[(y, d) for y, d in pairs if y.requires_grad], strict=True)
+    dx, *d_source = _take(sums, outputs, d_outputs, leaves)
+    return dx, d_source[0] if d_source else None
+
+
+def _take(sums: GradientSums, outputs: Sequence[Tensor], grads: Sequence[Tensor], inputs: Any) -> tuple[Tensor, ...]:
+    """Return the gradients of `inputs`, and add those of all weights to the sums."""
+    for name in sums.weights:
+        sums.itself(name)
+    return sums.take(outputs, grads, inputs)
+
+
+class TiledBlock:
+    """One pass of a decoder's block, tile by tile. Keys and values are a dict per key head, (B, 1, L, D) each."""
+
+    def __init__(self, block: Block, run: Pass):
+        self.attention, self.feed_forward, self.run = block.attention, block.feed_forward, run
+        self.layer = block.attention.attention
+        heads = self.layer.split.items()
+        self.mechanisms = [self.layer.mechanism(kind) for kind, n in heads for _ in range(n // self.layer.group)]
+
+    def forward(self, tiles: Iterable[Tensor], like: Tensor) -> Iterator[Tensor]:
+        """Yield the tiles of the output stream for those of the input, without gradients. like: a stream (B, L, E)."""
+        keys, first = self._new_keys(like), 0
+        leaves = [partial(_narrow, of_head) for of_head in keys]
+        for tile in tiles:
+            read = self.attention.read(tile)
+            self._store(keys, read, first)
+            shares = self.layer.queries(read, self.run.rng.first + first).chunk(len(keys), dim=1)
+            yield self._add(tile, torch.cat(self._attend(shares, leaves, first), dim=1), first)
+            first += tile.shape[1]
+            del read, shares
+
+    def backward(self, stored: StoredInput, d: Tensor, sums: GradientSums) -> None:
+        """Overwrite the gradient d (B, L, E) of the output with the gradient of the input, and add to the sums."""
+        keys, first, count = self._new_keys(d), 0, len(stored.tiles)
+        for tile in stored:
+            self._store(keys, self.attention.read(tile), first)
+            first += tile.shape[1]
+        of_keys = [GradientSums({name: x.requires_grad_() for name, x in of_head.items()}) for of_head in keys]
+        for number, d_tile in reversed(list(enumerate(cut(d, count)))):
+            first -= d_tile.shape[1]
+            self._backward(stored.tile(number), d_tile, first, of_keys, sums)
+
+    def _backward(self, x: Tensor, d: Tensor, first: int, of_keys: list[GradientSums], sums: GradientSums) -> None:
+        x, position, length = x.detach().requires_grad_(), self.run.rng.first + first, x.shape[1]
+        with torch.enable_grad():
+            read = self.attention.read(x)
+            q, k, v = self.layer.queries(read, position), *self.layer.keys_and_values(read, position)
+            shares = [share.requires_grad_() for share in q.detach().chunk(len(of_keys), dim=1)]
+            heads = self._attend(shares, [head.leaf for head in of_keys], first)
+            attended = torch.cat([y.detach() for y in heads], dim=1).requires_grad_()
+            out = self._add(x, attended, first)
+        dx, d_attended = _take(sums, [out], [d], [x, attended])
+        del out, attended
+        d_q = torch.empty_like(q)
+        for d_heads, d_share, share, head in zip(
+            d_attended.chunk(len(heads), dim=1), d_q.chunk(len(heads), dim=1), shares, of_keys, strict=True
+        ):
+            d_share.copy_(head.take([heads.pop(0)], [d_heads], [share])[0])
+        d_k, d_v = (
+            torch.cat([head.total(name).narrow(2, first, length) for head in of_keys], dim=1) for name in _NAMES
+        )
+        (d_read,) = _take(sums, [q, k, v], [d_q, d_k, d_v], [x])
+        d.copy_(dx + d_read)
+
+    def _new_keys(self, x: Tensor) -> list[dict[str, Tensor]]:
+        shape, dtype = (len(x), 1, x.shape[1], self.layer.head_dim), self.attention.norm.weight.dtype
+        return [{name: x.new_empty(shape, dtype=dtype) for name in _NAMES} for _ in self.mechanisms]
+
+    def _store(self, keys: list[dict[str, Tensor]], read: Tensor, first: int) -> None:
+        """Project the keys and values of a tile from position `first` on."""
+        projected = self.layer.keys_and_values(read, self.run.rng.first + first)
+        for name, x in zip(_NAMES, projected, strict=True):
+            for of_head, y in zip(keys, x.split(1, dim=1), strict=True):
+                of_head[name].narrow(2, first, y.shape[2]).copy_(y)
+
+    def _attend(self, shares: Sequence[Tensor], leaves: Sequence[Leaf], first: int) -> list[Tensor]:
+        """Attend from the queries (B, H/G, T, D) of each key head, at positions from `first` on, to their prefix."""
+        outs = []
+        documents = list(_documents(self.run.padding.segments, first, first + shares[0].shape[2]))
+        for q, leaf, mechanism in zip(shares, leaves, self.mechanisms, strict=True):
+            lines = []
+            for rows, parts in documents:
+
+                def keys(start: int, stop: int, rows: slice = rows, q: Tensor = q, leaf: Leaf = leaf) -> list[Tensor]:
+                    return [leaf(name, 2, start, stop - start)[rows].expand(-1, q.shape[1], -1, -1) for name in _NAMES]
+
+                with autocast_off(q):
+                    of_parts = [
+                        mechanism.attend_prefix(q[rows, :, start - first : stop - first], keys, start, document)
+                        for document, start, stop in parts
+                    ]
+                lines.append(torch.cat(of_parts, dim=2) if len(of_parts) > 1 else of_parts[0])
+            outs.append(torch.cat(lines) if len(lines) > 1 else lines[0])
+        return outs
+
+    def _add(self, x: Tensor, attended: Tensor, first: int) -> Tensor:
+        """Return the output stream of a tile x (B, T, E), given its attention (B, H, T, D)."""
+        rng = self.run.rng.at(self.run.rng.first + first)
+        rows, branch = rng.rows(x.shape[1], x.device), self.feed_forward
+        x = self.attention.add(x, self.layer.output(merge_heads(attended)), rng, rows)
+        weights = dict(branch.feed_forward.named_parameters(recurse=False))
+        return branch.add(x, branch.feed_forward.of_tile(branch.read(x), rows, rng, weights), rng, rows)
+
+
+def _narrow(tensors: dict[str, Tensor], name: str, *part: int) -> Tensor:
+    return tensors[name].narrow(*part)
+
+
+def _documents(segments: Tensor | None, first: int, stop: int) -> Iterator[tuple[slice, list[tuple[int, int, int]]]]:
+    """Yield, for rows of the batch, the first token of each document with tokens in first … stop − 1, and these."""
+    if segments is None or segments.is_meta:
+        yield slice(None), [(0, first, stop)]
+        return
+    for row in range(len(segments)):
+        numbers, counts = segments[row, first:stop].unique_consecutive(return_counts=True)
+        starts = torch.searchsorted(segments[row], numbers).tolist()
+        ends = (first + counts.cumsum(0)).tolist()
+        parts = zip(starts, [first, *ends], ends, strict=False)
+        yield slice(row, row + 1), list(parts)
