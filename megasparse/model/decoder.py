@@ -108,7 +108,9 @@ class Causal(Transformer):
         for block, layer in zip(self.layers, cache.layers, strict=True):
             streams = block.decode(run, layer, cache.position, streams)
         cache.position += 1
-        return self.logits(tuple(x[:, 0] for x in self._leave(streams, initial)))  # (B, V)
+        if self.embedding_once and self.config.blocks == "reversible":
+            streams = (streams[0], streams[1] - initial[1])
+        return self.logits(tuple(x[:, 0] for x in streams))  # (B, V)
 
     def _empty_cache(self, rng: RngContext, part: SequencePart = WHOLE) -> DecodingCache:
         layers = [block.attention.attention.new_cache(len(rng.samples), rng.rounds, part) for block in self.layers]
