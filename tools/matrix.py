@@ -57,7 +57,7 @@ class Row(NamedTuple):
 
 ROWS = {
     "oldest": Row("3.10", ("--resolution", "lowest-direct")),
-    "middle": Row("3.12", ("torch==2.10.0", "transformers==5.12.1", "deepspeed==0.18.9")),
+    "middle": Row("3.12", ("torch==2.10.0", "transformers==5.12.1", "deepspeed==0.19.2")),
     "newest": Row("3.13", ()),
 }
 
@@ -81,9 +81,9 @@ def main() -> None:
 def run_row(name: str, row: Row, version: str | None) -> tuple[list[str], bool]:
     """Build an environment and run the tier in it. Return the cells of its line, and True if all tests passed."""
     folder = FOLDER / name
-    python = folder / "bin" / "python"
+    python = str(folder / "bin" / "python")
     uv = shutil.which("uv") or str(Path(sys.executable).with_name("uv"))
-    subprocess.run([uv, "venv", "--quiet", "--clear", "--python", version or row.python, folder], check=True)
+    subprocess.run([uv, "venv", "--quiet", "--clear", "--python", version or row.python, str(folder)], check=True)
     try:
         requirements = ["--editable", f"{ROOT}[tasks,compress]", "pytest>=8.4", "pytest-xdist>=3.8", *row.versions]
         subprocess.run([uv, "pip", "install", "--quiet", "--python", python, *requirements], check=True)

@@ -1,7 +1,7 @@
 """Interface of attention mechanisms.
 
 Letters in all files: B batch, L length (Lq queries, Lk keys), H heads, D head dim, R rounds, N buckets, M chunk, E
-width of the layer's input, K keys of a query, d width of a sketch, S sampled queries, n tokens of a document, W
+width of the layer's input, K keys per query, d width of a sketch, S sampled queries, n tokens of a document, W
 clusters, V vocabulary.
 """
 

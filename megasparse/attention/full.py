@@ -5,7 +5,6 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.bias import causal_lower_right
 from torch.utils.checkpoint import checkpoint
 
 from megasparse.attention.cache import KeyValueCache
@@ -94,8 +93,11 @@ class FullAttention(KeyValueAttention):
         k, v = keys(document, position + q.shape[2])
         # A plan's meta tensors cannot be given a bias; their memory does not depend on the alignment.
         aligned = q.is_meta or q.shape[2] == k.shape[2]
-        bias = None if aligned else causal_lower_right(q.shape[2], k.shape[2])
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, is_causal=aligned)
+        if aligned:
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        from torch.nn.attention.bias import causal_lower_right  # loads torch.compile, which takes seconds
+
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=causal_lower_right(q.shape[2], k.shape[2]))
 
     def _shared(self, inputs: AttentionInputs) -> Tensor:
         q = inputs.q

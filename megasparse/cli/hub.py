@@ -101,7 +101,8 @@ def convert_to_hf(args: argparse.Namespace) -> None:
     classifiers, with their classes, and models that predict a number, AutoModelForSeq2SeqLM models that write texts.
 
     `--to peft` writes only the adapters of a run with `lora`, as adapter_config.json and adapter_model.safetensors,
-    which peft, transformers and vLLM load on top of DIR. The other formats merge them with the weights.
+    which peft, transformers and vLLM load on top of DIR; only peft reads DoRA's norms. The other formats merge adapters
+    with the weights, as they were quantised in training.
 
     Both models run on the same text, and OUT is written only if their outputs agree to 1e-4.
     """

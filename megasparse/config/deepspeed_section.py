@@ -8,7 +8,6 @@ second or two.
 import logging
 import sys
 import warnings
-from contextlib import suppress
 from typing import Any
 
 from pydantic import BaseModel, Field, ValidationError
@@ -127,8 +126,7 @@ def import_deepspeed() -> Any:
     # (1.5 s per process) for an optimizer that megasparse does not use.
     decorator, compiler.compile = compiler.compile, lambda: lambda function: function
     try:
-        with suppress(ModuleNotFoundError):  # before DeepSpeed 0.17.5
-            import deepspeed.runtime.zero.muon.muon_optimizer
+        import deepspeed.runtime.zero.muon.muon_optimizer
     finally:
         compiler.compile = decorator
     return deepspeed

@@ -145,8 +145,8 @@ class ModelConfig(Section):
     each layer's stored input (ordinary blocks only; `checkpoint_cpu` stores the inputs in CPU memory). With
     `feed_forward_tiles`, decoders recompute layers of full and local attention tile by tile."""
     checkpoint_layers: Positive = 1
-    """Layers recomputed together, of which only the first one's input is stored. More need less memory for inputs, and
-    above 1 another forward of all layers."""
+    """Layers recomputed together from the input of the first, the only one stored. More need less memory for inputs,
+    and run the forward of each group, except its last layer, once more."""
     dropout: Rate = 0.0
     """Dropout rate after the embedding, after each attention, and inside (not with `style` bert) and after each
     feed-forward."""

@@ -103,12 +103,14 @@ class Causal(Transformer):
         assert cache.position < self.config.max_length, "the cache is full"
         read = cache.remember(token[:, None])
         codes = None if read is None else self.embedding.ngrams.codes(read, Padding())[..., -1:]
-        initial = streams = self._enter(token[:, None], cache.position, cache.rng, codes)
+        streams = self._enter(token[:, None], cache.position, cache.rng, codes)
+        initial = streams[1] if self.embedding_once and self.config.blocks == "reversible" else None
         run = Pass(cache.rng, Padding(part=cache.part), tokens=token[:, None])
         for block, layer in zip(self.layers, cache.layers, strict=True):
             streams = block.decode(run, layer, cache.position, streams)
         cache.position += 1
-        return self.logits(tuple(x[:, 0] for x in self._leave(streams, initial)))  # (B, V)
+        streams = streams if initial is None else (streams[0], streams[1] - initial)
+        return self.logits(tuple(x[:, 0] for x in streams))  # (B, V)
 
     def _empty_cache(self, rng: RngContext, part: SequencePart = WHOLE) -> DecodingCache:
         layers = [block.attention.attention.new_cache(len(rng.samples), rng.rounds, part) for block in self.layers]

@@ -122,7 +122,7 @@ def _forward(block: Block, run: Pass, source: Tensor | None, x: Tensor) -> tuple
 def _backward(
     block: Block, run: Pass, source: Tensor | None, x: Tensor, grads: tuple[Tensor, Tensor | None], sums: GradientSums
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the gradients of a whole sequence x and of the source, for those of the output and the auxiliary loss."""
+    """Return the gradients of a whole sequence x and of the source. grads: of the output and the auxiliary loss."""
     leaves = [y.detach().requires_grad_() for y in (x, source) if y is not None]
     with torch.enable_grad():
         auxiliary, out = block.whole(run, None, leaves[1] if source is not None else None, leaves[0])
@@ -133,7 +133,7 @@ def _backward(
 
 
 def _take(sums: GradientSums, outputs: Sequence[Tensor], grads: Sequence[Tensor], inputs: Any) -> tuple[Tensor, ...]:
-    """Return the gradients of `inputs`, and add those of all weights to the sums."""
+    """Return the gradients of `inputs`, and add the gradients of all weights to the sums."""
     for name in sums.weights:
         sums.itself(name)
     return sums.take(outputs, grads, inputs)
@@ -149,7 +149,7 @@ class TiledBlock:
         self.mechanisms = [self.layer.mechanism(kind) for kind, n in heads for _ in range(n // self.layer.group)]
 
     def forward(self, tiles: Iterable[Tensor], like: Tensor) -> Iterator[Tensor]:
-        """Yield the tiles of the output stream for those of the input, without gradients. like: a stream (B, L, E)."""
+        """Yield the tiles of the output stream, without gradients, for tiles of the input. like: a stream (B, L, E)."""
         keys, first = self._new_keys(like), 0
         leaves = [partial(_narrow, of_head) for of_head in keys]
         for tile in tiles:

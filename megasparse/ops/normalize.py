@@ -54,7 +54,7 @@ def _unit(x: Tensor) -> Tensor:
 
 def _unit_vectors(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """Compute x/|x| of x (B, H, L, D), in fp32 or wider; a zero vector stays zero, and gets no gradient. dtype: of the
-    result, by default that of the computation.
+    result, by default as computed.
     """
     x = at_least_fp32(x)
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)

@@ -52,7 +52,7 @@ def known_flops_per_token(model: ModelConfig, sequence_length: int) -> tuple[flo
 def hardware_flops_by_part(model: ModelConfig, sequence_length: int, ranks: int = 1) -> dict[str, float]:
     """Return FLOPs per token including recomputation, for attention, projections, feed-forward and head.
 
-    Reversible and checkpointed layers rerun the forward, all but the last of `checkpoint_layers` twice; tiles
+    Reversible and checkpointed layers rerun the forward, in `checkpoint_layers` twice except in the last; tiles
     (`feed_forward_tiles`, `loss_tiles`) rerun it one by one, in layers that are checkpointed whole once more. Scores
     recomputed inside a kernel's backward are not counted. ranks: sequence-parallel degree; work replicated on several
     ranks is counted on each.

@@ -376,14 +376,11 @@ def test_a_renamed_argument_of_transformers_is_an_error(kind, changes, old, mess
 
     model = build(kind, **changes)
     for functions in (transformers.AttentionInterface, transformers.AttentionMaskInterface):
-        monkeypatch.setitem(
-            functions._global_mapping, "megasparse", partial(renamed, functions._global_mapping["megasparse"])
-        )
+        known = functions._global_mapping
+        monkeypatch.setitem(known, "megasparse", partial(renamed, known["megasparse"]))
     if old == "position_ids":
-        forward = type(model.model).forward
-        monkeypatch.setattr(
-            type(model.model), "forward", lambda self, input_ids=None, **named: forward(self, input_ids, **named)
-        )
+        kind, forward = type(model.model), type(model.model).forward
+        monkeypatch.setattr(kind, "forward", lambda self, input_ids=None, **named: forward(self, input_ids, **named))
     with pytest.raises(HubError, match=message):
         replace_attention(model, LOCAL)
 
@@ -398,9 +395,7 @@ def test_an_untested_version_prints_one_line_once(monkeypatch, capsys):
         hub.require_transformers()
 
 
-@pytest.mark.parametrize(
-    "attention", [{"pattern": ["full"]}, MIXED, LSH, RANKED], ids=["full", "mixed", "lsh", "ranked"]
-)
+@pytest.mark.parametrize("attention", [{"pattern": ["full"]}, MIXED, LSH, RANKED], ids=str)
 def test_generation_under_autocast(attention):
     """Rotated queries and keys are in fp32 there, values in bf16."""
     model = replace_attention(build(dtype=torch.float32), attention)

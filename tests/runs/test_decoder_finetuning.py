@@ -161,7 +161,9 @@ def test_adapters_want_weights_that_they_belong_to(decoder, tmp_path, capsys):
     (tmp_path / "run" / "start").rename(tmp_path / "elsewhere")
     result = refused(capsys, door("generate"), "--checkpoint", tmp_path / "run")
     assert "contains only adapters" in result and "Copy the whole run folder again" in result
-    saved("llama as SmolLM", tmp_path / "other")  # the same sizes, other weights
+    other = saved("llama as SmolLM", tmp_path / "other")
+    torch.nn.init.normal_(other.model.norm.weight)
+    other.save_pretrained(tmp_path / "other")  # the same sizes, other weights
     go_on(tmp_path / "again", tmp_path / "other", texts, "--stop-at", "1")
     (tmp_path / "again" / "start").rename(tmp_path / "run" / "start")
     assert "its adapters belong to weights" in refused(capsys, door("generate"), "--checkpoint", tmp_path / "run")

@@ -241,6 +241,8 @@ class Renderer:
             scored = np.ones(len(ids), dtype=bool)
         else:
             ids, scored = self._rendered(_messages(record), record.get("tools"))
+        if not scored.any():
+            raise Invalid("the chat template renders no answer", "use the model's own template")
         if ids.max() >= tokenizer.vocabulary:
             problem = f"the chat template writes the token {ids.max()}, which {self.file} does not contain"
             raise ConfigError("data.tokenizer", problem, "Copy the model's folder again")
@@ -257,7 +259,8 @@ class Renderer:
         if tokenizer.chat_template is None:
             folder, hint = Path(self.file).parent, "Use an instruction-tuned model, or add its chat_template.jinja"
             raise ConfigError("data.tokenizer", f"{folder} lacks a chat template, which conversations need", hint)
-        names = [re.escape(token.content) for token in tokenizer.added_tokens_decoder.values() if token.special]
+        special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
+        names = map(re.escape, sorted(special, key=len, reverse=True))
         plain = re.sub("[\ufdd0\ufdd1]", "", json.dumps([messages, tools], ensure_ascii=False))
         plain.encode()  # raises UnicodeEncodeError for half a surrogate pair
         quoted = re.sub("|".join(names) or "(?!)", "\ufdd0\\g<0>\ufdd1", plain)
@@ -276,6 +279,8 @@ class Renderer:
                 both = tokenizer.apply_chat_template(messages, tools=tools, **options)
                 return np.array(both["input_ids"]), np.array(both["assistant_masks"], dtype=bool)
             whole = render(len(messages))
+            if re.search("[\ufdd0\ufdd1]", QUOTED.sub("", whole)):
+                raise Invalid("the chat template cuts the name of a special token in a message", "remove the name")
             spans = [_span(render, whole, i) for i, message in enumerate(messages) if message["role"] == "assistant"]
         except Invalid:
             raise

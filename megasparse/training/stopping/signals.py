@@ -19,8 +19,8 @@ from types import FrameType
 from megasparse.errors import write_error
 from megasparse.system import after_fork_in_child
 
-USR1 = getattr(signal, "SIGUSR1", None)  # not on Windows
-USR2 = getattr(signal, "SIGUSR2", None)
+USR1: int | None = getattr(signal, "SIGUSR1", None)  # not on Windows
+USR2: int | None = getattr(signal, "SIGUSR2", None)
 STOPPING = (signal.SIGTERM, signal.SIGINT, *([USR1] if USR1 else []))
 ONE_REQUEST = 0.5
 """Seconds within which further signals are the same request: launchers send SIGINT and SIGTERM 0.1 s apart."""
@@ -65,7 +65,7 @@ class StopSignals:
         if "RANK" not in os.environ:
             return
         with suppress(OSError, AttributeError, TypeError):
-            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, ctypes.c_ulong(USR1))
+            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, ctypes.c_ulong(USR1 or 0))
         if os.getppid() != self._parent:  # the launcher exited before prctl
             self._ask("the launcher ended")
             return

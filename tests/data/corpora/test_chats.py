@@ -178,11 +178,14 @@ BAD = {
     "empty": (conversation("How far?", " \n"), "a message of the role assistant is empty", "fill it, or remove"),
     "image": (conversation([{"type": "image_url"}], "x"), "a message of the role user is not text", "keep its text"),
     "half a surrogate": (json.dumps(conversation("\ud800", "x")).encode(), "half a surrogate pair", ""),
+    "name that is cut": (
+        conversation("How far?", "So <name> far."), "the chat template cuts the name of a special token", "remove the",
+    ),
     "template": (conversation("How far?", "Far.", system="Hm"), "the chat template fails: no system", "change the"),
     "boundary": (conversation("How far?", "\n\nFar."), "a token contains the end of a prompt", "{% generation %}"),
 }  # fmt: skip
-REFUSING = CHATML.replace(
-    "{% for", "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}{% for", 1
+REFUSING = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}" + CHATML.replace(
+    "{{ m.content }}", "{{ m.content.split('name>')[-1] }}"
 )
 
 
@@ -216,6 +219,8 @@ def test_a_model_without_a_template_or_with_one_that_moves_answers_is_named(tmp_
     assert "line 2" in message and "lacks a chat template" in message and "add its chat_template.jinja" in message
     file = model_folder(tmp_path / "moving", "{{ messages | length }}" + CHATML)
     assert "renders messages otherwise when others follow" in refusal(lambda: read(file), DataError)
+    file = model_folder(tmp_path / "silent", "no conversation")
+    assert "the chat template renders no answer" in refusal(lambda: read(file), DataError)
     assert "bytes lacks a chat template" in refusal(lambda: read("bytes"), ConfigError)
 
 
