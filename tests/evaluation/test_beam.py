@@ -9,6 +9,7 @@ import torch
 from megasparse.evaluation.generate import BeamSettings, Hypothesis, beam_search, length_penalty, search
 from megasparse.evaluation.texts import EncodedSource
 from megasparse.model.build import build_model
+from tests.helpers.cases import together
 from tests.helpers.models import random_tokens, small
 
 END = 3
@@ -61,7 +62,7 @@ def close(found: list[Hypothesis], wanted: list[Hypothesis]) -> bool:
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.6, 2.0])
-@pytest.mark.parametrize("seed", range(4))
+@together("seed", range(4))
 def test_a_wide_beam_is_an_exhaustive_search(seed, alpha):
     chain = Chain(seed)
     wanted = exhaustive(chain, 5, alpha)
@@ -81,7 +82,7 @@ def test_without_an_end_the_likeliest_of_full_length():
 
 
 @pytest.mark.parametrize("beams", [2, 3, 5])
-@pytest.mark.parametrize("seed", range(6))
+@together("seed", range(6))
 def test_a_narrow_beam_is_the_textbooks(seed, beams):
     """Until as many have ended as there are beams; each step all continuations of all beginnings are sorted."""
     chain = Chain(seed)
@@ -124,7 +125,7 @@ def test_search_stops_when_no_open_hypothesis_can_win():
 
 
 @pytest.mark.parametrize("alpha", [0.0, 3.0])
-@pytest.mark.parametrize("seed", range(5))
+@together("seed", range(5))
 def test_one_beam_is_greedy(seed, alpha):
     chain, greedy = Chain(seed), []
     while len(greedy) < 12 and (token := int(chain.logits(greedy).argmax())) != END:

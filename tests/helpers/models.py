@@ -145,8 +145,6 @@ BOTH_WAYS = {
     "full": "masks without the causal one",
     "lsh": "buckets and windows that look ahead",
     "yoso": "tables of whole sequences",
-    "performer": "sums of whole sequences",
-    "longformer": "global tokens that attend to all",
 }
 """Names of PATHS that run in an encoder too, with the code path that it adds."""
 

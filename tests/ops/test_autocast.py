@@ -14,6 +14,7 @@ from megasparse.ops.hashing import angular_hash, sign_codes
 from megasparse.ops.linear_attention import causal_linear_attention, linear_attention
 from megasparse.ops.local_attention import LocalAttentionSpec, RelativeVectors, distances, relative_local_attention
 from megasparse.ops.sketch import KeyChoiceSpec, chosen_keys, sketched_attention
+from tests.helpers.cases import together
 from tests.helpers.operators import DEVICE
 
 LENGTH, CHUNK = 24, 8
@@ -95,10 +96,8 @@ def test_codes_and_choices_are_those_without_autocast(name, monkeypatch):
             assert torch.equal(CODED[name](x), expected), implementation
 
 
-WIDE = [(name, (n + m) % 3, form) for n, name in enumerate(HEADS) for m, form in enumerate(FORMS)]  # cast alike
-
-
-@pytest.mark.parametrize(("name", "wide", "implementation"), WIDE)
+@pytest.mark.parametrize("name", HEADS)
+@together(("wide", "implementation"), enumerate(FORMS))  # cast alike
 def test_one_input_may_be_wider_than_the_others(name, wide, implementation, monkeypatch):
     monkeypatch.setenv("MEGASPARSE_OPS", implementation)
     dtypes = [torch.bfloat16] * 3

@@ -17,6 +17,7 @@ from megasparse.ops.hashing import (
 )
 from megasparse.ops.hashing_kernels import learned_codes
 from megasparse.ops.random import rotations
+from tests.helpers.cases import together
 from tests.helpers.operators import DEVICE
 
 ROUNDING = 1e-6
@@ -85,9 +86,7 @@ def collision_share(kind, cosine, width, bits, heads=400, pairs=200, hashes=16):
 
 
 @KINDS
-@pytest.mark.parametrize(
-    "width,hashes,bits,block", [(8, 3, 4, 1), (6, 20, 3, 1 << 20), (1, 2, 2, 1), (16, 5, 17, 1 << 20)]
-)
+@together("width,hashes,bits,block", [(8, 3, 4, 1), (6, 20, 3, 1 << 20), (1, 2, 2, 1), (16, 5, 17, 1 << 20)])
 def test_sign_codes_equal_the_definition(kind, width, hashes, bits, block, monkeypatch):
     monkeypatch.setattr(hashing, "_SIGN_ELEMENTS", block)
     x = vectors(2, 3, 11, width)

@@ -5,6 +5,7 @@ import torch
 
 from megasparse.ops.normalize import layer_norm, unit_keys, unit_vectors
 from tests.helpers import definitions
+from tests.helpers.cases import together
 from tests.helpers.operators import DEVICE
 
 BARS = {torch.float32: 1e-5, torch.bfloat16: 2**-7, torch.float16: 2**-10}
@@ -40,7 +41,7 @@ def test_a_zero_vector_stays_zero_and_has_a_finite_gradient():
 
 
 @pytest.mark.usefixtures("implementation")
-@pytest.mark.parametrize("dtype", list(BARS), ids=str)
+@together("dtype", BARS)
 def test_unit_vectors_and_gradients_equal_torch_and_a_zero_vector_has_none(dtype):
     x = torch.randn(2, 3, 9, 24, generator=torch.Generator().manual_seed(1)).to(DEVICE, dtype)
     x[0, 1, 4] = 0
@@ -70,9 +71,7 @@ def norm_results(function, shape, out, exact, biased):
 
 
 @pytest.mark.usefixtures("implementation")
-@pytest.mark.parametrize(
-    "shape,out", [((2, 70, 24), torch.float32), ((2, 70, 24), torch.bfloat16), ((1, 1, 1), torch.float32)], ids=str
-)
+@together("shape,out", [((2, 70, 24), torch.float32), ((2, 70, 24), torch.bfloat16), ((1, 1, 1), torch.float32)])
 @pytest.mark.parametrize("biased", [True, False], ids=["layer", "rms"])
 def test_norms_are_the_definition(shape, out, biased):
     bar = {torch.float32: 2e-5, torch.bfloat16: 2**-6}[out]
