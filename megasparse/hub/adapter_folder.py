@@ -61,7 +61,7 @@ def to_peft(checkpoint: str | Path, output: str | Path, base: str | Path) -> Pat
     with appearing(output) as folder:
         save_file(tensors, folder / FILE, {"format": "pt"})
         _settings(merged.lora, str(base), {*tensors}, weights).save_pretrained(str(folder))
-        model, seed = build_model(sizes, 0), merged.config.run.seed
+        model, seed = build_model(format.comparable(merged.config).model, 0), merged.config.run.seed
         fill(model, partial(merged.tensor, "weight"))
         texts = text_tokens(sizes)
         ours = [our_logits(model, tokens, seed) for tokens in texts]

@@ -44,7 +44,7 @@ class Quantised(Tensor):
     ):
         self.codes, self.scales, self.stored, self.transposed = codes, scales, shape, transposed
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"Quantised({list(self.shape)}, {self.dtype}, {self.codes.dtype} codes)"
@@ -78,7 +78,9 @@ class Quantised(Tensor):
         return Quantised(self.codes, self.scales, self.stored, dtype or self.dtype, self.transposed != turned)
 
     @classmethod
-    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         kwargs = kwargs or {}
         if function in (aten.detach.default, aten.alias.default):
             return args[0]._like()

@@ -99,7 +99,7 @@ def stored_by_bitsandbytes(weight, kind):
 def test_adapters_learn_and_are_merged(decoder, tmp_path, changes):
     if kind := changes.get("quantized"):
         pytest.importorskip("bitsandbytes")
-    sets = {f"lora.{key}": json.dumps(value) for key, value in changes.items()}
+    sets = {f"lora.{key}": json.dumps(value) for key, value in changes.items()} | {"model.residual_dtype": "fp32"}
     texts = books(tmp_path / "books")
     config = go_on(tmp_path / "run", decoder, texts, **sets)
     stopped = Checkpoint.open(tmp_path / "run" / "checkpoints" / "00000004")
