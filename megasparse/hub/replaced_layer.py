@@ -208,8 +208,8 @@ class IndexedLayer(DynamicLayer):  # type: ignore[misc]
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         if not self.is_initialized:
             super().update(key_states[..., :0, :], value_states[..., :0, :])
-        self.keys = self._append("keys", self.keys, key_states)
-        self.values = self._append("values", self.values, value_states)
+        self.keys = self._append("keys", cast(Tensor, self.keys), key_states)
+        self.values = self._append("values", cast(Tensor, self.values), value_states)
         return self.keys, self.values
 
     def append_index(self, entries: Tensor) -> Tensor:
@@ -227,7 +227,7 @@ class IndexedLayer(DynamicLayer):  # type: ignore[misc]
         self._change_index(lambda index: index[:, : self.get_seq_length()])
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        super().reorder_cache(beam_idx)
+        super().reorder_cache(cast(Any, beam_idx))
         self._change_index(lambda index: index.index_select(0, beam_idx.to(index.device)))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
