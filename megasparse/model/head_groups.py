@@ -189,7 +189,7 @@ class HeadGroups:
             q = self.layer.query_norm.by(inside("query_norm", weights), q)
         if self.layer.key_norm is not None and k.shape[1]:
             k = self.layer.key_norm.by(inside("key_norm", weights), k)
-        return self.layer.repeat(*(self.layer.rotate(part, position) for part in (q, k)), v)
+        return self.layer.repeat(self.layer.rotate(q, position), self.layer.rotate(k, position), v)
 
     def _project_all(self, weights: Weights) -> tuple[Tensor, ...]:
         """Return queries, keys and values of all tiles: (B, n, L, D) each."""

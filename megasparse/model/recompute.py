@@ -175,7 +175,8 @@ class TiledBlock:
         x, position, length = x.detach().requires_grad_(), self.run.rng.first + first, x.shape[1]
         with torch.enable_grad():
             read = self.attention.read(x)
-            q, k, v = self.layer.queries(read, position), *self.layer.keys_and_values(read, position)
+            q = self.layer.queries(read, position)
+            k, v = self.layer.keys_and_values(read, position)
             shares = [share.requires_grad_() for share in q.detach().chunk(len(of_keys), dim=1)]
             heads = self._attend(shares, [head.leaf for head in of_keys], first)
             attended = torch.cat([y.detach() for y in heads], dim=1).requires_grad_()
