@@ -116,7 +116,13 @@ class Stack(nn.Module):
         self.embedding: Any = embedding if isinstance(embedding, nn.Module) else Embedding(config, embedding)
         self.layers = [Block(config, layer) for layer in range(config.layers)]
         self.blocks = nn.ModuleList(self.layers)
-        if config.activations.startswith("checkpoint"):
+        checkpoint = config.activations.startswith("checkpoint")
+        if checkpoint and config.kind == "encoder" and config.checkpoint_layers == 1:  # never in tiles
+            from fairscale.nn import checkpoint_wrapper  # optional dependency
+
+            for block in self.layers:
+                checkpoint_wrapper(block, offload_to_cpu=config.activations == "checkpoint_cpu")
+        elif checkpoint:
             for i in range(0, config.layers, config.checkpoint_layers):
                 self.layers[i].recomputed = self.layers[i : i + config.checkpoint_layers]
 
