@@ -28,7 +28,7 @@ WHOLE = "Export all weights, for example with --to llama"
 def to_peft(checkpoint: str | Path, output: str | Path, base: str | Path) -> Path:
     """Export the adapters of a run as a PEFT folder: adapter_config.json and adapter_model.safetensors.
 
-    Before the folder is renamed to `output`, peft loads it on top of `base`, and the logits are compared with those of
+    Before the folder is renamed to `output`, peft loads it on top of `base`, and the logits are compared with
     the trained model on the same text in fp32. Quantised weights are quantised and dequantised for it.
 
     Args:

@@ -213,7 +213,7 @@ class IndexedLayer(DynamicLayer):  # type: ignore[misc]
         return self.keys, self.values
 
     def append_index(self, entries: Tensor) -> Tensor:
-        """Append the newest tokens' entries (B, n, w). Return those of all tokens."""
+        """Append the newest tokens' entries (B, n, w). Return all tokens' entries."""
         old = entries[:, :0] if self.index is None else self.index
         self.index = self._append("index", old, entries)
         return self.index

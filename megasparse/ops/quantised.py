@@ -1,7 +1,7 @@
 """Frozen matrices in 4 or 8 bits, with bitsandbytes.
 
 nf4: 4-bit NormalFloat in blocks of 64 with 8-bit block scales (Dettmers et al. 2023, sections 3 and 4). int8: one scale
-per row (Dettmers et al. 2022, without their separate outliers). The codes equal those of transformers.
+per row (Dettmers et al. 2022, without their separate outliers). The codes equal transformers'.
 """
 
 import math

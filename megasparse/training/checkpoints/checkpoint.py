@@ -327,7 +327,7 @@ def _matched(module: nn.Module, checkpoint: Checkpoint) -> dict[str, Tensor]:
 
 
 A, B, NORMS = (f".lora_{part}.default.weight" for part in ("A", "B", "magnitude_vector"))
-"""Suffixes of the names of an adapter's weights; the last one of DoRA's."""
+"""Suffixes of the names of an adapter's weights; the last one is DoRA."""
 START = Path("start", "checkpoints", "00000000")
 """Path in a run's folder of the weights that its adapters belong to."""
 

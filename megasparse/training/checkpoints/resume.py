@@ -182,7 +182,7 @@ def _report_versions(checkpoint: Checkpoint, ranks: Ranks) -> None:
     then, now = checkpoint.manifest.get("versions", {}), versions()
     changed = [key for key in _changed(then, now) if key in then and key != "source"]
     if changed and checkpoint.step:
-        problem = "losses may differ in rounding from those of an uninterrupted run"
+        problem = "losses may differ in rounding from an uninterrupted run"
         ranks.say(f"resuming under other versions ({_listed(then, now, changed)}): {problem}")
 
 
