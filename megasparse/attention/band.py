@@ -309,7 +309,7 @@ class BandAttention(Attention):
         parts = [cache.attend(inputs.q, queries, cache.size.gather(-1, queries) - 1, spec)]
         if self.sinks:
             rule = {name: self.rule[name] for name in ("scale", "exclude_self")}
-            parts.append(cached_sinks(self.sinks, inputs.q, cache.tokens.k, cache.tokens.v, position, **rule))
+            parts.append(cached_sinks(range(self.sinks), inputs.q, cache.tokens.k, cache.tokens.v, position, **rule))
         out, lse = merge(parts) if self.sinks else parts[0]
         return torch.where(lse.isneginf().unsqueeze(-1), inputs.v.to(out.dtype), out)
 

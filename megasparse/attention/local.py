@@ -135,10 +135,10 @@ class LocalAttention(Attention):
         near = AttentionInputs(padded, k, v, None, segments, True).in_buckets(None, self._rule(True))
         out, lse = (x[:, :, position - start :] for x in near)
         if self.sinks:
-            k, v = keys(document, min(document + self.sinks, stop))
+            sinks = range(document, min(document + self.sinks, stop))
             scale = self.spec.head_dim**-0.5
-            sinks = cached_sinks(k.shape[2], q, k, v, position, scale=scale, chunk=self.chunk, first=document)
-            out, _ = merge([(out, lse), sinks])
+            of_sinks = cached_sinks(sinks, q, *keys(sinks.start, sinks.stop), position, scale=scale, chunk=self.chunk)
+            out, _ = merge([(out, lse), of_sinks])
         return out
 
     def _rule(self, causal: bool, pair_shard: tuple[int, int] | None = None) -> BucketedAttentionSpec:
@@ -194,7 +194,7 @@ class LocalAttention(Attention):
         if self.sinks:
             scale = self.spec.head_dim**-0.5
             (k, v) = (x[:, :, capacity:] for x in (k, v))
-            sinks = cached_sinks(self.sinks, inputs.q, k, v, position, scale=scale, chunk=self.chunk)
+            sinks = cached_sinks(range(self.sinks), inputs.q, k, v, position, scale=scale, chunk=self.chunk)
             out, _ = merge([(out, lse), sinks])
         return out
 

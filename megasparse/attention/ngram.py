@@ -172,7 +172,7 @@ class NGramAttention(Attention):
         if sinks := self.config.sinks:
             parts.append(
                 cached_sinks(
-                    sinks, q, k, v, position, scale=self.window_spec.scale, chunk=self.window_spec.window.chunk
+                    range(sinks), q, k, v, position, scale=self.window_spec.scale, chunk=self.window_spec.window.chunk
                 )
             )
         bias = F.pad(self.bias(context.part), (len(parts), 0))[:, None]

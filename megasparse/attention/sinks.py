@@ -79,19 +79,19 @@ def sink_attention(
 
 
 def cached_sinks(
-    sinks: int, q: Tensor, k: Tensor, v: Tensor, position: int, *, scale: float, exclude_self: bool = False,
-    chunk: int | None = None, first: int = 0,
+    sinks: range, q: Tensor, k: Tensor, v: Tensor, position: int, *, scale: float, exclude_self: bool = False,
+    chunk: int | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Compute `sink_attention` of queries (B, H, Lq, D) from `position` on, bit-identical to a full pass.
 
-    k, v: (B, H, n or more, D), from position `first` on.
+    sinks: their positions. k, v: (B, H, n or more, D), from the first sink on.
     """
-    sink = torch.arange(sinks, device=q.device)
+    sink = torch.arange(sinks.start, sinks.stop, device=q.device)
     query = torch.arange(position, position + q.shape[2], device=q.device)[:, None]
-    visible = first + sink <= query - int(exclude_self)
+    visible = sink <= query - int(exclude_self)
     if chunk is not None:
-        visible = visible & (query // chunk - (first + sink) // chunk > 1)
-    index = torch.where(visible, sink, -1).int().expand(len(q), 1, -1, -1)
+        visible = visible & (query // chunk - sink // chunk > 1)
+    index = torch.where(visible, sink - sinks.start, -1).int().expand(len(q), 1, -1, -1)
     k, v = (x.to(q.dtype) for x in (k, v))
     if q.dtype not in (torch.float32, torch.float64):
         return gathered_attention(q, k, v, index, scale=scale)

@@ -81,8 +81,8 @@ def quantise_layers(model: nn.Module, config: LoRAConfig, dtype: torch.dtype, de
 
 @torch.no_grad()
 def _initialise(model: nn.Module, name: str, weight: nn.Parameter, seed: int) -> None:
-    """Initialise A as torch initialises linear layers, uniform within 1/√(width in), B with zeros, and DoRA's norms with
-    W's.
+    """Initialise A as torch initialises linear layers, uniform within 1/√(width in), B with zeros, and DoRA's norms
+    with W's.
     """
     if ".lora_B." in name:
         weight.zero_()

@@ -4,8 +4,10 @@ nf4: 4-bit NormalFloat in blocks of 64 with 8-bit block scales (Dettmers et al. 
 per row (Dettmers et al. 2022, without their separate outliers). The codes equal transformers'.
 """
 
+import logging
 import math
 from collections.abc import Sequence
+from types import ModuleType
 from typing import Any, Literal
 
 import torch
@@ -18,6 +20,7 @@ Kind = Literal["nf4", "int8"]
 BLOCK, SCALES = 64, 256
 """Numbers per block, and block scales that share a scale."""
 aten = torch.ops.aten
+logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)  # faster kernels, optional, are missing
 
 
 class Quantised(Tensor):
@@ -80,7 +83,7 @@ class Quantised(Tensor):
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    ) -> object:
         kwargs = kwargs or {}
         if function in (aten.detach.default, aten.alias.default):
             return args[0]._like()
@@ -91,7 +94,7 @@ class Quantised(Tensor):
         args, kwargs = tree_map_only(Quantised, Quantised.dequantise, (args, kwargs))
         return function(*args, **kwargs)
 
-    def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[object, ...]]:
         return ["codes"], (self.scales, self.stored, self.dtype, self.transposed)
 
     @staticmethod
@@ -127,7 +130,7 @@ def quantise(values: Tensor, kind: Kind, dtype: torch.dtype) -> Quantised:
     return Quantised(codes, scales, shape, dtype)
 
 
-def _bitsandbytes() -> Any:
+def _bitsandbytes() -> ModuleType:
     try:
         import bitsandbytes.functional
     except ImportError:
