@@ -199,9 +199,14 @@ class ModelConfig(Section):
         return None if self.document_separator is None else self.document_separator % UNSCORED
 
     @property
+    def marked(self) -> bool:
+        """True if tokens carry marks (`files.UNSCORED`), those of conversations."""
+        return self.document_separator != self.separator_id
+
+    @property
     def end_token(self) -> int | None:
         """Id of `document_separator` if the model learns to end a text with it, unlike that between conversations."""
-        return self.document_separator if self.document_separator == self.separator_id else None
+        return None if self.marked else self.document_separator
 
 
 class DataConfig(Section):

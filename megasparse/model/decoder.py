@@ -66,11 +66,12 @@ class Causal(Transformer):
 
     def prepare_inputs(self, tokens: Tensor, rng: RngContext, padding: Padding) -> tuple[Tensor, Tensor]:
         part = padding.part
-        scored = tokens < UNSCORED
+        scored = tokens < UNSCORED if self.config.marked else torch.ones_like(tokens, dtype=torch.bool)
         if padding.key_mask is not None:
             scored &= part.local_part(padding.key_mask, 1)
         scored[:, : max(0, self.config.score_from - rng.first)] = False
-        tokens = tokens % UNSCORED
+        if self.config.marked:
+            tokens = tokens % UNSCORED
         if part.size == 1:
             return tokens[:, :-1], scored
         last = part.gather(tokens[:, -1:], 1)  # (B, S)

@@ -336,7 +336,8 @@ class Transformer(Stack, ABC):
     def score(self, tokens: Tensor, rng: RngContext, padding: Padding, source: EncoderOutput | None = None) -> Scored:
         """Score tokens (B, L). source: encoder output from which target tokens are predicted, or None."""
         read, scored = self.prepare_inputs(tokens, rng, padding)
-        tokens = tokens % UNSCORED
+        if self.config.marked:
+            tokens = tokens % UNSCORED
         targets = Targets(tokens, scored)
         streams, auxiliary, statistics = self.streams(read, rng, padding, targets, source=source, donated=True)
         nats, correct, cost = self.head(self.head.score, streams, tokens, rng.training)

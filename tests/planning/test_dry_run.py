@@ -78,7 +78,7 @@ def test_the_first_step_is_not_timed(empty_folder, monkeypatch):
     engine.train_step, engine.evaluate = step, lambda tokens, rng: evaluated.append(tokens.shape)
     monkeypatch.setattr(dry_run_module, "trial_engine", lambda *_: (engine, None))
     monkeypatch.setattr(dry_run_module, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
-    monkeypatch.setattr(dry_run_module.os, "sched_getaffinity", lambda _: range(2))
+    monkeypatch.setattr(dry_run_module, "usable_cores", lambda: 2)
     result = dry_run(config)
     assert (result.seconds, result.rank_seconds, result.ranks, result.loss) == (2.0, 2.0, 1, 1.0)
     assert evaluated == [(1, 64)], "the memory of longer windows of evaluation is included"

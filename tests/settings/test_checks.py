@@ -227,5 +227,6 @@ def test_the_order_of_the_mechanisms_never_changes():
     """It is the order of the heads of a layer that several share, and so of the rows of its weights."""
     shipped = ["full", "local", "lsh", "lha", "yoso", "smart_bird", "smyrf", "routing", "random", "sparse_transformer"]
     shipped += ["longformer", "bigbird", "performer", "linformer", "ngram", "ranked"]
+    shipped += ["linear", "synthesizer", "sinkhorn", "clustered"]
     assert [kind for kind in MECHANISMS if not kind.startswith("toy")] == shipped
     assert [name for name in AttentionConfig.model_fields if name in MECHANISMS] == list(MECHANISMS)
