@@ -21,6 +21,7 @@ from megasparse.model.branch import (
     BackwardTiles,
     Branch,
     Compute,
+    Gathered,
     Pass,
     Residual,
     Streams,
@@ -173,7 +174,7 @@ class FeedForward(nn.Module):
         return linear(hidden, w["down"], w.get("down_bias"))
 
 
-class Block(nn.Module):
+class Block(Gathered):
     """One layer. Reversible (Reformer Eq. 9): Y1 = X1 + Attention(X2), Y2 = X2 + FeedForward(Y1). In the decoder of an
     encoder–decoder: Y1 as before, Y2 = X2 + CrossAttention(Y1, source), Z1 = Y1 + FeedForward(Y2); the next layer reads
     (Y2, Z1). Ordinary: each branch adds its output to one stream; `style` bert normalises the stream after each branch.
@@ -189,7 +190,7 @@ class Block(nn.Module):
         self.recomputed: list[Block] = []
         """This block and the next ones, recomputed together by `forward`; set by the stack."""
 
-    def forward(
+    def update(
         self, run: Pass, cache: LayerCache | None, source: Tensor | None, *streams: Tensor
     ) -> tuple[Tensor | None, ...]:
         """Return the auxiliary loss (or None) and the new streams, of all blocks that are recomputed together.

@@ -108,7 +108,7 @@ class Causal(Transformer):
         initial = streams[1] if self.embedding_once and self.config.blocks == "reversible" else None
         run = Pass(cache.rng, Padding(part=cache.part), tokens=token[:, None])
         for block, layer in zip(self.layers, cache.layers, strict=True):
-            streams = block.decode(run, layer, cache.position, streams)
+            streams = block(block.decode, run, layer, cache.position, streams)
         cache.position += 1
         streams = streams if initial is None else (streams[0], streams[1] - initial)
         return self.logits(tuple(x[:, 0] for x in streams))  # (B, V)

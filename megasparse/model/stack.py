@@ -154,7 +154,7 @@ class Stack(nn.Module):
             total = torch.zeros((), device=streams[0].device)
             step = config.checkpoint_layers if caches is None else 1
             for i, block in list(enumerate(self.layers))[::step]:
-                arguments = run, None if caches is None else caches[i], states, *streams
+                arguments = block.update, run, None if caches is None else caches[i], states, *streams
                 if self.gradient_checkpointing and rng.training:
                     auxiliary, *streams = self._gradient_checkpointing_func(block, *arguments)
                 else:
