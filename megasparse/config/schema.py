@@ -200,7 +200,7 @@ class ModelConfig(Section):
 
     @property
     def marked(self) -> bool:
-        """True if tokens carry marks (`files.UNSCORED`), those of conversations."""
+        """True if tokens carry marks (`files.UNSCORED`), as conversations do."""
         return self.document_separator != self.separator_id
 
     @property
