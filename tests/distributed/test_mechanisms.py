@@ -36,7 +36,12 @@ PATTERNS: dict[str, list[dict[str, int]]] = {
         {"longformer": 1, "sparse_transformer": 1, "full": 1},
         {"ngram": 2, "ranked": 1},
     ],
-    "encoder": [{"smyrf": 1, "linformer": 1, "lha": 1}, {"yoso": 1, "smart_bird": 1, "lsh": 1}],
+    "encoder": [
+        {"smyrf": 1, "linformer": 1, "lha": 1},
+        {"yoso": 1, "smart_bird": 1, "lsh": 1},
+        {"linear": 1, "synthesizer": 1, "clustered": 1},
+        {"sinkhorn": 2, "full": 1},
+    ],
     "encoder_decoder": [{"lha": 2, "full": 1}, {"lsh": 2, "local": 1}],
 }
 PAIRS = {  # of 10 and 14 tokens, among which those with id 7 are left out: not equally many on both ranks

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megasparse.config.attention import MECHANISMS, AttentionConfig
 from megasparse.config.schema import Config, RunConfig
-from megasparse.files import UNSCORED
+from megasparse.files import CONVERSATION_END, UNSCORED
 from megasparse.model.build import build_model
 from megasparse.model.stack import cut
 from megasparse.ops.bucketed_attention import definition
@@ -115,9 +115,11 @@ def summed(ranks: Ranks, values: dict[str, Tensor], divisor: int) -> list[Tensor
 
 def compare(ranks: Ranks, model: Any, tokens: Tensor) -> dict[str, float]:
     """On rank 0, the largest relative difference of each sum over the ranks to that of the whole batch, which all
-    ranks that share a sequence have. Some tokens of a decoder are marked as not predicted."""
-    if model.config.kind == "decoder":
-        tokens = tokens + UNSCORED * ((tokens < 250) & (torch.arange(tokens.shape[1]) % 5 < 2))
+    ranks that share a sequence have. Packed tokens of a decoder are marked as in conversations."""
+    if model.config.kind == "decoder" and model.config.document_separator is not None:
+        model.config = model.config.model_copy(update={"document_separator": CONVERSATION_END + SEPARATOR})
+        marks = UNSCORED * ((tokens < 250) & (torch.arange(tokens.shape[1]) % 5 < 2))
+        tokens = tokens + marks.masked_fill(tokens == SEPARATOR, CONVERSATION_END)
     scored = float(model.count_scored(tokens))
     own = tokens.chunk(ranks.sequence_size, dim=1)[ranks.sequence_rank]
     counted = ranks.sum(model.count_scored(own, sequence=ranks.sequence).double()) / ranks.data_ranks
