@@ -204,7 +204,7 @@ def product(a, b, n, mask, SIZE: tl.constexpr, PRECISION: tl.constexpr):
 
 for dtype, size in ((torch.bfloat16, 64), (torch.float32, 32), (torch.float32, 64)):
     with recorded() as launches:
-        launch(product, (1,), torch.zeros(size, size, dtype=dtype), torch.zeros(size, size), size, None,
+        launch(product, (1,), a=torch.zeros(size, size, dtype=dtype), b=torch.zeros(size, size), n=size, mask=None,
                SIZE=size, PRECISION=precision(), num_warps=4)
     for capability in (80, 90):
         found = compile_ahead(launches[0], capability)
