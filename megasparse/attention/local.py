@@ -137,7 +137,8 @@ class LocalAttention(Attention):
         if self.sinks:
             sinks = range(document, min(document + self.sinks, stop))
             scale = self.spec.head_dim**-0.5
-            of_sinks = cached_sinks(sinks, q, *keys(sinks.start, sinks.stop), position, scale=scale, chunk=self.chunk)
+            k, v = keys(sinks.start, sinks.stop)
+            of_sinks = cached_sinks(sinks, q, k, v, position, scale=scale, chunk=self.chunk)
             out, _ = merge([(out, lse), of_sinks])
         return out
 

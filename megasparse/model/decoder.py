@@ -66,11 +66,11 @@ class Causal(Transformer):
 
     def prepare_inputs(self, tokens: Tensor, rng: RngContext, padding: Padding) -> tuple[Tensor, Tensor]:
         part = padding.part
-        scored = tokens < UNSCORED if self.config.marked else torch.ones_like(tokens, dtype=torch.bool)
+        scored = tokens < UNSCORED if self.marked else torch.ones_like(tokens, dtype=torch.bool)
         if padding.key_mask is not None:
             scored &= part.local_part(padding.key_mask, 1)
         scored[:, : max(0, self.config.score_from - rng.first)] = False
-        if self.config.marked:
+        if self.marked:
             tokens = tokens % UNSCORED
         if part.size == 1:
             return tokens[:, :-1], scored

@@ -113,6 +113,7 @@ class Stack(nn.Module):
         """
         super().__init__()
         self.config = config
+        self.marked = config.marked
         self.embedding: Any = embedding if isinstance(embedding, nn.Module) else Embedding(config, embedding)
         self.layers = [Block(config, layer) for layer in range(config.layers)]
         self.blocks = nn.ModuleList(self.layers)
@@ -336,7 +337,7 @@ class Transformer(Stack, ABC):
     def score(self, tokens: Tensor, rng: RngContext, padding: Padding, source: EncoderOutput | None = None) -> Scored:
         """Score tokens (B, L). source: encoder output from which target tokens are predicted, or None."""
         read, scored = self.prepare_inputs(tokens, rng, padding)
-        if self.config.marked:
+        if self.marked:
             tokens = tokens % UNSCORED
         targets = Targets(tokens, scored)
         streams, auxiliary, statistics = self.streams(read, rng, padding, targets, source=source, donated=True)

@@ -118,6 +118,7 @@ def compare(ranks: Ranks, model: Any, tokens: Tensor) -> dict[str, float]:
     ranks that share a sequence have. Packed tokens of a decoder are marked as in conversations."""
     if model.config.kind == "decoder" and model.config.document_separator is not None:
         model.config = model.config.model_copy(update={"document_separator": CONVERSATION_END + SEPARATOR})
+        model.marked = True
         marks = UNSCORED * ((tokens < 250) & (torch.arange(tokens.shape[1]) % 5 < 2))
         tokens = tokens + marks.masked_fill(tokens == SEPARATOR, CONVERSATION_END)
     scored = float(model.count_scored(tokens))
