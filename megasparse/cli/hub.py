@@ -97,7 +97,7 @@ def convert_to_hf(args: argparse.Namespace) -> None:
     transformers and support only models that they can express. The export includes the tokenizer, and the chat
     template of an imported decoder.
 
-    Of a fine-tuned run the best checkpoint by validation is exported: AutoModelForSequenceClassification loads
+    For a fine-tuned run, the best checkpoint by validation is exported: AutoModelForSequenceClassification loads
     classifiers, with their classes, and models that predict a number, AutoModelForSeq2SeqLM models that write texts.
 
     `--to peft` writes only the adapters of a run with `lora`, as adapter_config.json and adapter_model.safetensors,

@@ -61,8 +61,10 @@ class ClusteredAttention(Attention):
             segments = torch.zeros_like(inputs.key_mask, dtype=torch.int64)
 
         def assigned() -> list[tuple[Tensor, Tensor]]:
-            found = documents(inputs.key_mask, segments)
-            return [self.assign(document.take(inputs.q), document.take(inputs.k), lines) for document in found]
+            return [
+                self.assign(document.take(inputs.q), document.take(inputs.k), lines)
+                for document in documents(inputs.key_mask, segments)
+            ]
 
         clusters = iter(context.recompute.keep(assigned))
 
