@@ -281,6 +281,7 @@ def _run(
     tensors: dict[str, Tensor], seed: int, step: int | None, *,
     kind: str, dropout_p: float, is_causal: bool, settings: dict[str, Any],
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """Compute `_attend`, for `opaque.call`."""
     settings = dict(settings)
     max_length = settings.pop("max_length", None)
     tokens = tensors.get("tokens")

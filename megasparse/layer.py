@@ -138,10 +138,8 @@ class AttentionLayer(MultiHeadAttention):
                 self._auxiliary = auxiliary
             return out
         tensors = {"x": x, "mask": mask, "tokens": tokens, "cu_seqlens": cu_seqlens, "position_ids": position_ids}
-        device = x.device.type
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
-        weights = dict(self.named_parameters())
-        out, auxiliary = opaque.call(_attend, {}, {**tensors, "number": self._number}, weights, dtype)
+        tensors |= {"number": self._number}
+        out, auxiliary = opaque.call(_attend, {}, tensors, dict(self.named_parameters()))
         if any(self.mechanism(kind).has_auxiliary_loss for kind in self.split):
             self._auxiliary = auxiliary
         return out
@@ -154,6 +152,7 @@ class AttentionLayer(MultiHeadAttention):
         cu_seqlens: Tensor | None = None,
         position_ids: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
+        """Return the output and the auxiliary loss. Arguments: see `forward`."""
         if x.dim() != 3 or x.shape[2] != self.d_model or x.shape[1] > self.max_length:
             expected = f"(batch, length, {self.d_model}) with a length of {self.max_length} (max_length) or less"
             raise ValueError(f"x has shape {(*x.shape,)}: give {expected}")
@@ -232,6 +231,7 @@ class _Attend(nn.Module):
 
 
 def _attend(tensors: dict[str, Tensor], seed: int, step: int | None) -> tuple[Tensor, Tensor | None]:
+    """Call a layer, given its number, inputs and weights, for `opaque.call`."""
     names = ("x", "mask", "tokens", "cu_seqlens", "position_ids")
     layer = _layers[int(tensors["number"])]
     inputs = {name: tensors[name] for name in names if name in tensors}

@@ -16,8 +16,6 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from megasparse.ops.operator import autocast_off
-
 Function = Callable[..., tuple[Tensor, Tensor | None]]
 """Function of named tensors, seed, step and constants. Returns an output and an auxiliary loss, or None."""
 
@@ -27,7 +25,7 @@ def call(
     constants: dict[str, Any],
     tensors: dict[str, Tensor | None],
     weights: dict[str, Tensor],
-    dtype: torch.dtype,
+    dtype: torch.dtype | None = None,
     seed: int = 0,
     step: int | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -38,27 +36,36 @@ def call(
         constants: Plain Python values; other values compile again.
         tensors: Inputs, which are copied, because a compiler may reuse their memory before the backward pass.
         weights: Inputs whose memory outlives the backward pass.
-        dtype: Dtype of the output.
+        dtype: Dtype of the output; None for the one of autocast, or without autocast of the first tensor.
         seed: Changes without compiling again, as does `step`.
     """
     inputs = {name: x for name, x in tensors.items() if x is not None}
-    device = next(iter(inputs.values())).device.type
-    autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-    number = _number_of(function, constants, (*inputs, *weights), len(inputs), autocast)
     values = [*inputs.values(), *weights.values()]
+    number = _number_of(function, constants, (*inputs, *weights), len(inputs), values[0].device.type, dtype)
     differentiated = [torch.is_grad_enabled() and x.requires_grad for x in values]
-    out, auxiliary, _ = torch.ops.megasparse.call(number, seed, step, values, differentiated, dtype)
+    out, auxiliary, _ = torch.ops.megasparse.call(number, seed, step, values, differentiated)
     return out, auxiliary
 
 
 class _Call(NamedTuple):
-    """The arguments of `call` that are constants of a compiled graph. copied: number of the first tensors to copy."""
+    """The arguments of `call` that are constants of a compiled graph.
+
+    copied: number of tensors to copy, the first ones. autocast: dtype of the surrounding autocast, or None.
+    """
 
     function: Function
     constants: dict[str, Any]
     names: tuple[str, ...]
     copied: int
+    device: str
+    dtype: torch.dtype | None
     autocast: torch.dtype | None
+
+    def results(self, first: Tensor) -> tuple[Tensor, Tensor]:
+        """Return an empty output and an empty loss. first: the first tensor."""
+        wide = torch.promote_types(first.dtype, torch.float32)
+        out = first.new_empty(first.shape, dtype=self.dtype or self.autocast)
+        return out, first.new_empty((), dtype=wide)
 
 
 _calls: list[_Call] = []
@@ -66,15 +73,19 @@ _numbers: dict[str, int] = {}
 
 
 def _number_of(*values: Any) -> int:
-    """Return the number of a call in `_calls`. torch.compile runs this function while it traces."""
-    number = _numbers.setdefault(repr(values), len(_calls))
+    """Return the number of a call in `_calls`. values: the fields of `_Call` except `autocast`. torch.compile runs this
+    function when it traces.
+    """
+    device = values[-2]
+    constants = _Call(*values, torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None)
+    number = _numbers.setdefault(repr(constants), len(_calls))
     if number == len(_calls):
-        _calls.append(_Call(*values))
+        _calls.append(constants)
     return number
 
 
+# as torch.compiler.assume_constant_result, which loads the compiler for seconds
 _number_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
-# as torch.compiler.assume_constant_result does, which loads the compiler for seconds
 
 
 class _Graph(bytearray):
@@ -101,27 +112,26 @@ def _outside_of_operators() -> Iterator[None]:
 @torch.library.custom_op(
     "megasparse::call",
     mutates_args=(),
-    schema="(int number, SymInt seed, SymInt? step, Tensor[] tensors, bool[] differentiated, ScalarType dtype)"
+    schema="(int number, SymInt seed, SymInt? step, Tensor[] tensors, bool[] differentiated)"
     " -> (Tensor, Tensor, Tensor)",
 )
 def _call(
-    number: int, seed: int, step: int | None, tensors: list[Tensor], differentiated: list[bool], dtype: torch.dtype
+    number: int, seed: int, step: int | None, tensors: list[Tensor], differentiated: list[bool]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    function, constants, names, copied, autocast = _calls[number]
+    call = _calls[number]
     recorded = any(differentiated)
     leaves = [x.detach() for x in tensors]
     if recorded:
-        leaves = [x.clone() for x in leaves[:copied]] + leaves[copied:]
+        leaves = [x.clone() for x in leaves[: call.copied]] + leaves[call.copied :]
         leaves = [x.requires_grad_(wanted) for x, wanted in zip(leaves, differentiated, strict=True)]
     with ExitStack() as contexts:
         contexts.enter_context(_outside_of_operators())
         contexts.enter_context(torch.set_grad_enabled(recorded))
-        device = leaves[0].device.type
-        contexts.enter_context(autocast_off(leaves[0]) if autocast is None else torch.autocast(device, autocast))
+        contexts.enter_context(torch.autocast(call.device, call.autocast, enabled=call.autocast is not None))
         # autocast would cast an input that is a leaf once, and sum the gradients of its uses in bf16
-        arguments = [x.view_as(x) for x in leaves[:copied]] + leaves[copied:]
-        out, auxiliary = function(dict(zip(names, arguments, strict=True)), seed, step, **constants)
-    results = _results(tensors, dtype)
+        arguments = [x.view_as(x) for x in leaves[: call.copied]] + leaves[call.copied :]
+        out, auxiliary = call.function(dict(zip(call.names, arguments, strict=True)), seed, step, **call.constants)
+    results = call.results(tensors[0])
     results[0].copy_(out.detach())
     results[1].copy_(auxiliary.detach()) if auxiliary is not None else results[1].zero_()
     if not recorded:
@@ -133,18 +143,11 @@ def _call(
     return *results, torch.frombuffer(graph, dtype=torch.int64)
 
 
-def _results(tensors: list[Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return an empty output and an empty loss."""
-    first = tensors[0]
-    wide = torch.promote_types(first.dtype, torch.float32)
-    return first.new_empty(first.shape, dtype=dtype), first.new_empty((), dtype=wide)
-
-
 @_call.register_fake
 def _(
-    number: int, seed: int, step: int | None, tensors: list[Tensor], differentiated: list[bool], dtype: torch.dtype
+    number: int, seed: int, step: int | None, tensors: list[Tensor], differentiated: list[bool]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return *_results(tensors, dtype), torch.empty(1, dtype=torch.int64, device="cpu")
+    return *_calls[number].results(tensors[0]), torch.empty(1, dtype=torch.int64, device="cpu")
 
 
 @torch.library.custom_op(
@@ -157,12 +160,17 @@ def _call_backward(
 ) -> list[Tensor]:
     graph = _graphs.pop(int(key), None)
     if graph is None:
-        raise RuntimeError("a compiled megasparse layer computes gradients once, and without hooks that copy activations")
-    pairs = [(x, grad) for x, grad in zip(graph.outputs, (out, auxiliary), strict=False) if grad is not None]
-    outputs, grads = zip(*[(x, grad.to(x.dtype)) for x, grad in pairs if x.requires_grad], strict=True)
+        raise RuntimeError(
+            "a compiled megasparse layer computes gradients once, and without hooks that copy activations"
+        )
+    outputs, grads = [], []
+    for x, grad in zip(graph.outputs, (out, auxiliary), strict=False):
+        if x.requires_grad and grad is not None:
+            outputs.append(x)
+            grads.append(grad.to(x.dtype))
     leaves = [x for x in graph.leaves if x.requires_grad]
     with _outside_of_operators():
-        results = torch.autograd.grad(outputs, leaves, grads, allow_unused=True)
+        results = torch.autograd.grad(outputs, leaves, grads, allow_unused=True) if outputs else [None] * len(leaves)
     return [
         torch.zeros_like(x, memory_format=torch.contiguous_format) if grad is None else grad.contiguous()
         for x, grad in zip(leaves, results, strict=True)
@@ -177,13 +185,15 @@ def _(
     assert grad is not None
     ends = [*accumulate(dims)]
     shapes = [sizes[end - count : end] for end, count in zip(ends, dims, strict=True)]
-    return [grad.new_empty(shape, dtype=getattr(torch, name)) for shape, name in zip(shapes, dtypes.split(), strict=True)]
+    return [
+        grad.new_empty(shape, dtype=getattr(torch, name)) for shape, name in zip(shapes, dtypes.split(), strict=True)
+    ]
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(output[2])
-    *_, tensors, ctx.differentiated, _ = inputs
+    *_, tensors, ctx.differentiated = inputs
     leaves = [x for x, wanted in zip(tensors, ctx.differentiated, strict=True) if wanted]
     ctx.sizes, ctx.dims = [size for x in leaves for size in x.shape], [x.dim() for x in leaves]
     ctx.dtypes = " ".join(str(x.dtype).removeprefix("torch.") for x in leaves)
@@ -192,7 +202,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 def _backward(ctx: Any, out: Tensor | None, auxiliary: Tensor | None, _: None) -> tuple[Any, ...]:
     (key,) = ctx.saved_tensors
     grads = iter(torch.ops.megasparse.call_backward(key, out, auxiliary, ctx.sizes, ctx.dims, ctx.dtypes))
-    return None, None, None, [next(grads) if wanted else None for wanted in ctx.differentiated], None, None
+    return None, None, None, [next(grads) if wanted else None for wanted in ctx.differentiated], None
 
 
 _call.register_autograd(_backward, setup_context=_setup_context)
