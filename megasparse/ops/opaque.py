@@ -72,15 +72,16 @@ _calls: list[_Call] = []
 _numbers: dict[str, int] = {}
 
 
-def _number_of(*values: Any) -> int:
-    """Return the number of a call in `_calls`. values: the fields of `_Call` except `autocast`. torch.compile runs this
-    function when it traces.
-    """
-    device = values[-2]
-    constants = _Call(*values, torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None)
-    number = _numbers.setdefault(repr(constants), len(_calls))
+def _number_of(
+    function: Function, constants: dict[str, Any], names: tuple[str, ...], copied: int, device: str,
+    dtype: torch.dtype | None,
+) -> int:  # fmt: skip
+    """Return the number of a call in `_calls`. torch.compile runs this function when it traces."""
+    autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    new = _Call(function, constants, names, copied, device, dtype, autocast)
+    number = _numbers.setdefault(repr(new), len(_calls))
     if number == len(_calls):
-        _calls.append(constants)
+        _calls.append(new)
     return number
 
 
@@ -160,9 +161,8 @@ def _call_backward(
 ) -> list[Tensor]:
     graph = _graphs.pop(int(key), None)
     if graph is None:
-        raise RuntimeError(
-            "a compiled megasparse layer computes gradients once, and without hooks that copy activations"
-        )
+        advice = "call backward once, without hooks that copy saved tensors"
+        raise RuntimeError(f"the recorded pass of a compiled megasparse layer is gone: {advice}")
     outputs, grads = [], []
     for x, grad in zip(graph.outputs, (out, auxiliary), strict=False):
         if x.requires_grad and grad is not None:
