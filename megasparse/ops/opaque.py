@@ -1,7 +1,7 @@
 """Calls that torch.compile keeps whole: one operator runs a function of tensors as eager Python, with its gradients.
 
 Traced, an attention mechanism would compile for minutes in many pieces, and its random draws would become constants. In
-a compiled graph the operator `megasparse::call` stands for the whole function instead. Its forward pass records the
+a compiled graph one operator, `megasparse::call`, is the whole function instead. Its forward pass records the
 function's autograd graph, which lives as long as the operator's third output; `megasparse::call_backward`
 differentiates that graph.
 """
@@ -32,7 +32,7 @@ def call(
     """Return `function({**tensors, **weights}, seed, step, **constants)` from a function that torch.compile traces.
 
     Args:
-        function: Its output has the shape of the first tensor; None as auxiliary loss becomes 0.
+        function: Returns an output of the shape of the first tensor; None as auxiliary loss becomes 0.
         constants: Plain Python values; other values compile again.
         tensors: Inputs, which are copied, because a compiler may reuse their memory before the backward pass.
         weights: Inputs whose memory outlives the backward pass.
