@@ -199,7 +199,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
     ctx.dtypes = " ".join(str(x.dtype).removeprefix("torch.") for x in leaves)
 
 
-def _backward(ctx: Any, out: Tensor | None, auxiliary: Tensor | None, _: None) -> tuple[Any, ...]:
+def _backward(ctx: Any, out: Tensor | None, auxiliary: Tensor | None, _: None) -> tuple[object, ...]:
     (key,) = ctx.saved_tensors
     grads = iter(torch.ops.megasparse.call_backward(key, out, auxiliary, ctx.sizes, ctx.dims, ctx.dtypes))
     return None, None, None, [next(grads) if wanted else None for wanted in ctx.differentiated], None
