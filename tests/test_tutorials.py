@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shlex
+import socket
 import subprocess
 import sys
 from contextlib import nullcontext
@@ -157,6 +158,9 @@ def test_several_gpus(folder):
     sections["training"] = {"steps": 4, "global_batch": 2, "micro_batch": 1}
     (folder / "quickstart_relu").write_text(json.dumps({**sections, "deepspeed": {"zero_optimization": {"stage": 1}}}))
     text = (ROOT / "docs/tutorials/several-gpus.md").read_text(encoding="utf-8").replace("\\\n", " ")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        text = text.replace("--master-addr", f"--master-port {probe.getsockname()[1]} --master-addr")
     lines = [shlex.split(line, comments=True) for line in re.findall("^(?:torchrun|megasparse) .*", text, re.M)]
     python = {"torchrun": ["-m", "torch.distributed.run"], "megasparse": ["-m", "megasparse"]}
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
