@@ -2,6 +2,7 @@
 
 import json
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from megasparse.ops.random import RngContext
 from megasparse.training.checkpoints.checkpoint import Checkpoint
 from tests.data.corpora.test_chats import CHATML, conversation, lines_in
 from tests.helpers.commands import refused, run
+from tests.helpers.run_ranks import run_ranks
 from tests.helpers.tiny import read_metrics
 from tests.hub.test_decoders import logits_of, saved
 from tests.hub.test_replace_decoders import BAND, HEADS, LSH, SEPARATE
@@ -287,6 +289,30 @@ def test_packed_conversations_are_learned_as_transformers_reads_each_alone(chatt
     texts = ["".join(f"{message['content']}</s>\n" for message in chat["messages"][1::2]) for chat in CHATS]
     assert sorted(answers) == sorted(texts[: len(answers)]) and 36 <= len(answers) <= 38
     assert len(expected) == len(CHATS) - len(answers)  # those held out
+
+
+def on_ranks(directory, **arguments):
+    go_on(Path(directory), **arguments)
+
+
+@pytest.mark.slow
+def test_two_ranks_that_share_packed_conversations_train_adapters_as_one(chatting, tmp_path):
+    chats = lines_in(tmp_path / "chats.jsonl", CHATS)
+    settings = {
+        "model.max_length": 192, "data.sequence_length": 192, "model.feed_forward_tiles": 3,
+        "model.attention.pattern": '["local", "full"]', "model.attention.local": '{"chunk": 16, "sinks": 4}',
+        "model.residual_dtype": "fp32",
+    }  # fmt: skip
+    go_on(tmp_path / "one", chatting, chats, **settings)
+    shared = {"run.engine": "deepspeed", "parallel.sequence": 2, "deepspeed.zero_optimization.stage": 3}
+    folders = {"start": str(chatting), "texts": str(chats)}
+    run_ranks(on_ranks, timeout=400, directory=str(tmp_path / "two"), **folders, **settings, **shared)
+    names = "train/loss", "optimizer/gradient_norm", "evaluation/loss"
+    one, two = (
+        [line[name] for line in read_metrics(tmp_path / run) for name in names if name in line]
+        for run in ("one", "two")
+    )
+    assert len(one) == 9 and two == pytest.approx(one, rel=1e-5)
 
 
 def test_conversations_resume_bit_identically_and_are_checked_as_trained(chatting, tmp_path, capsys):
