@@ -83,7 +83,8 @@ def test_a_sampling_error_is_the_distance_of_collisions_to_their_expectation(bit
     (call,) = record_calls(build_model(small(("full",), layers=1), 0), random_tokens(1, 64), 0)
     q, k, v = (x[:, :, :32].double() for x in call.inputs[:3])
     q, k = (F.normalize(x, dim=-1) for x in (q, k))
-    planes = torch.randn(400, q.shape[-1], bits or 5, generator=torch.Generator().manual_seed(0)).double()  # 5 = log2 32
+    generator = torch.Generator().manual_seed(0)
+    planes = torch.randn(400, q.shape[-1], bits or 5, generator=generator).double()  # 5 = log2 of 32 tokens
     of_queries, of_keys = (torch.einsum("bhld,mdt->mbhlt", x, planes) > 0 for x in (q, k))
     collisions = (of_queries.unsqueeze(-2) == of_keys.unsqueeze(-3)).all(-1).double()
     expected = F.normalize((1 - torch.acos((q @ k.mT).clamp(-1, 1)) / math.pi) ** (bits or 5) @ v, dim=-1)

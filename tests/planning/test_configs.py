@@ -40,6 +40,8 @@ def reduced_model(model: ModelConfig, length: int = LENGTH) -> dict[str, Any]:
         small = [2] * rest + [length // 2**rest]
         values["positions"] |= {"axial_shape": small, "axial_dims": [4] * rest + [width - 4 * rest]}
     values["vocabulary"] = min(model.vocabulary, VOCABULARY)
+    if model.masking:
+        values["masking"]["token"] = min(model.masking.token, VOCABULARY - 1)
     values["adaptive_cutoffs"] = list(range(VOCABULARY - 32 * len(model.adaptive_cutoffs), VOCABULARY, 32))
     if model.source:
         of_source = reduced_attention(model.source.attention)

@@ -3,10 +3,10 @@
 Runs that differ only in seeds, rates, lengths or the task's labels are one run here.
 """
 
+import itertools
 import json
 import re
 import shlex
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +87,7 @@ def small(config: Config | FinetuneConfig) -> dict[str, Any]:
     values["run"] |= ON_CPU
     values["training"] |= steps
     values["checkpoint"] |= {"every": 2}
+    values["logging"] |= {"every": 1}
     return values
 
 
@@ -196,8 +197,8 @@ def write_corpora(folder: Path) -> None:
         files[f"lra_release/tsv_data/new_aan_pairs.{part}.tsv"] = "1\ta\tb\tb'x y'\tb'z'\n0\tc\td\tb'y'\tb'z x'\n"
     for part in ("train", "dev", "test"):
         files[f"imdb/imdb.{part}.txt.ss"] = "".join(f"u\t\tp\t\t{i}\t\tthe model <sssss> a mask\n" for i in range(1, 9))
-    for part in ("train", "test"):
-        files |= {f"aclImdb/{part}/{side}/{i}_{i}.txt": f"the {side} model" for side in ("neg", "pos") for i in range(8)}
+    for part, side in itertools.product(("train", "test"), ("neg", "pos")):
+        files |= {f"aclImdb/{part}/{side}/{i}_{i}.txt": f"the {side} model" for i in range(8)}
         files[f"ag_news/{part}.csv"] = "".join(f'"{i}","the model","of a mask"\n' for i in (1, 2, 3, 4))
     review = [json.dumps({"reviewText": f"the model {i}", "overall": 1.0 + i % 5}) for i in range(990)]
     files["amazon/reviews_Electronics_5.json"] = "\n".join(review) + "\n"
@@ -238,9 +239,10 @@ def write_models(folder: Path) -> None:
     sizes = {"num_hidden_layers": 1, "hidden_size": 48, "num_attention_heads": 12, "intermediate_size": 8}
     torch.manual_seed(5)
     bert = BertForMaskedLM(BertConfig(vocab_size=VOCABULARY, max_position_embeddings=LENGTH, **sizes))
-    roberta_pieces = byte_level()
-    count = len(roberta_pieces["model"]["vocab"])
-    roberta = RobertaForMaskedLM(RobertaConfig(vocab_size=count, max_position_embeddings=LENGTH + 2, **sizes))
+    pairs = tuple(itertools.product("abcdefghijklm", repeat=2))
+    roberta_pieces = byte_level(pairs[: VOCABULARY - len(byte_level(())["model"]["vocab"])])
+    kinds = {"vocab_size": VOCABULARY, "max_position_embeddings": LENGTH + 2, "type_vocab_size": 1}
+    roberta = RobertaForMaskedLM(RobertaConfig(**kinds, **sizes))
     for name, model, values in (("bert-base-uncased", bert, pieces), ("roberta-base", roberta, roberta_pieces)):
         model.save_pretrained(folder / "models" / name)
         write_tokenizer(folder / "models" / name, values)
