@@ -4,6 +4,7 @@
     python tools/study_attention.py coverage --checkpoint runs/full_by_turns --data data/pays/client
     python tools/study_attention.py sampling --checkpoint runs/full --length 4096
     python tools/study_attention.py scores --checkpoint runs/smart_bird
+    python tools/study_attention.py maps --checkpoint runs/wide --other runs/narrow
     python tools/study_attention.py repetitions --data data/pays/client --length 8192
 
 hashes: assign the queries and keys of every layer to --buckets equal buckets at random, by position, by LSH, by SMYRF
@@ -14,6 +15,7 @@ coverage: for a decoder, the fraction of full attention on windows, the best key
 sampling: the error of YOSO's samples of a model's queries, keys and values, by length (its Figure 5): |sampled -
 expected|, both of length 1, without a mask, over all tokens of the first window's start.
 scores: for Smart Bird, the distribution of its sketches' weights and of sampling scores (its Figure 6).
+maps: Pearson's r of two models' full attention, averaged over heads, by layer (Smart Bird's Figure 1).
 repetitions: for a corpus, the fraction of tokens whose last n tokens also occur earlier in the sequence, by distance.
 
 B windows, H heads, R rounds, L length, D head dim, N buckets, T queries of a tile.
@@ -39,8 +41,9 @@ from megasparse.errors import ConfigError, report_user_errors
 def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("study", choices=["hashes", "coverage", "sampling", "scores", "repetitions"])
+    parser.add_argument("study", choices=["hashes", "coverage", "sampling", "scores", "maps", "repetitions"])
     parser.add_argument("--checkpoint", help="a checkpoint, or a run (newest checkpoint)")
+    parser.add_argument("--other", metavar="CHECKPOINT", help="maps: the second model, of as many layers")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override one key")
     parser.add_argument("--data", help="folder of shards; by default the training data")
     parser.add_argument("--split", default="validation")
@@ -59,6 +62,10 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
         raise ConfigError("--checkpoint", "is missing", "Give a run's folder")
     if args.checkpoint is not None:
         require_checkpoint(args.checkpoint, args.set)
+    if args.study == "maps":
+        if args.other is None:
+            raise ConfigError("--other", "is missing", "Give a second run's folder")
+        require_checkpoint(args.other, args.set)
     return args
 
 
@@ -91,6 +98,7 @@ from megasparse.evaluation.attention_quality import (
     record_calls,
     relative_error,
     upper_bound,
+    weights_of,
 )
 from megasparse.evaluation.outputs import write_json
 from megasparse.evaluation.results import restore
@@ -429,7 +437,8 @@ def sampling_error(call: Call, length: int, hashes: int, bits: int | None) -> fl
 
 def study_sampling(args: argparse.Namespace) -> dict[str, Any]:
     """Measure the first tokens of a split, in lengths from 128 that double up to --length."""
-    recorded, length, protocol = record_window(args)
+    recorded, protocol = record_window(args)
+    length = protocol["length"]
     lengths = [128 << n for n in range(max(0, (length // 128).bit_length()))]
     cases = list(itertools.product(lengths, CODE_BITS, HASHES))
     rows = [
@@ -448,7 +457,7 @@ def study_sampling(args: argparse.Namespace) -> dict[str, Any]:
 @torch.no_grad()
 def study_scores(args: argparse.Namespace) -> dict[str, Any]:
     """Count the weights and scores of all visible pairs of a window in 20 equal intervals, and list quantiles."""
-    recorded, _, protocol = record_window(args)
+    recorded, protocol = record_window(args)
     layers = {}
     for call in recorded:
         if not isinstance(call.mechanism, SmartBirdAttention):
@@ -473,14 +482,27 @@ def study_scores(args: argparse.Namespace) -> dict[str, Any]:
     return {"layers": layers, "quantiles": QUANTILES, "protocol": protocol}
 
 
-def record_window(args: argparse.Namespace) -> tuple[list[Call], int, dict[str, Any]]:
-    """Return the calls of a model on the first tokens of a split, their number, and the protocol."""
+@torch.no_grad()
+def study_maps(args: argparse.Namespace) -> dict[str, Any]:
+    """Correlate the weights of both models, layer by layer, on the first tokens of a split."""
+    first, protocol = record_window(args)
+    second, _ = record_window(argparse.Namespace(**vars(args) | {"checkpoint": args.other}))
+    correlations = []
+    for one, other in zip(first, second, strict=True):
+        maps = [weights_of(call, call.exact()).double().mean(1).flatten() for call in (one, other)]
+        correlations.append(float(torch.corrcoef(torch.stack(maps))[0, 1]))
+    print(f"Pearson's r by layer: {', '.join(f'{value:.3f}' for value in correlations)}")
+    return {"correlations": correlations, "protocol": protocol}
+
+
+def record_window(args: argparse.Namespace) -> tuple[list[Call], dict[str, Any]]:
+    """Return the calls of a model on the first tokens of a split, and the protocol."""
     model, config, checkpoint, ranks = restore(args.checkpoint, args.set)
     index = open_folder(args.data or config.data.path, config, build_tokenizer(config.data.tokenizer))
     length = args.length or config.data.sequence_length
     tokens = window(EvaluationStream(index, args.split), 0, 1, length, index.record or 1).to(ranks.device)
     protocol = {**vars(args), "step": checkpoint.step, "data": index.fingerprint, "length": length}
-    return record_calls(model, tokens, config.run.seed), length, protocol
+    return record_calls(model, tokens, config.run.seed), protocol
 
 
 # How far back texts repeat themselves
@@ -529,7 +551,8 @@ def study_repetitions(args: argparse.Namespace) -> dict[str, Any]:
 def main(words: Sequence[str] | None = None) -> None:
     args = arguments(words)
     studies = {"hashes": study_hashes, "coverage": study_coverage, "repetitions": study_repetitions}
-    result = (studies | {"sampling": study_sampling, "scores": study_scores})[args.study](args)
+    studies |= {"sampling": study_sampling, "scores": study_scores, "maps": study_maps}
+    result = studies[args.study](args)
     if args.json:
         write_json(args.json, json.loads(json.dumps(result, default=str)))
 

@@ -114,6 +114,7 @@ def test_the_script_measures_and_writes(tmp_path, capsys):
     checkpoint, size = ["--checkpoint", str(tmp_path / "run")], ["--windows", "3", "--length", "32"]
     options = {"hashes": [*checkpoint, *size, "--hash-steps", "3", "--top", "4"], "coverage": [*checkpoint, *size]}
     options["repetitions"] = ["--data", str(data), *size, "--near", "4", "--ngrams", "2"]
+    options["maps"] = [*checkpoint, "--other", checkpoint[1]]
     options |= {"sampling": [*checkpoint, "--length", "256"], "scores": ["--checkpoint", str(tmp_path / "bird")]}
     results = {}
     for study, words in options.items():
@@ -128,6 +129,7 @@ def test_the_script_measures_and_writes(tmp_path, capsys):
         assert errors[0] > errors[1] > 0 and all(math.isfinite(x["half"]) for x in row["recall"].values())
     assert set(results["coverage"]["layers"]) == {"layer 0 full", "layer 1 lsh"}
     assert results["repetitions"]["repetitions"]["2"]
+    assert results["maps"]["correlations"] == pytest.approx([1, 1])
     assert {row["tokens"] for row in results["sampling"]["rows"]} == {128, 256}
     (scores,) = results["scores"]["layers"].values()
     assert sum(scores["raw"]["counts"]) >= sum(scores["inverse_log"]["counts"]) > 0  # a weight of 1 has no finite score

@@ -7,6 +7,7 @@ import itertools
 import json
 import re
 import shlex
+from glob import glob
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,14 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from transformers import BertConfig, BertForMaskedLM, RobertaConfig, RobertaForMaskedLM
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    RobertaConfig,
+    RobertaForMaskedLM,
+)
 
 from megasparse.cli.main import main, parser_of, split
 from megasparse.config.finetuning import FinetuneConfig
@@ -28,27 +36,27 @@ from tests.helpers.finetuning import HOUR, bert_tokenizer, mind, news_row, numbe
 from tests.helpers.tokenizers import PROSE, byte_level, written
 from tests.planning.test_configs import LENGTH, VOCABULARY, reduced, reduced_attention, reduced_model
 from tests.tasks.readers.test_long_range_arena import CLASSES
-from tools import study_attention
-from tools.bench import attention as bench
+from tools import significance, study_attention
+from tools.bench import attention, training
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "lab" / "papers.md").read_text(encoding="utf-8")
 LONGER = 2 * LENGTH
 """Tokens of a model that continues one of LENGTH tokens."""
 ON_CPU = {"engine": "torch", "device": "cpu"}
-TOOLS = {"tools/bench/attention.py": bench, "tools/study_attention.py": study_attention}
-FEWER = {
-    "tools/bench/attention.py": ["--repeat", "1", "--compare", "none"],
-    "tools/study_attention.py": ["--hash-steps", "2", "--set", "run.device=cpu"],
+SHORT = f"--steps 1 --set model.max_length={LENGTH} --set data.sequence_length={LENGTH}"
+TOOLS = {
+    "tools/bench/attention.py": (attention, "--repeat 1 --compare none"),
+    "tools/bench/training.py": (training, SHORT),
+    "tools/study_attention.py": (study_attention, "--hash-steps 2 --set run.device=cpu"),
+    "tools/significance.py": (significance, ""),
 }
-"""Options that these commands have here beside the page's."""
+"""Script -> module, and options that its commands have here beside the page's."""
 SMALLER = {
     "--length": str(LENGTH), "--lengths": "64", "--heads": "2", "--head-dim": "4", "--window": "8",
     "--vocabulary": str(VOCABULARY), "--sequences": "32",
 }  # fmt: skip
 """Options of commands and their values here."""
-
-
 ALSO = {
     "data/pairs_4096": ["data/stories_4096", "data/realnews_4096"],
     "tokenizers/wmt14.model": ["tokenizers/cnn_dm.model", "tokenizers/pubmed.model"],
@@ -57,8 +65,7 @@ ALSO = {
 
 
 def shrunk(words: list[str]) -> list[str]:
-    words = [SMALLER.get(words[i - 1], word) if word != "4096" else str(LONGER) for i, word in enumerate(words)]
-    return words
+    return [SMALLER.get(words[i - 1], word) if word != "4096" else str(LONGER) for i, word in enumerate(words)]
 
 
 def small(config: Config | FinetuneConfig) -> dict[str, Any]:
@@ -100,7 +107,7 @@ class Papers:
         self.failures: list[str] = []
         self.done: set[str] = set()
         """Folders that were prepared, tasks, and code paths of runs."""
-        self.needed = {name for line in self.lines for name in re.findall(r"-(?:-checkpoint|-start) (runs/\S+)", line)}
+        self.needed = set(re.findall(r" --(?:checkpoint|start|other) (runs/\S+)", "\n".join(self.lines)))
         """Runs that other commands start from or evaluate."""
         for words in self.commands:
             if words[0] == "finetune":
@@ -159,7 +166,7 @@ class Papers:
                         for evaluation in arm.evaluations.values():
                             self.call(main, evaluation)
         else:
-            self.call(main, words)
+            self.call(main, [name for word in words for name in sorted(glob(word)) or [word]])
 
 
 def write_corpora(folder: Path) -> None:
@@ -225,7 +232,7 @@ def write_corpora(folder: Path) -> None:
 
 
 def write_models(folder: Path) -> None:
-    """Write a BERT and a RoBERTa of the small models' sizes, with their tokenizers."""
+    """Write a BERT, a RoBERTa and a Llama of the small models' sizes, with their tokenizers."""
     pieces = bert_tokenizer()
     vocabulary = pieces["model"]["vocab"]
     places = {"[PAD]": 0, "[UNK]": 100, "[CLS]": 101, "[SEP]": 102, "[MASK]": 103}  # as in published BERTs
@@ -243,7 +250,9 @@ def write_models(folder: Path) -> None:
     roberta_pieces = byte_level(pairs[: VOCABULARY - len(byte_level(())["model"]["vocab"])])
     kinds = {"vocab_size": VOCABULARY, "max_position_embeddings": LENGTH + 2, "type_vocab_size": 1}
     roberta = RobertaForMaskedLM(RobertaConfig(**kinds, **sizes))
-    for name, model, values in (("bert-base-uncased", bert, pieces), ("roberta-base", roberta, roberta_pieces)):
+    llama = LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, max_position_embeddings=LONGER, **sizes))
+    models = {"bert-base-uncased": (bert, pieces), "roberta-base": (roberta, roberta_pieces)}
+    for name, (model, values) in {**models, "smollm2": (llama, roberta_pieces)}.items():
         model.save_pretrained(folder / "models" / name)
         write_tokenizer(folder / "models" / name, values)
     (folder / "tokenizers").mkdir()
@@ -253,16 +262,19 @@ def write_models(folder: Path) -> None:
 @pytest.mark.slow
 def test_every_command_of_the_papers_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    for module in (attention, training):
+        monkeypatch.setattr(module, "alone", lambda function, *arguments: function(*arguments))
     monkeypatch.setattr(metrics, "RESAMPLES", 5)
     monkeypatch.setitem(series.OFFICIAL, "etth1", ("ETTh1.csv", 24))
     monkeypatch.setitem(series.OFFICIAL, "ettm1", ("ETTm1.csv", 24 * 4))
     write_corpora(tmp_path / "data")
     write_models(tmp_path)
     papers = Papers(PAGE)
-    order = ["train-tokenizer", "prepare-data", "compare", "pretrain", "finetune", "evaluate"]
+    order = ["train-tokenizer", "prepare-data", "compare", "pretrain", "convert", "finetune", "evaluate", "report"]
     for words in sorted(papers.commands, key=lambda words: order.index(words[0])):
         papers.run(words)
     tools = [shlex.split(line, comments=True) for line in papers.lines if line.startswith("python ")]
     for words in {re.sub(r"\d+", "", shlex.join(words)): words for words in tools}.values():
-        papers.call(TOOLS[words[1]].main, [*shrunk(words[2:]), *FEWER[words[1]]])
+        module, options = TOOLS[words[1]]
+        papers.call(module.main, [*shrunk(words[2:]), *options.split()])
     assert not papers.failures, "\n".join(papers.failures)
