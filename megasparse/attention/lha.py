@@ -107,12 +107,12 @@ class LHAAttentionConfig(MechanismSection):
     """With top_k only: include a pair that shares N buckets once. false: N times, as in the paper's Algorithm 1."""
     utility: Literal["sampled", "features", "collisions"] = "sampled"
     """Target of the hash. `sampled`: the utilities ψ and ψ′ of some queries and keys per step. `features`: their
-    estimate by 256 positive random features (Eq. 15 to 17), whose noise hides long queries and keys. `collisions`, not in the paper: softmax(H_Q) and
-    softmax(H_K) of some queries and their best keys beyond the window and the sinks should draw the same bucket, with
-    all buckets used equally; in decoders with joint = false."""
+    estimate by 256 positive random features (Eq. 15 to 17), whose noise hides long queries and keys. `collisions`, not
+    in the paper: softmax(H_Q) and softmax(H_K) of some queries and their best keys beyond the window and the sinks
+    should draw the same bucket, with all buckets used equally; in decoders with joint = false."""
     psi: Literal["best", "argmax"] = "best"
-    """With sampled or features: ψ sums over each bucket's best members, as many of every bucket, or over the tokens with
-    the highest score there (Eq. 11), by which one bucket that holds all tokens is perfect and is soon found."""
+    """Not with collisions: ψ sums over each bucket's best members, as many of every bucket, or over the tokens with the
+    highest score there (Eq. 11), by which one bucket that holds all tokens is perfect and is soon found."""
     sinusoidal_positions: bool = False
     """Add sinusoidal positions to the queries and keys of every such layer, as the paper does for WikiText-103."""
     project_positions: bool = False

@@ -84,7 +84,7 @@ def sampled_queries(
 
     in_key: (B, H, C, N), 1 if the drawn key is in the bucket, else 0. features: see `_products`.
     """
-    logarithm = _products(q, draws.k, scale, features) - draws.ln_count.unsqueeze(-2)  # scale·q_i·k_j − ln c_j, (B, H, S, C)
+    logarithm = _products(q, draws.k, scale, features) - draws.ln_count.unsqueeze(-2)  # −ln c_j, (B, H, S, C)
     attention = logarithm.softmax(-1)
     return unit_sum(attention @ in_key.to(attention.dtype)), logarithm.logsumexp(-1)
 

@@ -278,3 +278,13 @@ def test_every_command_of_the_papers_runs(tmp_path, monkeypatch):
         module, options = TOOLS[words[1]]
         papers.call(module.main, [*shrunk(words[2:]), *options.split()])
     assert not papers.failures, "\n".join(papers.failures)
+
+
+def test_the_table_of_rows_is_complete_and_counted():
+    rows = re.findall(r"^\| (\d+) \| [^|]+ \| (Y|p: [^|]+) \|$", PAGE, re.M)
+    assert [int(number) for number, _ in rows] == list(range(1, 103))
+    missing = [state for _, state in rows if state != "Y"]
+    assert all(len(state.split()) <= 21 for state in missing)
+    assert f"Together {len(rows) - len(missing)} Y, {len(missing)} p, 0 missing." in PAGE
+    parts = re.findall(r"^### [\w ]+: (\d+) Y, (\d+) p$", PAGE, re.M)
+    assert [sum(map(int, column)) for column in zip(*parts, strict=True)] == [len(rows) - len(missing), len(missing)]
