@@ -246,7 +246,8 @@ class TrainingConfig(Section):
 
 class OptimizerConfig(Section):
     name: str = "adamw"
-    """"adamw", "adafactor" or "muon" (matrices of attention and feed-forward by Muon, all other weights by AdamW)."""
+    """"adamw", "adafactor" or "muon" (matrices of attention and feed-forward by Muon, all other weights by AdamW,
+    n-gram tables without its momentum, so that only rows in use change)."""
     learning_rate: Annotated[float, Field(gt=0.0)] = 5e-4
     """Peak learning rate, after the warm-up."""
     betas: Annotated[tuple[Rate, Rate], JSON_LIST] = (0.9, 0.98)

@@ -16,17 +16,16 @@ from megasparse.files import read_file
 from megasparse.hub.architectures import format_named, hf_class
 from megasparse.hub.formats import (
     TASKS,
-    TOLERANCE,
     Exported,
     compared_length,
-    disagreement,
     our_logits,
     padded,
+    require_agreement,
     unfilled,
 )
 from megasparse.hub.importing import fill, identity
 from megasparse.hub.tensor_file import appearing, refuse_existing, write_tensors
-from megasparse.hub.tokenizer_files import FILE, Files
+from megasparse.hub.tokenizer_files import FILE, Files, write_files
 from megasparse.model.build import build_model, empty_model
 from megasparse.model.decoder import Causal
 from megasparse.training.checkpoints.checkpoint import Checkpoint, open_newest
@@ -75,8 +74,7 @@ def to_hf(
     with appearing(output) as folder:
         files: Files = {"config.json": json.dumps(exported.config, indent=2) + "\n", "README.md": text}
         files |= exported.files
-        for name, content in files.items():
-            (folder / name).write_bytes(content.encode() if isinstance(content, str) else content)
+        write_files(files, folder)
         write_tensors(exported.tensors(), folder)
         texts, model = text_tokens(config.model), build_model(format.comparable(config).model, seed)
         fill(model, partial(opened.tensor, "weight"))
@@ -94,9 +92,7 @@ def to_hf(
         restore_attention(theirs, folder)
         theirs.eval()
         pairs = ((x, format.logits(theirs, tokens, seed)) for x, tokens in zip(ours, texts, strict=True))
-        if difference := disagreement(pairs):
-            problem = f"not written: the two models' logits differ by {difference:.2g} (over {TOLERANCE})"
-            raise HubError(output, problem, "Please report this with the run's configuration")
+        require_agreement(pairs, output)
     return output
 
 

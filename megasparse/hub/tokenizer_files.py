@@ -25,6 +25,12 @@ TRAINED = "training_tokenizer.json"
 """The tokenizer's file in training, if `FILE` differs from it."""
 
 Files = dict[str, str | bytes]
+"""Content of files by name."""
+
+
+def write_files(files: Files, folder: Path) -> None:
+    for name, content in files.items():
+        (folder / name).write_bytes(content.encode() if isinstance(content, str) else content)
 
 
 def tokenizer_files(config: Config, longest: int, room: int | None = None) -> Files:

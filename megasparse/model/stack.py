@@ -191,7 +191,7 @@ class Stack(nn.Module):
             x = dropout(x, self.config.dropout, rng.key(-1, "embedding dropout"), rng.rows(x.shape[1], x.device))
         if self.config.residual_dtype == "bf16":
             x = x.bfloat16()
-        recomputed = self.gradient_checkpointing or self.config.activations == "reversible"
+        recomputed = self.gradient_checkpointing or self.config.activations != "stored"
         if recomputed and torch.is_grad_enabled() and any(weight.requires_grad for weight in self.blocks.parameters()):
             x.requires_grad_()  # next to a frozen embedding, a recomputed block would otherwise get no gradients
         return (x, x) if self.config.blocks == "reversible" else (x,)
