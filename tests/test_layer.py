@@ -17,7 +17,6 @@ from megasparse.config.attention import MECHANISMS
 from megasparse.errors import ConfigError
 from megasparse.ops import opaque
 from megasparse.ops.bucketed_attention import BucketedAttentionSpec, Window
-from megasparse.ops.bucketed_attention.definition import reference_attention
 from megasparse.ops.hash_table_attention import HashTableAttentionSpec
 from megasparse.ops.random import EVALUATION_STEP, derive, rotations
 from tests.attention import test_ngram
@@ -75,7 +74,7 @@ def lsh(q, k, v, spec, masks):
     products = [torch.einsum("bhld,hrdn->bhrln", x.detach(), drawn) for x in (q, q if shared else k)]
     codes = [torch.cat([x, -x], dim=-1).argmax(-1) for x in products]
     k = definitions.unit_keys(q)[1] if shared else k
-    return reference_attention(q, k, v, codes[0] if shared else tuple(codes), spec, **masks)[0]
+    return definitions.bucketed_attention(q, k, v, codes[0] if shared else tuple(codes), spec, **masks)[0]
 
 
 def lha(q, k, v, weights, spec, masks):
@@ -89,7 +88,7 @@ def lha(q, k, v, weights, spec, masks):
         scores.append(hidden @ second + last.view(HEADS, 1, -1))
     joint = sum(scores).argmax(-1)[:, :, None]
     codes = joint if spec.causal else tuple(score.argmax(-1)[:, :, None] for score in scores)
-    return reference_attention(q, k, v, codes, spec, **masks)[0]
+    return definitions.bucketed_attention(q, k, v, codes, spec, **masks)[0]
 
 
 def sketched(q, k, v, weights, visible, count):
@@ -138,7 +137,7 @@ def test_functions_equal_their_definitions_with_gradients_in_float64(masks, caus
     cases = [
         (functional.full_attention, {}, lambda q, k, v: softmax_over(q @ k.mT * SCALE, visible, v)),
         (functional.full_attention, {"scale": 0.5}, lambda q, k, v: softmax_over(q @ k.mT * 0.5, visible, v)),
-        (local, {"chunk": 7}, lambda q, k, v: reference_attention(q, k, v, None, window, **masks)[0]),
+        (local, {"chunk": 7}, lambda q, k, v: definitions.bucketed_attention(q, k, v, None, window, **masks)[0]),
         (functional.lsh_attention, {"chunk": 6, "buckets": 8}, lambda q, k, v: lsh(q, k, v, separate, masks)),
         (functional.yoso_attention, {"expectation": True, "code_bits": 3}, yoso),
         (
