@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from megasparse.ops.bucketed_attention import kernels
+from megasparse.ops.bucketed_attention.spec import BucketedAttentionSpec, Codes, split_codes
 from megasparse.ops.bucketed_attention.layouts import sort_keys
 from megasparse.ops.bucketed_attention.ranges import key_range
-from megasparse.ops.bucketed_attention.spec import BucketedAttentionSpec, Codes, split_codes
 from megasparse.ops.counting_sort import counting_sort
 from megasparse.ops.kernels import block, empty_alike, launch, precision, strides, whole_vectors
 from megasparse.ops.operator import Function
@@ -250,8 +250,8 @@ def tiles(head_dim: int, dtype: torch.dtype, separate: bool, aligned: bool = Fal
         return TileShapes(jumping if aligned else Tile(16, 32, 8, 2), Tile(16, 32, 8, 1), around)
     # A pipeline of 3 stages prefetches the next tile's order and rows, one of 5 stages two tiles'.
     if wide <= 64:
-        return TileShapes(Tile(64, 64, 4, 5), Tile(64, 32, 4, 5), Tile(32, 64, 4, 3))
-    jumping = Tile(32, 32, wide // 32, 3)
+        return TileShapes(Tile(64, 64, 4, 5), Tile(64, 32, 4, 3 if separate else 5), Tile(32, 64, 4, 3))
+    jumping = Tile(64, 32, 4, 3) if wide <= 128 else Tile(32, 32, 8, 3)
     if separate:
         return TileShapes(jumping, Tile(32, 16 if wide <= 128 else 32, wide // 32, 3), Tile(32, 8192 // wide, 8, 3))
     if wide <= 128:

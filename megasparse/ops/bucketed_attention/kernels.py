@@ -292,6 +292,19 @@ def after(start, low, high):
 
 
 @triton.jit
+def jumps(start, low, high, KEYS: tl.constexpr, ALIGN: tl.constexpr):
+    """Return the number of tiles from the one at `start` on, if each next one starts `after` it, at a multiple of ALIGN.
+
+    Loops over tiles count them first, because Triton loads tiles ahead in `for` loops only.
+    """
+    count = 0
+    while start < NOWHERE:
+        count += 1
+        start = after(start + KEYS, low, high) // ALIGN * ALIGN
+    return count
+
+
+@triton.jit
 def forward(
     q, k, v, partial, out, lse2, lse, query_order, key_order, lows, highs, key_slot, slot_key, past_low, past_high,
     past_index, q_batch, q_head, q_stride, k_batch, k_head, k_stride, v_batch, v_head, v_stride, out_batch, out_head,
@@ -339,20 +352,20 @@ def forward(
         low = slot
     if JUMP:
         start = after(0, low, high) // KEYS * KEYS
-        while start < 4 * length:
-            top, total, result = attend(
-                q_tile, top, total, result, start, low, high, real, query, k_row, v_row, key_order, slot_key, past_low,
-                past_high, past_index, origin, k_stride, v_stride, length, scale, HEAD_DIM, BLOCK_D, KEYS, EARLIER,
-                RULE, PRECISION,
-            )  # fmt: skip
-            start = after(start + KEYS, low, high) // KEYS * KEYS
+        count = jumps(start, low, high, KEYS, KEYS)
     else:
-        for start in range(tl.min(low), tl.max(high), KEYS):
-            top, total, result = attend(
-                q_tile, top, total, result, start, low, high, real, query, k_row, v_row, key_order, slot_key, past_low,
-                past_high, past_index, origin, k_stride, v_stride, length, scale, HEAD_DIM, BLOCK_D, KEYS, EARLIER,
-                RULE, PRECISION,
-            )  # fmt: skip
+        start = tl.min(low)
+        count = tl.cdiv(tl.max(high) - start, KEYS)
+    for _ in range(count):
+        top, total, result = attend(
+            q_tile, top, total, result, start, low, high, real, query, k_row, v_row, key_order, slot_key, past_low,
+            past_high, past_index, origin, k_stride, v_stride, length, scale, HEAD_DIM, BLOCK_D, KEYS, EARLIER, RULE,
+            PRECISION,
+        )  # fmt: skip
+        if JUMP:
+            start = after(start + KEYS, low, high) // KEYS * KEYS
+        else:
+            start += KEYS
     query = token_at(query_order, origin, index, inside)  # reloaded to save registers
     statistic = row.to(tl.int64) * length + query
     nonzero = total != 0  # NaN too
@@ -456,20 +469,20 @@ def query_gradient(
     result = tl.zeros([QUERIES, BLOCK_D], tl.float32)
     if JUMP:
         start = after(0, low, high)
-        while start < length:
-            result = query_step(
-                result, q_tile, grad_tile, end, common, start, low, high, real, query, k_row, v_row, key_order,
-                past_low, past_high, past_index, origin, k_stride, v_stride, length, scale, HEAD_DIM, BLOCK_D, KEYS,
-                EARLIER, RULE, PRECISION,
-            )  # fmt: skip
-            start = after(start + KEYS, low, high)
+        count = jumps(start, low, high, KEYS, 1)
     else:
-        for start in range(tl.min(low), tl.max(high), KEYS):
-            result = query_step(
-                result, q_tile, grad_tile, end, common, start, low, high, real, query, k_row, v_row, key_order,
-                past_low, past_high, past_index, origin, k_stride, v_stride, length, scale, HEAD_DIM, BLOCK_D, KEYS,
-                EARLIER, RULE, PRECISION,
-            )  # fmt: skip
+        start = tl.min(low)
+        count = tl.cdiv(tl.max(high) - start, KEYS)
+    for _ in range(count):
+        result = query_step(
+            result, q_tile, grad_tile, end, common, start, low, high, real, query, k_row, v_row, key_order, past_low,
+            past_high, past_index, origin, k_stride, v_stride, length, scale, HEAD_DIM, BLOCK_D, KEYS, EARLIER, RULE,
+            PRECISION,
+        )  # fmt: skip
+        if JUMP:
+            start = after(start + KEYS, low, high)
+        else:
+            start += KEYS
     result *= scale
     query = token_at(query_order, origin, index, inside)  # reloaded to save registers
     if ROUNDS > 1:
