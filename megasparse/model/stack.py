@@ -5,7 +5,7 @@ B batch, L length, E d_model, V vocabulary.
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -116,10 +116,10 @@ class Stack(nn.Module):
     gradient_checkpointing = False
     """Set by transformers with the next one in an exported model, to recompute layers that `activations` stores."""
     _gradient_checkpointing_func: Any
-    embedding_once: ClassVar[bool] = False
+    embedding_once: bool = False
     """True in both stacks of an encoder–decoder: reversible streams start as two copies of the embedding e, and one is
     subtracted from their sum at the end, leaving e plus all branches, as with ordinary blocks. Early training is faster
-    (docs/lab/translation.md). Costs one more tensor of a stream's size."""
+    (docs/lab/translation.md). Costs one more tensor of a stream's size. False with `model.embedding_twice`."""
 
     def __init__(self, config: ModelConfig, embedding: nn.Parameter | nn.Module | None = None):
         """Create the stack. embedding: weight (V, E) shared with another stack; or a module that embeds other inputs
@@ -128,6 +128,7 @@ class Stack(nn.Module):
         super().__init__()
         self.config = config
         self.marked = config.marked
+        self.embedding_once = self.embedding_once and config.blocks == "reversible" and not config.embedding_twice
         self.embedding: Any = embedding if isinstance(embedding, nn.Module) else Embedding(config, embedding)
         self.layers = [Block(config, layer) for layer in range(config.layers)]
         self.blocks = nn.ModuleList(self.layers)
@@ -162,7 +163,7 @@ class Stack(nn.Module):
         run = Pass(rng, padding, targets if rng.training else None, source and source.key_mask, tokens, donated)
         states = None if source is None else source.states
         streams = self._enter(read, rng.first, rng, codes)
-        initial = streams[1] if self.embedding_once and config.blocks == "reversible" else None
+        initial = streams[1] if self.embedding_once else None
         if config.activations == "reversible" and torch.is_grad_enabled():
             *streams, total = Reversible.apply(*streams, states, self.layers, run, donated)
         else:
