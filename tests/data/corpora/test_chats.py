@@ -195,7 +195,8 @@ BAD = {
         {"messages": [GOOD["messages"][0], {"role": "assistant", "tool_calls": "f()"}]}, "its tool_calls are not a", "",
     ),
     "weight of a user": (
-        {"messages": [{"role": "user", "content": "x", "weight": 1}]}, "weight 1 of a message of the role user", "give answers",
+        {"messages": [{"role": "user", "content": "x", "weight": 1}]},
+        "weight 1 of a message of the role user", "give answers",
     ),
     "weight .5": (
         {"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y", "weight": 0.5}]},
