@@ -137,7 +137,9 @@ class ReformerFormat(Format):
         if not theirs.axial_pos_embds:
             special[TABLE] = (model.max_length, width)
         plain = _plain(model)
-        further = special | {name: tensors.shape(name) for name in tensors.names() if _is_ignored(name)}
+        # constants that transformers before 5 wrote next to the weights, and a bias that may be missing
+        ignored = [name for name in tensors.names() if name == DECODER_BIAS or name.endswith(BUFFERS)]
+        further = special | {name: tensors.shape(name) for name in ignored}
         read: dict[str, Callable[[], Tensor]] = {
             "embedding.weight": lambda: tensors.read(WORDS)[:vocabulary],
             "embedding.start": lambda: tensors.read(WORDS)[bos : bos + 1],
@@ -228,11 +230,6 @@ def _export(model: ModelConfig, weight: Callable[[str], Tensor], bos: int) -> It
 def head_bias(head: Any) -> Tensor:
     """Return the bias of a ReformerOnlyLMHead, see `DECODER_BIAS`."""
     return head.bias if head.decoder.bias is None else head.decoder.bias
-
-
-def _is_ignored(name: str) -> bool:
-    """True for constants that transformers before 5 wrote next to the weights, and for a bias that may be missing."""
-    return name == DECODER_BIAS or name.endswith(BUFFERS)
 
 
 # Configurations and other files
