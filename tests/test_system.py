@@ -9,14 +9,14 @@ from tests.helpers.trained import prepared
 
 LACKING = """
 import faulthandler, os, select, signal, sys, types
-import torch
+import torch, transformers.modeling_utils  # these know systems by sys.platform
 for name in ("fcntl", "resource", "pwd", "grp", "termios", "deepspeed", "fairscale", "triton"):
     sys.modules[name] = None
 locks = []
 sys.modules["msvcrt"] = types.SimpleNamespace(LK_NBLCK=2, locking=lambda *words: locks.append(words))
 for name in (
     "fork", "register_at_fork", "pwrite", "preadv", "sched_getaffinity", "set_blocking", "O_NOFOLLOW", "O_NONBLOCK",
-    "O_CLOEXEC", "geteuid", "getuid", "killpg", "mkfifo", "setsid", "statvfs", "sysconf", "uname",
+    "O_CLOEXEC", "geteuid", "getuid", "killpg", "mkfifo", "setsid", "sysconf", "uname",
 ):
     delattr(os, name)
 for name in ("SIGUSR1", "SIGUSR2", "SIGKILL", "SIGSTOP", "pthread_sigmask", "setitimer"):

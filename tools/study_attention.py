@@ -105,7 +105,6 @@ from megasparse.evaluation.results import restore
 from megasparse.model.decoder import Decoder
 from megasparse.ops.operator import at_least_fp32
 from megasparse.ops.random import RngContext, derive, normal, random_bits, rotations
-from megasparse.ops.sketch import sketched_weights
 from megasparse.runs.data import open_folder
 from tools.bench.visible_keys import Bands
 
@@ -465,8 +464,9 @@ def study_scores(args: argparse.Namespace) -> dict[str, Any]:
         mechanism, inputs = call.mechanism, call.inputs
         x = mechanism._read(call.x, inputs, call.context)
         q, k = (at_least_fp32(part[:, 0]) for part in mechanism.sketches(x, inputs, call.context, exactly=False))
-        weights, visible = sketched_weights(q, k, inputs.causal, inputs.key_mask, inputs.segments)
-        alpha = weights[visible]
+        logits = q @ k.mT / q.shape[-1] ** 0.5  # of one whole window: no padding, no documents
+        visible = torch.ones_like(logits, dtype=torch.bool).tril(0 if inputs.causal else logits.shape[-1])
+        alpha = logits.masked_fill(~visible, -torch.inf).softmax(-1)[visible]
         inverse = -1 / alpha.log()
         report = {}
         for name, values in (("raw", alpha), ("inverse_log", inverse), ("inverse_log_squared", inverse**2)):

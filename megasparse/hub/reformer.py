@@ -92,9 +92,7 @@ class ReformerFormat(Format):
     chunks, other activations. Settings that only affect training (dropout of attention weights, training hash rounds)
     or memory (tiles) are not converted.
 
-    LSH layers: Hugging Face's draws other rotations (`hash_seed` null: new ones at each call), and the first chunk of
-    each hash round also attends to the last chunk of the round before. Individual logits therefore differ, as between
-    two megasparse seeds; `reformer_logits` removes these differences for the comparison.
+    LSH layers: `note` names two differences, which `reformer_logits` removes for the comparison.
     """
 
     name = "reformer"

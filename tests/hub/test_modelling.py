@@ -376,3 +376,10 @@ def test_adapters_on_all_linear_layers_learn_with_recomputed_activations(kind, b
         gradients.append({name: x.grad for name, x in tuned.named_parameters() if x.requires_grad})
     assert len(gradients[0]) > 8 and all(x.abs().sum() > 0 for x in gradients[0].values())
     torch.testing.assert_close(*gradients, atol=1e-5, rtol=1e-4)
+
+
+def test_is_decoder_can_be_set_only_as_the_model_is():
+    config = MegasparseConfig(model=json.loads(decoder("full").model_dump_json()), is_decoder=True)
+    assert config.is_decoder
+    with pytest.raises(ValueError, match="is_decoder cannot be False: the model is of kind decoder"):
+        config.is_decoder = False

@@ -136,7 +136,8 @@ class Papers:
         """Train unless a run like it was trained. Return True if it was not."""
         values = small(config)
         path: dict[str, Any] = {key: values.get(key) for key in ("model", "start", "head", "deepspeed")}
-        path |= {"optimizer": config.optimizer.name, "task": {}, "from": start}
+        path |= {"optimizer": config.optimizer.name, "from": start}
+        path |= {key: values.get("task", {}).get(key) for key in ("recommendation", "forecast")}
         key = re.sub(r'"labels": \d+', "", json.dumps(path))
         task = values["task"]["name"] if "task" in values else key
         folder = config.run.directory

@@ -367,7 +367,7 @@ def _called(calls: Any) -> list[Any]:
 
 
 def _turns(record: Mapping[str, Any]) -> Any:
-    """Return the messages of ShareGPT's `conversations`, and of a `system` prompt next to them."""
+    """Return the messages of ShareGPT's `conversations`, after its `system` prompt if any."""
     turns, system = record.get("conversations"), record.get("system")
     if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
         return None
@@ -410,7 +410,7 @@ def _messages(record: Mapping[str, Any]) -> list[dict[str, Any]]:
         if not (content or "").strip() and not message.get("tool_calls"):
             raise Invalid(f"a message of the role {role} is empty", "fill it, or remove the conversation")
         if (weight := message.get("weight", 0)) not in (0, 1) or (weight and role != "assistant"):
-            problem = f"a message of the role {role} has the weight {one_line(repr(weight), 40)}"
+            problem = f"weight {one_line(repr(weight), 40)} of a message of the role {role}"
             raise Invalid(problem, "give answers the weight 0 or 1, and other messages none")
         calls = {"tool_calls": _called(message["tool_calls"])} if message.get("tool_calls") else {}
         checked.append({**message, "content": content, **calls})

@@ -195,11 +195,12 @@ BAD = {
         {"messages": [GOOD["messages"][0], {"role": "assistant", "tool_calls": "f()"}]}, "its tool_calls are not a", "",
     ),
     "weight of a user": (
-        {"messages": [{"role": "user", "content": "x", "weight": 1}]}, "role user has the weight 1", "give answers",
+        {"messages": [{"role": "user", "content": "x", "weight": 1}]},
+        "weight 1 of a message of the role user", "give answers",
     ),
     "weight .5": (
         {"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y", "weight": 0.5}]},
-        "a message of the role assistant has the weight 0.5", "give answers the weight 0 or 1",
+        "weight 0.5 of a message of the role assistant", "give answers the weight 0 or 1",
     ),
     "nothing to learn": (
         {"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y", "weight": 0}]},
