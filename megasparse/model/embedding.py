@@ -62,6 +62,9 @@ def lengthened(table: Tensor, rows: int, offset: int = 0) -> Tensor:
 class NgramEmbedding(nn.Module):
     """Sum over n of row h_n(last n tokens) of table n, or a projection of these rows; initially 0 (`model.ngrams`)."""
 
+    sparse_gradients = False
+    """Set by an engine whose optimizer updates only the rows in use."""
+
     def __init__(self, config: ModelConfig):
         super().__init__()
         assert config.ngrams is not None
@@ -80,7 +83,9 @@ class NgramEmbedding(nn.Module):
 
     def forward(self, codes: Tensor) -> Tensor:
         """Return the embeddings of the codes (N, B, n): (B, n, E) in fp32 or wider."""
-        rows = (F.embedding(code, table) for code, table in zip(codes, self.tables, strict=True))
+        sparse = self.sparse_gradients
+        pairs = zip(codes.long() if sparse else codes, self.tables, strict=True)  # sparse gradients need int64
+        rows = (F.embedding(code, table, sparse=sparse) for code, table in pairs)
         if self.projection is not None:
             return at_least_fp32(self.projection(torch.cat(list(rows), dim=-1)))
         return reduce(torch.add, map(at_least_fp32, rows))

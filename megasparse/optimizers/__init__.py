@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim import Adafactor, AdamW, Optimizer
 
 from megasparse.errors import ConfigError
-from megasparse.optimizers.muon import Muon, is_hidden, scratch_bytes
+from megasparse.optimizers.muon import TABLES, Muon, is_hidden, scratch_bytes
 from megasparse.optimizers.partitioned_adafactor import PartitionedAdafactor
 
 
@@ -40,7 +40,8 @@ class OptimizerSpec(ABC):
     """True if a weight's state contains a number per weight number, so that ZeRO 1 to 3 partition it like the weights.
     If False, each rank stores all of it."""
     separates_hidden: bool = False
-    """True if hidden matrices are updated differently: each parameter group then contains a key "hidden"."""
+    """True if hidden matrices and n-gram tables are updated differently: each parameter group then contains the keys
+    "hidden" and "tables"."""
 
     @abstractmethod
     def build(self, groups: list[dict[str, Any]], settings: Settings) -> Optimizer:
@@ -110,7 +111,9 @@ class AdafactorSpec(OptimizerSpec):
 
 
 class MuonSpec(AdamWSpec):
-    """Muon for hidden matrices, with an fp32 momentum, and AdamW for the others."""
+    """Muon for hidden matrices, with an fp32 momentum, AdamW without momentum for n-gram tables, and AdamW for the
+    others.
+    """
 
     separates_hidden = True
 
@@ -118,7 +121,7 @@ class MuonSpec(AdamWSpec):
         return Muon(groups, settings.betas, settings.eps)
 
     def state_bytes(self, name: str, shape: Sequence[int]) -> int:
-        return (4 if is_hidden(name, shape) else self.bytes_per_weight) * math.prod(shape)
+        return (4 if is_hidden(name, shape) or TABLES in name else self.bytes_per_weight) * math.prod(shape)
 
     def scratch_bytes(self, shapes: Mapping[str, Sequence[int]]) -> int:
         return scratch_bytes([shape for name, shape in shapes.items() if is_hidden(name, shape)])
@@ -146,15 +149,18 @@ def build_optimizer(
     DeepSpeed does in some settings) thus changes no weight.
     """
     spec = OPTIMIZERS[config.name]
-    hidden, matrices, vectors = list[Tensor](), list[Tensor](), list[Tensor]()
+    hidden, tables, matrices, vectors = list[Tensor](), list[Tensor](), list[Tensor](), list[Tensor]()
     for name, parameter in parameters.items():
         shape = parameter.shape if shapes is None else shapes[name]
         if spec.separates_hidden and is_hidden(name, shape):
             hidden.append(parameter)
+        elif spec.separates_hidden and TABLES in name:
+            tables.append(parameter)
         else:
             (matrices if len(shape) >= 2 else vectors).append(parameter)
     groups: list[dict[str, Any]] = [
         {"params": hidden, "weight_decay": config.weight_decay},
+        {"params": tables, "weight_decay": config.weight_decay},
         {"params": matrices, "weight_decay": config.weight_decay},
         {"params": vectors, "weight_decay": 0.0},
     ]
@@ -162,7 +168,9 @@ def build_optimizer(
         if not hidden:
             problem = f'"{config.name}" updates the matrices of megasparse\'s blocks, and none is trained'
             raise ConfigError("optimizer.name", problem, 'Set it to "adamw"')
-        groups = [{**group, "hidden": group["params"] is hidden} for group in groups]
+        groups = [
+            {**group, "hidden": group["params"] is hidden, "tables": group["params"] is tables} for group in groups
+        ]
     build = spec.build_partitioned if partitioned else spec.build
     return build([group for group in groups if group["params"]], config)
 

@@ -1,5 +1,8 @@
 """Muon (Jordan et al. 2024) for hidden matrices, AdamW for all other weights, at one learning rate.
 
+N-gram tables are updated without momentum (β1 = 0): a row without a gradient then keeps its weights, so that a sparse
+gradient costs time only for the rows in use.
+
 The update of a hidden matrix (n, m) is orthogonalised and scaled by 0.2·√max(n, m). It is then as large as an update of
 AdamW, so one learning rate and weight decay suit both (Liu et al. 2025, arXiv:2502.16982). torch.optim.Muon with
 `adjust_lr_fn="match_rms_adamw"` is the definition.
@@ -27,6 +30,9 @@ COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Defaults of torch.optim.Muon."""
 BATCH = 1 << 22
 """Numbers that a rank orthogonalises at a time, or one matrix if it is larger; bounds the temporaries."""
+
+TABLES = "embedding.ngrams.tables."
+"""Part of the names of n-gram tables."""
 
 Span = tuple[int, int]
 """First number and length of a rank's piece of a matrix."""
@@ -65,8 +71,8 @@ class _Matrix:
 
 
 class Muon(AdamW):
-    """Update of torch.optim.Muon for groups with `hidden` True, of torch.optim.AdamW for the others. All ranks step
-    together.
+    """Update of torch.optim.Muon for groups with `hidden` True, of torch.optim.AdamW for the others, with β1 = 0 for
+    groups with `tables` True. All ranks step together.
     """
 
     def __init__(self, groups: Iterable[dict[str, Any]], betas: tuple[float, float], eps: float):
@@ -91,9 +97,11 @@ class Muon(AdamW):
         """Return the state before the first step of a weight or a vector."""
         if self.pieces:  # ZeRO 3 removes vectors from the groups between steps
             hidden = any(is_hidden(piece.name, piece.shape) for piece in self.pieces[weight])
+            tables = any(TABLES in piece.name for piece in self.pieces[weight])
         else:
-            hidden = any(weight is other for group in self.param_groups if group["hidden"] for other in group["params"])
-        kinds = ("momentum_buffer",) if hidden else ("exp_avg", "exp_avg_sq")
+            group = next(group for group in self.param_groups if any(weight is other for other in group["params"]))
+            hidden, tables = group["hidden"], group.get("tables", False)
+        kinds = ("momentum_buffer",) if hidden else ("scaled_squares",) if tables else ("exp_avg", "exp_avg_sq")
         step = torch.zeros((), dtype=torch.float32, device=weight.device)
         return {"step": step} | {kind: torch.zeros_like(weight, dtype=torch.float32) for kind in kinds}
 
@@ -103,7 +111,9 @@ class Muon(AdamW):
         for group in groups:
             if group["hidden"]:
                 self._step_matrices(group)
-        self.param_groups = [group for group in groups if not group["hidden"]]
+            elif group.get("tables"):
+                self._step_tables(group)
+        self.param_groups = [group for group in groups if not (group["hidden"] or group.get("tables"))]
         try:
             super().step()
         finally:
@@ -129,6 +139,38 @@ class Muon(AdamW):
                 weight, scale = matrix.piece.of(matrix.weight), 0.2 * math.sqrt(max(matrix.piece.shape))
                 weight.mul_(1 - group["lr"] * group["weight_decay"])
                 weight.add_(update.to(weight.device), alpha=-group["lr"] * scale)
+
+    def _step_tables(self, group: dict[str, Any]) -> None:
+        """Update tables. State: the mean squared gradient v, stored as v·β^−(step mod `period`), so that rows without a
+        gradient do not have to be decayed in every step.
+        """
+        beta, eps, rate = group["betas"][1], group["eps"], group["lr"]
+        period = max(1, int(40 * math.log(2) / -math.log(beta))) if beta else 1
+        for weight in group["params"]:
+            if weight.grad is None:
+                continue
+            if not self.state[weight]:
+                self.state[weight] = self.initial_state(weight)
+            state, gradient = self.state[weight], weight.grad
+            state["step"] += 1
+            step = int(state["step"])
+            power = step % period
+            whole = state["scaled_squares"]
+            if power == 0:
+                whole.mul_(beta**period)
+            if group["weight_decay"]:
+                weight.mul_(1 - rate * group["weight_decay"])
+            values, squares, rows = weight, whole, None
+            if gradient.is_sparse:
+                gradient = gradient.coalesce()
+                rows, gradient = gradient.indices()[0], gradient.values()
+                values, squares = weight[rows], whole[rows]
+            squares.addcmul_(gradient, gradient, value=(1 - beta) * beta**-power)
+            root = (squares * (beta**power / (1 - beta**step))).sqrt_().add_(eps)
+            values.addcdiv_(gradient, root, value=-rate)
+            if rows is not None:
+                weight.index_copy_(0, rows, values)
+                whole.index_copy_(0, rows, squares)
 
     def _orthogonalised(self, owned: Sequence[Sequence[_Matrix]]) -> list[Tensor]:
         """Return this rank's pieces of the updates of a round. owned: the matrices of each owner."""

@@ -90,6 +90,26 @@ def test_matrices_in_pieces_are_updated_as_whole_ones(ends, batch, monkeypatch):
     torch.testing.assert_close(momenta, torch.cat(buffers))
 
 
+@pytest.mark.parametrize("sparse", [False, True])
+def test_rows_of_tables_in_use_are_updated_without_momentum(sparse):
+    """300 steps: the state is rescaled after 263 with this β2."""
+    generator = torch.Generator().manual_seed(0)
+    table = torch.randn(50, 4, generator=generator)
+    ours, theirs = table.clone().requires_grad_(), table.clone().requires_grad_()
+    matrix = torch.ones(2, 2).requires_grad_()
+    optimizer = build_optimizer({"embedding.ngrams.tables.0": ours, "blocks.0.up": matrix}, CONFIG)
+    adamw = torch.optim.AdamW([theirs], betas=(0.0, CONFIG.betas[1]), eps=CONFIG.eps, weight_decay=0.3)
+    for _ in range(300):
+        rows = torch.randint(50, (5,), generator=generator)
+        drawn = torch.sparse_coo_tensor(rows[None], torch.randn(5, 4, generator=generator), (50, 4))  # rows may repeat
+        ours.grad, theirs.grad = drawn if sparse else drawn.to_dense(), drawn.to_dense()
+        for group in (*optimizer.param_groups, *adamw.param_groups):
+            group["lr"] = 0.01
+        optimizer.step()
+        adamw.step()
+    torch.testing.assert_close(ours, theirs)
+
+
 @pytest.mark.parametrize("shape", [(3, 4, 9), (1, 5, 5), (2, 1, 3)])
 def test_singular_values_are_those_of_the_polynomial(shape):
     matrices = torch.randn(shape, generator=torch.Generator().manual_seed(1))

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from megasparse.config.schema import RunSettings
 from megasparse.optimizers import build_optimizer
+from megasparse.optimizers.muon import Muon
 from megasparse.training.checkpoints.checkpoint import Fragment
 from megasparse.training.engines.contract import Engine, MakeRng, Weights, whole_fragments
 from megasparse.training.ranks import Ranks
@@ -29,6 +30,9 @@ class TorchEngine(Engine):
                 if p.dtype == torch.float32:
                     p.data = p.data.bfloat16()
         self.optimizer = build_optimizer(self._masters, config.optimizer)
+        for module in model.modules():
+            if hasattr(module, "sparse_gradients"):
+                module.sparse_gradients = isinstance(self.optimizer, Muon)
 
     def _backward(self, objective: Tensor, micro_batches: int, last: bool, poison_gradient: bool) -> None:
         (objective / micro_batches).backward()
@@ -38,9 +42,12 @@ class TorchEngine(Engine):
                     master, grad = self._masters[name], p.grad.float()
                     master.grad = grad if master.grad is None else master.grad + grad
                     p.grad = None
+        for master in self._masters.values() if last else ():
+            if master.grad is not None and master.grad.is_sparse:
+                master.grad = master.grad.coalesce()
 
     def _gradient_norm(self) -> dict[str, Tensor]:
-        self._norm = torch.nn.utils.get_total_norm([p.grad for p in self._masters.values() if p.grad is not None])
+        self._norm = torch.nn.utils.get_total_norm(self.gradients())
         return {"grad_norm": self._norm.double()}
 
     def _update(self, apply_update: bool, norm: float | None) -> tuple[float, bool]:
@@ -48,13 +55,18 @@ class TorchEngine(Engine):
         applied = apply_update and math.isfinite(norm)
         if applied:
             if self._clipping > 0:
-                torch.nn.utils.clip_grads_with_norm_(self._masters.values(), self._clipping, self._norm)
+                factor = (self._clipping / (self._norm + 1e-6)).clamp(max=1.0)  # as clip_grads_with_norm_ computes it
+                torch._foreach_mul_(self.gradients(), factor)
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         if self._rounded:
             for name, p in self._trained.items():
                 p.data.copy_(self._masters[name])
         return norm, applied
+
+    def gradients(self) -> list[Tensor]:
+        gradients = (p.grad for p in self._masters.values() if p.grad is not None)
+        return [gradient.values() if gradient.is_sparse else gradient for gradient in gradients]
 
     def _state(self) -> Iterator[Fragment]:
         return whole_fragments(self._masters, self.optimizer)
