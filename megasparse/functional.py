@@ -270,7 +270,8 @@ def _attend(
     tensors = {"query": heads.query, "key": None if heads.shared else heads.key, "value": heads.value}
     tensors |= {"attn_mask": attn_mask, "tokens": tokens, "cu_seqlens": cu_seqlens, "position_ids": position_ids}
     tensors |= {f"parameters.{name}": weight for name, weight in (parameters or {}).items()}
-    constants = {"kind": kind, "dropout_p": dropout_p, "is_causal": is_causal, "settings": settings}
+    constants: dict[str, Any] = {"kind": kind, "dropout_p": dropout_p, "is_causal": is_causal}
+    constants["settings"] = settings
     if not torch.compiler.is_compiling():
         return _run({name: x for name, x in tensors.items() if x is not None}, seed, step, **constants)
     out, auxiliary = opaque.call(_run, constants, tensors, {}, heads.query.dtype, seed, step)

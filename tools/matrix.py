@@ -59,7 +59,7 @@ class Row(NamedTuple):
 
 ROWS = {
     "oldest": Row("3.10", ("--resolution", "lowest-direct")),
-    "middle": Row("3.12", ("torch==2.10.0", "transformers==5.12.1", "deepspeed==0.19.2")),
+    "middle": Row("3.12", ("torch==2.10.0", "transformers==5.12.1")),
     "newest": Row("3.13", ()),
 }
 

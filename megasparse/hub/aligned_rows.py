@@ -13,7 +13,7 @@ from megasparse.model.decoder import DecodingCache
 
 
 def refuse_shape(name: str, mask: Tensor | None, shape: Sequence[int]) -> None:
-    """Raise ValueError unless a mask of tokens, if there is one, has their shape (B, n)."""
+    """Raise ValueError if a mask of tokens is not of their shape (B, n)."""
     if mask is not None and mask.shape != torch.Size(shape):
         problem = f"{name} has shape {tuple(mask.shape)}, expected {tuple(shape)}"
         raise ValueError(f"{problem}: (batch, length) of the tokens, 0 for padding")

@@ -38,29 +38,8 @@ COMPARED = 3, 2
 def to_hf(
     checkpoint: str | Path, output: str | Path, to: str = "megasparse", evaluation: str | Path | None = None
 ) -> Path:
-    """Export a checkpoint as a Hugging Face model. The folder is written atomically.
-
-    Before the folder is renamed to `output`, both models run on the same text in fp32 and their logits are compared.
-
-    Args:
-        checkpoint: A checkpoint's folder, or a run's (its newest checkpoint), of any number of ranks and ZeRO stage.
-        output: Folder to write; it must not exist.
-        to: Architecture, one of `architectures.FORMATS`.
-        evaluation: Result of `megasparse evaluate` for the model card; by default the ones in the run's folder.
-
-    Returns:
-        The folder.
-
-    Raises:
-        CheckpointError: The checkpoint is missing or damaged.
-        ConfigError: `to` is unknown.
-        HubError: The architecture cannot express the model, the folder exists or cannot be written, the evaluation
-            belongs to another model, or the two models differ.
-
-    Examples:
-        >>> folder = megasparse.to_hf("runs/quickstart", "export/quickstart")
-        >>> sorted(path.suffix for path in folder.glob("model.*"))
-        ['.safetensors']
+    """Export a pretrained checkpoint as a Hugging Face model. `megasparse.to_hf`, which also exports fine-tuned models,
+    describes arguments, result and errors.
     """
     format, output = format_named(to), Path(output)
     refuse_existing(output)

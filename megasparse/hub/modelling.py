@@ -80,6 +80,12 @@ class MegasparseConfig(PretrainedConfig):
     def is_decoder(self) -> bool:
         return bool(self.model.get("kind", "decoder") == "decoder")
 
+    @is_decoder.setter
+    def is_decoder(self, value: bool) -> None:
+        kind = self.model.get("kind", "decoder")
+        if value != self.is_decoder and kind != "encoder_decoder":  # whose decoder transformers' code may name so
+            raise ValueError(f"is_decoder cannot be {value}: the model is of kind {kind}")
+
     @property
     def max_position_embeddings(self) -> int:
         """Longest input in tokens; in an encoder–decoder, of the decoder, with the start token. A decoder uses one of

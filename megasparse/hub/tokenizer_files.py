@@ -136,6 +136,13 @@ def separator(tokenizer: Tokenizer, model: ModelConfig) -> int | None:
     return tokenizer.special.separator
 
 
+def require_tokenizer(folder: Path) -> None:
+    """Raise HubError if a folder contains no tokenizer.json."""
+    if not (folder / FILE).is_file():
+        hint = "Save it there: AutoTokenizer.from_pretrained(MODEL).save_pretrained(FOLDER)"
+        raise HubError(folder / FILE, "is missing, without which tokens are undefined", hint)
+
+
 def found_tokenizer(folder: Path, named: str | None) -> str:
     """Return `data.tokenizer` for the model in a folder: a name, or the path of a file in it.
 

@@ -96,6 +96,20 @@ def average_over_layers(statistics: Mapping[str, Mapping[int, Tensor]], layers: 
     return means
 
 
+class _GradientEnd(torch.autograd.Function):
+    """Identity of a frozen embedding's output whose result requires a gradient: otherwise a recomputed block would get
+    none, and ZeRO 3 would release its weights before its backward. The gradient is dropped; a leaf would store it.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, zero: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None]:
+        return None, None
+
+
 class Stack(nn.Module):
     """Embedding and blocks: the network from tokens to the input of the output head."""
 
@@ -192,8 +206,8 @@ class Stack(nn.Module):
         if self.config.residual_dtype == "bf16":
             x = x.bfloat16()
         recomputed = self.gradient_checkpointing or self.config.activations != "stored"
-        if recomputed and torch.is_grad_enabled() and any(weight.requires_grad for weight in self.blocks.parameters()):
-            x.requires_grad_()  # next to a frozen embedding, a recomputed block would otherwise get no gradients
+        if recomputed and not x.requires_grad and any(weight.requires_grad for weight in self.blocks.parameters()):
+            x = _GradientEnd.apply(x, torch.zeros((), device=x.device, requires_grad=True))
         return (x, x) if self.config.blocks == "reversible" else (x,)
 
 

@@ -1,7 +1,7 @@
 """Calls that torch.compile keeps whole: one operator runs a function of tensors as eager Python, with its gradients.
 
 Traced, an attention mechanism would compile for minutes in many pieces, and its random draws would become constants. In
-a compiled graph the operator `megasparse::call` stands for the whole function instead. Its forward pass records the
+a compiled graph one operator, `megasparse::call`, is the whole function instead. Its forward pass records the
 function's autograd graph, which lives as long as the operator's third output; `megasparse::call_backward`
 differentiates that graph.
 """
@@ -32,7 +32,7 @@ def call(
     """Return `function({**tensors, **weights}, seed, step, **constants)` from a function that torch.compile traces.
 
     Args:
-        function: Its output has the shape of the first tensor; None as auxiliary loss becomes 0.
+        function: Returns an output of the shape of the first tensor; None as auxiliary loss becomes 0.
         constants: Plain Python values; other values compile again.
         tensors: Inputs, which are copied, because a compiler may reuse their memory before the backward pass.
         weights: Inputs whose memory outlives the backward pass.
@@ -72,15 +72,16 @@ _calls: list[_Call] = []
 _numbers: dict[str, int] = {}
 
 
-def _number_of(*values: Any) -> int:
-    """Return the number of a call in `_calls`. values: the fields of `_Call` except `autocast`. torch.compile runs this
-    function when it traces.
-    """
-    device = values[-2]
-    constants = _Call(*values, torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None)
-    number = _numbers.setdefault(repr(constants), len(_calls))
+def _number_of(
+    function: Function, constants: dict[str, Any], names: tuple[str, ...], copied: int, device: str,
+    dtype: torch.dtype | None,
+) -> int:  # fmt: skip
+    """Return the number of a call in `_calls`. torch.compile runs this function when it traces."""
+    autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    new = _Call(function, constants, names, copied, device, dtype, autocast)
+    number = _numbers.setdefault(repr(new), len(_calls))
     if number == len(_calls):
-        _calls.append(constants)
+        _calls.append(new)
     return number
 
 
@@ -160,9 +161,8 @@ def _call_backward(
 ) -> list[Tensor]:
     graph = _graphs.pop(int(key), None)
     if graph is None:
-        raise RuntimeError(
-            "a compiled megasparse layer computes gradients once, and without hooks that copy activations"
-        )
+        advice = "call backward once, without hooks that copy saved tensors"
+        raise RuntimeError(f"the recorded pass of a compiled megasparse layer is gone: {advice}")
     outputs, grads = [], []
     for x, grad in zip(graph.outputs, (out, auxiliary), strict=False):
         if x.requires_grad and grad is not None:
@@ -199,7 +199,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
     ctx.dtypes = " ".join(str(x.dtype).removeprefix("torch.") for x in leaves)
 
 
-def _backward(ctx: Any, out: Tensor | None, auxiliary: Tensor | None, _: None) -> tuple[Any, ...]:
+def _backward(ctx: Any, out: Tensor | None, auxiliary: Tensor | None, _: None) -> tuple[object, ...]:
     (key,) = ctx.saved_tensors
     grads = iter(torch.ops.megasparse.call_backward(key, out, auxiliary, ctx.sizes, ctx.dims, ctx.dtypes))
     return None, None, None, [next(grads) if wanted else None for wanted in ctx.differentiated], None

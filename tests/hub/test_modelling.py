@@ -133,7 +133,7 @@ def test_a_mask_that_does_not_fit_the_tokens_or_the_cache_is_an_error(kind):
     for mask in (None, ones[:, :3], ones, ones[:, :11], ones.index_fill(1, torch.tensor(10), 0), ones[:, :3] * 0,
                  ones.index_fill(1, torch.tensor(2), 0)):  # fmt: skip
         cache = hf(**given, use_cache=True).past_key_values
-        if mask is None or bool(mask.all()) and mask.shape[1] != 11:
+        if mask is None or (mask.shape[1] != 11 and bool(mask.all())):
             logits = hf(**later, past_key_values=cache, **{name: mask}).logits
             assert expected is None or logits.equal(expected)
             expected = logits
@@ -376,3 +376,10 @@ def test_adapters_on_all_linear_layers_learn_with_recomputed_activations(kind, b
         gradients.append({name: x.grad for name, x in tuned.named_parameters() if x.requires_grad})
     assert len(gradients[0]) > 8 and all(x.abs().sum() > 0 for x in gradients[0].values())
     torch.testing.assert_close(*gradients, atol=1e-5, rtol=1e-4)
+
+
+def test_is_decoder_can_be_set_only_as_the_model_is():
+    config = MegasparseConfig(model=json.loads(decoder("full").model_dump_json()), is_decoder=True)
+    assert config.is_decoder
+    with pytest.raises(ValueError, match="is_decoder cannot be False: the model is of kind decoder"):
+        config.is_decoder = False
