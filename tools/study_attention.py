@@ -440,7 +440,7 @@ def study_sampling(args: argparse.Namespace) -> dict[str, Any]:
     length = protocol["length"]
     lengths = [128 << n for n in range(max(0, (length // 128).bit_length()))]
     cases = list(itertools.product(lengths, CODE_BITS, HASHES))
-    rows = [
+    rows: list[dict[str, Any]] = [
         {"layer": call.context.layer, "tokens": tokens, "code_bits": bits, "hashes": hashes}
         | {"error": sampling_error(call, tokens, hashes, bits)}
         for call in tqdm(recorded, desc="layers", disable=None)
