@@ -247,8 +247,6 @@ class OptimizerConfig(Section):
     n-gram tables without its momentum, so that only rows in use change)."""
     learning_rate: Annotated[float, Field(gt=0.0)] = 5e-4
     """Peak learning rate, after the warm-up."""
-    matrix_rate: Annotated[float, Field(gt=0.0)] = 1.0
-    """Muon only: learning rate of its matrices, as a fraction of `learning_rate`."""
     betas: Annotated[tuple[Rate, Rate], JSON_LIST] = (0.9, 0.98)
     """AdamW only, also for the weights that Muon leaves to AdamW."""
     eps: Annotated[float, Field(gt=0.0)] = 1e-8

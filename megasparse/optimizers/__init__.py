@@ -22,7 +22,6 @@ class Settings(Protocol):
 
     name: Any
     learning_rate: float
-    matrix_rate: float
     schedule: Any
     warmup_steps: int
     final_fraction: float
@@ -172,7 +171,6 @@ def build_optimizer(
         groups = [
             {**group, "hidden": group["params"] is hidden, "tables": group["params"] is tables} for group in groups
         ]
-        groups[0]["matrix_rate"] = config.matrix_rate
     build = spec.build_partitioned if partitioned else spec.build
     return build([group for group in groups if group["params"]], config)
 

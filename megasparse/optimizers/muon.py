@@ -135,12 +135,11 @@ class Muon(AdamW):
             for piece in pieces:
                 spans = self._spans.get(piece.name, [(piece.start, piece.numel)])
                 matrices.append(_Matrix(piece, spans, weight.view(-1), gradient, momentum))
-        rate = group["lr"] * group.get("matrix_rate", 1.0)
         for owned in _rounds(matrices):
             for matrix, update in zip(chain.from_iterable(owned), self._orthogonalised(owned), strict=True):
                 weight, scale = matrix.piece.of(matrix.weight), 0.2 * math.sqrt(max(matrix.piece.shape))
-                weight.mul_(1 - rate * group["weight_decay"])
-                weight.add_(update.to(weight.device), alpha=-rate * scale)
+                weight.mul_(1 - group["lr"] * group["weight_decay"])
+                weight.add_(update.to(weight.device), alpha=-group["lr"] * scale)
 
     def _step_tables(self, group: dict[str, Any]) -> None:
         """Update tables. State: the mean squared gradient v, stored as v·β^−(step mod `period`), so that rows without a
