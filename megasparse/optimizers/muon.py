@@ -166,7 +166,9 @@ class Muon(AdamW):
                 gradient = gradient.coalesce()
                 rows, gradient = gradient.indices()[0], gradient.values()
                 values, squares = weight[rows], whole[rows]
-            for value, square, part in zip(*(x.view(-1).split(BATCH) for x in (values, squares, gradient)), strict=True):
+            for value, square, part in zip(
+                *(x.view(-1).split(BATCH) for x in (values, squares, gradient)), strict=True
+            ):
                 square.addcmul_(part, part, value=(1 - beta) * beta**-power)
                 root = (square * (beta**power / (1 - beta**step))).sqrt_().add_(eps)
                 value.addcdiv_(part, root, value=-rate)
