@@ -228,7 +228,7 @@ NO_LAUNCHER = "Start ranks with torchrun, or unset RANK, WORLD_SIZE and LOCAL_RA
 
 def _has_lost_its_reader(error: Exception) -> bool:
     """Return True if the error means that stdout, rather than another pipe, was closed by its reader."""
-    if not isinstance(error, BrokenPipeError):
+    if not isinstance(error, BrokenPipeError) or not hasattr(select, "poll"):  # not on Windows
         return False
     poll = select.poll()
     poll.register(sys.stdout.fileno(), 0)

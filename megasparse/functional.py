@@ -29,9 +29,9 @@ Example:
 
 import copy
 import json
-from collections.abc import Callable, Mapping
-from functools import lru_cache, wraps
-from typing import Any, ParamSpec, TypeVar
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any
 
 import torch
 from pydantic import ValidationError
@@ -43,12 +43,11 @@ from megasparse.config.attention import MECHANISMS
 from megasparse.config.messages import as_config_error, show
 from megasparse.config.schema import ModelConfig
 from megasparse.errors import ConfigError, did_you_mean
+from megasparse.ops import opaque
 from megasparse.ops.operator import autocast_off
 from megasparse.ops.random import EVALUATION_STEP, RngContext
 from megasparse.settings.checks import check_model, check_targets
 
-P = ParamSpec("P")
-R = TypeVar("R")
 PADDED = -9000.0
 """Additive masks hide padding by this number or less: -inf, the least number of a dtype, or -10,000 in bf16."""
 
@@ -70,7 +69,7 @@ def lsh_attention(
     """Attend inside the buckets of random rotations (Reformer). key=None: shared queries and keys, k = q/|q|."""
     options = {"shared_qk": key is None, **options}
     heads = _Heads(query, key, value, scale, enable_gqa)
-    return _attend("lsh", heads, attn_mask, dropout_p, is_causal, options).out
+    return _attend("lsh", heads, attn_mask, dropout_p, is_causal, options)[0]
 
 
 def local_attention(
@@ -78,7 +77,7 @@ def local_attention(
     is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False, **options: Any,
 ) -> Tensor:  # fmt: skip
     """Attend to the query's chunk of positions and the previous one, if not causal also the next."""
-    return _attend("local", _Heads(query, key, value, scale, enable_gqa), attn_mask, dropout_p, is_causal, options).out
+    return _attend("local", _Heads(query, key, value, scale, enable_gqa), attn_mask, dropout_p, is_causal, options)[0]
 
 
 def full_attention(
@@ -86,7 +85,7 @@ def full_attention(
     is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False, **options: Any,
 ) -> Tensor:  # fmt: skip
     """Attend to all tokens, with torch's kernels, and with documents and padding without an L × L mask."""
-    return _attend("full", _Heads(query, key, value, scale, enable_gqa), attn_mask, dropout_p, is_causal, options).out
+    return _attend("full", _Heads(query, key, value, scale, enable_gqa), attn_mask, dropout_p, is_causal, options)[0]
 
 
 def yoso_attention(
@@ -94,7 +93,7 @@ def yoso_attention(
     is_causal: bool = False, enable_gqa: bool = False, **options: Any,
 ) -> Tensor:  # fmt: skip
     """Sum values by sampled hash collisions and normalise the sum (YOSO), without a softmax, scale or dropout."""
-    return _attend("yoso", _Heads(query, key, value, None, enable_gqa), attn_mask, dropout_p, is_causal, options).out
+    return _attend("yoso", _Heads(query, key, value, None, enable_gqa), attn_mask, dropout_p, is_causal, options)[0]
 
 
 def ngram_attention(
@@ -107,7 +106,7 @@ def ngram_attention(
     """
     bias = {"bias.bias": query.new_zeros(query.shape[1] * len(options.get("lengths", [4])))}
     heads = _Heads(query, key, value, scale, enable_gqa)
-    return _attend("ngram", heads, attn_mask, dropout_p, is_causal, options, bias, tokens).out
+    return _attend("ngram", heads, attn_mask, dropout_p, is_causal, options, bias, tokens)[0]
 
 
 def lha_attention(
@@ -120,7 +119,7 @@ def lha_attention(
     settings. Returns the output and the loss that trains the hash functions; None if `step` is None.
     """
     heads = _Heads(query, key, value, options.pop("scale", None), options.pop("enable_gqa", False))
-    return _attend("lha", heads, attn_mask, dropout_p, is_causal, options, parameters)[:2]
+    return _attend("lha", heads, attn_mask, dropout_p, is_causal, options, parameters)
 
 
 def smart_bird_attention(
@@ -135,7 +134,7 @@ def smart_bird_attention(
     options = {"sketch": "heads", **options}
     if options["sketch"] != "heads":
         raise ConfigError("sketch", f"{show(options['sketch'])} reads the input of a layer", 'Set it to "heads"')
-    return _attend("smart_bird", heads, attn_mask, dropout_p, is_causal, options, parameters)[:2]
+    return _attend("smart_bird", heads, attn_mask, dropout_p, is_causal, options, parameters)
 
 
 def model_of(mechanism: str, settings: Mapping[str, Any], **model: Any) -> ModelConfig:
@@ -205,20 +204,6 @@ def segments_of(
     return starts.cumsum(1).expand(batch, length)
 
 
-def uncompiled(function: Callable[P, R]) -> Callable[P, R]:
-    """Decorate a function that torch.compile must leave to Python: traced, it would compile for minutes in many pieces.
-
-    Unlike torch.compiler.disable it does not load the compiler, which takes seconds.
-    """
-    disabled = torch._disable_dynamo(function)
-
-    @wraps(function)
-    def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        return (disabled if torch.compiler.is_compiling() else function)(*args, **kwargs)
-
-    return call
-
-
 class _Heads:
     """Queries, keys and values (B, H, L, D) of all heads, scaled for mechanisms that scale by 1/√D."""
 
@@ -268,7 +253,6 @@ def _mechanism(
         return _Mechanism(kind, config)
 
 
-@uncompiled
 def _attend(
     kind: str,
     heads: _Heads,
@@ -278,11 +262,31 @@ def _attend(
     options: dict[str, Any],
     parameters: Mapping[str, Tensor] | None = None,
     tokens: Tensor | None = None,
-) -> AttentionOutput:
-    """Attend with a mechanism that has these parameters."""
-    names = {"cu_seqlens": None, "position_ids": None, "max_length": None, "seed": 0, "step": None}
+) -> tuple[Tensor, Tensor | None]:
+    """Attend with a mechanism that has these parameters. Returns its output and its auxiliary loss."""
+    names = {"cu_seqlens": None, "position_ids": None, "seed": 0, "step": None}
     settings = {name: value for name, value in options.items() if name not in names}
-    cu_seqlens, position_ids, max_length, seed, step = ({**names, **options}[name] for name in names)
+    cu_seqlens, position_ids, seed, step = ({**names, **options}[name] for name in names)
+    tensors = {"query": heads.query, "key": None if heads.shared else heads.key, "value": heads.value}
+    tensors |= {"attn_mask": attn_mask, "tokens": tokens, "cu_seqlens": cu_seqlens, "position_ids": position_ids}
+    tensors |= {f"parameters.{name}": weight for name, weight in (parameters or {}).items()}
+    constants: dict[str, Any] = {"kind": kind, "dropout_p": dropout_p, "is_causal": is_causal}
+    constants["settings"] = settings
+    if not torch.compiler.is_compiling():
+        return _run({name: x for name, x in tensors.items() if x is not None}, seed, step, **constants)
+    out, auxiliary = opaque.call(_run, constants, tensors, {}, heads.query.dtype, seed, step)
+    return out, None if step is None else auxiliary
+
+
+def _run(
+    tensors: dict[str, Tensor], seed: int, step: int | None, *,
+    kind: str, dropout_p: float, is_causal: bool, settings: dict[str, Any],
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """Compute `_attend`, for `opaque.call`."""
+    settings = dict(settings)
+    max_length = settings.pop("max_length", None)
+    tokens = tensors.get("tokens")
+    heads = _Heads(tensors["query"], tensors.get("key"), tensors["value"], None, False)
     batch, count, length, width = heads.query.shape
     if tokens is not None and tokens.shape != (batch, length):
         raise ValueError(f"tokens of shape {(*tokens.shape,)}: give ({batch}, {length})")
@@ -294,18 +298,22 @@ def _attend(
     if module.mechanism.shared_qk != heads.shared:
         problem = f"{show(module.mechanism.shared_qk)}, but key is {'' if heads.shared else 'not '}None"
         raise ConfigError("shared_qk", problem, "Omit shared_qk, and pass key=None to use the queries as keys")
-    padding = Padding(padding_mask(attn_mask, batch, length), segments_of(batch, length, cu_seqlens, position_ids))
+    documents = segments_of(batch, length, tensors.get("cu_seqlens"), tensors.get("position_ids"))
+    padding = Padding(padding_mask(tensors.get("attn_mask"), batch, length), documents)
     training = step is not None or dropout_p > 0.0
     rng = RngContext(seed, EVALUATION_STEP if step is None else step, torch.arange(batch), training)
     arguments = heads, padding, is_causal, AttentionContext(0, rng, tokens=tokens)
+    prefix = "parameters."
+    parameters = {name.removeprefix(prefix): x for name, x in tensors.items() if name.startswith(prefix)}
     expected = {name for name, _ in module.mechanism.named_parameters()}
-    if different := expected ^ set(parameters or {}):
+    if different := expected ^ set(parameters):
         problem = f"{kind} with these settings has {sorted(expected) or 'no parameters'}"
         hint = f"Add or remove {sorted(different)[0]}, or use megasparse.AttentionLayer"
         raise ConfigError("parameters", problem, hint)
-    if not parameters:
-        return module(*arguments)
-    named = {f"mechanism.{name}": weight for name, weight in parameters.items()}
-    module = copy.deepcopy(module)  # another thread may call it with other parameters
-    output: AttentionOutput = torch.func.functional_call(module, named, arguments)
-    return output
+    if parameters:
+        named = {f"mechanism.{name}": weight for name, weight in parameters.items()}
+        module = copy.deepcopy(module)  # another thread may call it with other parameters
+        output: AttentionOutput = torch.func.functional_call(module, named, arguments)
+    else:
+        output = module(*arguments)
+    return output.out, output.auxiliary_loss

@@ -1,15 +1,18 @@
 """An attention layer for a model of your own. B batch, L length, E width of the model."""
 
+from itertools import count
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from megasparse.attention.contract import AttentionContext
 from megasparse.attention.heads import MultiHeadAttention, Padding
 from megasparse.errors import ConfigError
-from megasparse.functional import model_of, padding_mask, segments_of, uncompiled
+from megasparse.functional import model_of, padding_mask, segments_of
+from megasparse.ops import opaque
 from megasparse.ops.random import RngContext
 
 
@@ -81,6 +84,7 @@ class AttentionLayer(MultiHeadAttention):
         self._read: Tensor = self.draws
         self._differentiated = False
         self._auxiliary: Tensor | None = None
+        self._number = _number(self)
 
     @property
     def seed(self) -> int:
@@ -105,7 +109,6 @@ class AttentionLayer(MultiHeadAttention):
         """
         return self.draws.new_zeros((), dtype=torch.float32) if self._auxiliary is None else self._auxiliary
 
-    @uncompiled
     def forward(  # type: ignore[override]
         self,
         x: Tensor,
@@ -129,6 +132,27 @@ class AttentionLayer(MultiHeadAttention):
             ValueError: A shape or a mask does not fit.
             ConfigError: The mechanism needs tokens.
         """
+        if not torch.compiler.is_compiling():
+            out, auxiliary = self._attend(x, mask, tokens, cu_seqlens, position_ids)
+            if torch._C._current_graph_task_id() == -1:  # not recomputed in a backward pass
+                self._auxiliary = auxiliary
+            return out
+        tensors = {"x": x, "mask": mask, "tokens": tokens, "cu_seqlens": cu_seqlens, "position_ids": position_ids}
+        tensors |= {"number": self._number}
+        out, auxiliary = opaque.call(_attend, {}, tensors, dict(self.named_parameters()))
+        if any(self.mechanism(kind).has_auxiliary_loss for kind in self.split):
+            self._auxiliary = auxiliary
+        return out
+
+    def _attend(
+        self,
+        x: Tensor,
+        mask: Tensor | None = None,
+        tokens: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        position_ids: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the output and the auxiliary loss. Arguments: see `forward`."""
         if x.dim() != 3 or x.shape[2] != self.d_model or x.shape[1] > self.max_length:
             expected = f"(batch, length, {self.d_model}) with a length of {self.max_length} (max_length) or less"
             raise ValueError(f"x has shape {(*x.shape,)}: give {expected}")
@@ -145,11 +169,9 @@ class AttentionLayer(MultiHeadAttention):
         if self.training:
             rng = RngContext(self.seed, self.step, torch.arange(batch), training=True)
         out, auxiliary, *_ = super().forward(x, AttentionContext(0, rng, tokens=tokens), padding)
-        if not recomputed:
-            self._auxiliary = auxiliary
         if self.training and out.requires_grad:
             out.register_hook(self._note_backward)
-        return out
+        return out, auxiliary
 
     def _rotary_start(self, first_position: int, padding: Padding) -> int | Tensor:
         """Count positions from the start of each document, because hashes depend on positions, not on distances."""
@@ -180,3 +202,39 @@ class AttentionLayer(MultiHeadAttention):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_auxiliary": None}  # a tensor with a graph cannot be copied
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._number = _number(self)
+
+
+_layers: WeakValueDictionary[int, AttentionLayer] = WeakValueDictionary()
+_numbers = count()
+
+
+def _number(layer: AttentionLayer) -> Tensor:
+    """Return the number of a new layer, a tensor, because torch.compile would compile again for other integers."""
+    number = next(_numbers)
+    _layers[number] = layer
+    return torch.tensor(number, device="cpu")
+
+
+class _Attend(nn.Module):
+    """Call of a layer with other weights, without its hooks."""
+
+    def __init__(self, layer: AttentionLayer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, inputs: dict[str, Tensor]) -> tuple[Tensor, Tensor | None]:
+        return self.layer._attend(**inputs)
+
+
+def _attend(tensors: dict[str, Tensor], seed: int, step: int | None) -> tuple[Tensor, Tensor | None]:
+    """Call a layer, given its number, inputs and weights, for `opaque.call`."""
+    names = ("x", "mask", "tokens", "cu_seqlens", "position_ids")
+    layer = _layers[int(tensors["number"])]
+    inputs = {name: tensors[name] for name in names if name in tensors}
+    weights = {f"layer.{name}": tensors[name] for name, _ in layer.named_parameters()}
+    result: tuple[Tensor, Tensor | None] = torch.func.functional_call(_Attend(layer), weights, (inputs,))
+    return result

@@ -1,6 +1,7 @@
 """A layer and functions for models of your own: against the definitions, and the examples of their page."""
 
 import copy
+import gc
 import re
 from functools import partial
 
@@ -12,9 +13,10 @@ import megasparse
 from megasparse import functional
 from megasparse.attention.contract import AttentionInputs
 from megasparse.attention.heads import merge_heads, split_heads
+from megasparse.config.attention import MECHANISMS
 from megasparse.errors import ConfigError
+from megasparse.ops import opaque
 from megasparse.ops.bucketed_attention import BucketedAttentionSpec, Window
-from megasparse.ops.bucketed_attention.definition import reference_attention
 from megasparse.ops.hash_table_attention import HashTableAttentionSpec
 from megasparse.ops.random import EVALUATION_STEP, derive, rotations
 from tests.attention import test_ngram
@@ -72,7 +74,7 @@ def lsh(q, k, v, spec, masks):
     products = [torch.einsum("bhld,hrdn->bhrln", x.detach(), drawn) for x in (q, q if shared else k)]
     codes = [torch.cat([x, -x], dim=-1).argmax(-1) for x in products]
     k = definitions.unit_keys(q)[1] if shared else k
-    return reference_attention(q, k, v, codes[0] if shared else tuple(codes), spec, **masks)[0]
+    return definitions.bucketed_attention(q, k, v, codes[0] if shared else tuple(codes), spec, **masks)[0]
 
 
 def lha(q, k, v, weights, spec, masks):
@@ -86,7 +88,7 @@ def lha(q, k, v, weights, spec, masks):
         scores.append(hidden @ second + last.view(HEADS, 1, -1))
     joint = sum(scores).argmax(-1)[:, :, None]
     codes = joint if spec.causal else tuple(score.argmax(-1)[:, :, None] for score in scores)
-    return reference_attention(q, k, v, codes, spec, **masks)[0]
+    return definitions.bucketed_attention(q, k, v, codes, spec, **masks)[0]
 
 
 def sketched(q, k, v, weights, visible, count):
@@ -135,7 +137,7 @@ def test_functions_equal_their_definitions_with_gradients_in_float64(masks, caus
     cases = [
         (functional.full_attention, {}, lambda q, k, v: softmax_over(q @ k.mT * SCALE, visible, v)),
         (functional.full_attention, {"scale": 0.5}, lambda q, k, v: softmax_over(q @ k.mT * 0.5, visible, v)),
-        (local, {"chunk": 7}, lambda q, k, v: reference_attention(q, k, v, None, window, **masks)[0]),
+        (local, {"chunk": 7}, lambda q, k, v: definitions.bucketed_attention(q, k, v, None, window, **masks)[0]),
         (functional.lsh_attention, {"chunk": 6, "buckets": 8}, lambda q, k, v: lsh(q, k, v, separate, masks)),
         (functional.yoso_attention, {"expectation": True, "code_bits": 3}, yoso),
         (
@@ -212,8 +214,8 @@ def test_the_step_is_counted_by_backward_passes_saved_and_set(tmp_path):
     assert layer.state_dict().keys() == {"query.weight", "value.weight", "output.weight", "draws"}
 
 
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_recomputation_uses_the_draws_of_its_forward_pass(reentrant):
+@pytest.mark.parametrize(("reentrant", "compiled"), [(True, False), (False, False), (False, True)])
+def test_recomputation_uses_the_draws_of_its_forward_pass(reentrant, compiled):
     """Also of two passes whose gradients are computed together, and after other steps."""
     gradients = []
     for recomputed in (True, False):
@@ -223,6 +225,8 @@ def test_recomputation_uses_the_draws_of_its_forward_pass(reentrant):
         def run(x, layer=layer, recomputed=recomputed):
             return checkpoint(layer, x, use_reentrant=reentrant) if recomputed else layer(x)
 
+        if compiled and recomputed:
+            run = torch.compile(run, backend="aot_eager", fullgraph=True)
         for _ in range(2):
             run(run(x)).square().sum().backward()
         assert layer.step == 1
@@ -231,21 +235,83 @@ def test_recomputation_uses_the_draws_of_its_forward_pass(reentrant):
         torch.testing.assert_close(ours, expected)
 
 
-def test_a_compiled_block_has_the_same_outputs_and_gradients():
-    layer, norm = megasparse.AttentionLayer("lha", 32, 2, 128, chunk=8, seed=0), torch.nn.LayerNorm(32)
-    found = []
-    x = torch.randn(2, 90, 32)
-    for compiled in (True, False):
-        layer.step = 0
-        layer._differentiated = False
+@pytest.mark.parametrize("kind", MECHANISMS)
+def test_a_compiled_block_is_one_graph_with_the_same_bits(kind):
+    """Also under autocast, and with the draws of each step."""
+    torch.compiler.reset()  # this function is compiled for all mechanisms, but for at most 8 cases
+    causal = kind not in ("smyrf", "linformer", "linear", "synthesizer", "sinkhorn", "clustered")
+    layer, norm = megasparse.AttentionLayer(kind, 16, 2, 64, causal=causal, seed=0), torch.nn.LayerNorm(16)
+    tokens = known_tokens(2, 48) if kind == "ngram" else None
 
-        def block(x):
-            return x + layer(norm(x))
+    def block(x):
+        return x + layer(norm(x), tokens=tokens)
 
-        loss = (torch.compile(block, backend="eager") if compiled else block)(x).square().mean() + layer.auxiliary_loss
-        found.append([loss, *torch.autograd.grad(loss, [*layer.parameters(), *norm.parameters()])])
-    for ours, expected in zip(*found, strict=True):
-        torch.testing.assert_close(ours, expected)
+    results = []
+    for run in (block, torch.compile(block, backend="aot_eager", fullgraph=True)):
+        layer.step, layer._differentiated = 0, False
+        for step in range(2):
+            x = torch.randn(2, 48, 16, generator=torch.Generator().manual_seed(1)).requires_grad_()
+            with torch.autocast("cpu", torch.bfloat16, enabled=step > 0):
+                loss = run(x).float().square().mean() + layer.auxiliary_loss
+            grads = torch.autograd.grad(loss, [x, *layer.parameters(), *norm.parameters()], materialize_grads=True)
+            results.append([loss.detach(), *grads])
+    assert layer.step == 1
+    for eager, compiled in zip(results[:2], results[2:], strict=True):
+        assert all(map(torch.equal, eager, compiled))
+
+
+def test_compiled_layers_share_a_graph():
+    """More layers and lengths than torch.compile compiles a function for; copied layers have their own weights."""
+    layers = [megasparse.AttentionLayer("lsh", 16, 2, 64, chunk=8, seed=seed) for seed in range(9)]
+    layers.append(copy.deepcopy(layers[0]))
+    torch.nn.init.zeros_(layers[-1].output.weight)
+    run = torch.compile(lambda layer, x: layer(x), backend="eager", fullgraph=True)
+    for length in (40, 48):
+        x = torch.randn(1, length, 16)
+        for layer in layers:
+            assert torch.equal(run(layer, x), layer(x))
+    assert not run(layers[-1], x).any() and run(layers[0], x).any()
+
+
+def test_recorded_passes_of_compiled_layers_are_freed():
+    layer = megasparse.AttentionLayer("local", 16, 2, 64, chunk=8)
+    run = torch.compile(lambda x: layer(x), backend="aot_eager", fullgraph=True)
+    x = torch.randn(1, 48, 16)
+    out = run(x)
+    assert len(opaque._graphs) == 1
+    del out
+    gc.collect()
+    assert not opaque._graphs
+    out = run(x).sum()
+    out.backward(retain_graph=True)
+    assert not opaque._graphs
+    with pytest.raises(RuntimeError, match="call backward once"):
+        out.backward()
+
+
+def test_compiled_functions_are_one_graph_with_the_same_bits():
+    layer = megasparse.AttentionLayer("lha", 16, 2, 64, chunk=8, seed=0)
+    mask = torch.arange(48) < torch.tensor([[48], [30]])
+
+    def attend(q, k, v, step):
+        q = functional.lsh_attention(q, None, v, mask, 0.1, is_causal=True, chunk=8, seed=3, step=step)
+        q = q + functional.local_attention(q, k[:, :1], v[:, :1], chunk=8, scale=0.3, enable_gqa=True)
+        parameters = dict(layer.mechanisms["lha"].named_parameters())
+        return functional.lha_attention(q, k, v, parameters, chunk=8, max_length=64, step=step)
+
+    results = []
+    for run in (attend, torch.compile(attend, backend="aot_eager", fullgraph=True)):
+        for step in (*range(9), None):  # more steps than torch.compile compiles a function for
+            leaves = [
+                *torch.randn(3, 2, 2, 48, 8, generator=torch.Generator().manual_seed(1)).requires_grad_().unbind()
+            ]
+            out, auxiliary = run(*leaves, step)
+            assert (auxiliary is None) == (step is None)
+            loss = out.square().mean() + (0.0 if auxiliary is None else auxiliary)
+            results.append([out.detach(), loss.detach(), *torch.autograd.grad(loss, leaves)])
+    for eager, compiled in zip(results[:10], results[10:], strict=True):
+        assert all(map(torch.equal, eager, compiled))
+    assert not torch.equal(results[0][0], results[1][0])
 
 
 def test_mistakes_are_named_in_one_line():

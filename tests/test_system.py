@@ -1,4 +1,4 @@
-"""Training, evaluation and generation in one process on a system that lacks what only Linux or POSIX has."""
+"""Training, evaluation, generation and export in one process without what only Linux or POSIX has."""
 
 import json
 import subprocess
@@ -8,29 +8,39 @@ from pathlib import Path
 from tests.helpers.trained import prepared
 
 LACKING = """
-import faulthandler, os, signal, sys, types
-import torch
-for name in ("fcntl", "resource", "deepspeed", "fairscale", "triton"):
+import faulthandler, os, select, signal, sys, types
+import torch, transformers.modeling_utils  # these know systems by sys.platform
+for name in ("fcntl", "resource", "pwd", "grp", "termios", "deepspeed", "fairscale", "triton"):
     sys.modules[name] = None
 locks = []
 sys.modules["msvcrt"] = types.SimpleNamespace(LK_NBLCK=2, locking=lambda *words: locks.append(words))
 for name in (
     "fork", "register_at_fork", "pwrite", "preadv", "sched_getaffinity", "set_blocking", "O_NOFOLLOW", "O_NONBLOCK",
-    "O_CLOEXEC",
+    "O_CLOEXEC", "geteuid", "getuid", "killpg", "mkfifo", "setsid", "sysconf", "uname",
 ):
     delattr(os, name)
-for name in ("SIGUSR1", "SIGUSR2", "SIGKILL"):
+for name in ("SIGUSR1", "SIGUSR2", "SIGKILL", "SIGSTOP", "pthread_sigmask", "setitimer"):
     delattr(signal, name)
-del faulthandler.register
+del faulthandler.register, select.poll
 
 from megasparse.cli.main import main
+from megasparse.errors import report_user_errors
+from megasparse.hub.export import to_hf
 from megasparse.runs.api import evaluate, generate
+
+def lose_connection():
+    raise BrokenPipeError
 
 config, run = sys.argv[1:]
 main(["pretrain", "--config", config])
 assert locks, "the folder of the run was not locked"
 evaluate(run)
 generate(run, "a", 2)
+to_hf(run, run + "-exported")
+try:
+    report_user_errors(lose_connection)()
+except BrokenPipeError:
+    pass
 """
 
 

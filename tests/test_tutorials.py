@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shlex
+import socket
 import subprocess
 import sys
 from contextlib import nullcontext
@@ -62,10 +63,17 @@ def run(tutorial, *settings):
         line = shlex.join(words)
         for part, smaller in SMALLER.items():
             line = line.replace(part, smaller)
-        trains = words[0] == "finetune" and "--dry-run" not in words
+        trains = words[0] in ("finetune", "pretrain") and "--dry-run" not in words
         extra = [word for setting in settings for word in ("--set", setting)] if trains else []
         main([*shlex.split(line), *extra])
     return text
+
+
+def code(text):
+    """Run the Python code of a page; return its names."""
+    names = dict[str, object]()
+    exec(re.search("```python\n(.*?)```", text, re.S)[1], names)
+    return names
 
 
 def result(file):
@@ -107,10 +115,12 @@ def test_classifier(folder):
         rows = [*csv.reader(reviews(folder / "reviews.csv", 40).open())][1:]
         table(folder / name, rows, ("review", "stars"))
     table(folder / "new.csv", [["a good model"], ["we go"]], ("review",))
-    run("classifier", "training.epochs=0", "training.steps=2", "run.engine=torch", "run.device=cpu")
+    text = run("classifier", "training.epochs=0", "training.steps=2", "run.engine=torch", "run.device=cpu")
     assert 0 <= result(folder / "result.json")["metrics"]["accuracy"]["value"] <= 1
     predicted = [row["predicted"] for row in csv.DictReader((folder / "predictions.csv").open())]
     assert len(predicted) == 2 and {*predicted} <= {"good", "bad"}
+    (best,) = code(text)["classify"]("a good model")
+    assert best["label"] == predicted[0]
 
 
 @pytest.mark.slow
@@ -122,10 +132,48 @@ def test_decoder(folder):
     LlamaForCausalLM(config).save_pretrained(folder / "MODEL_DIR")
     write_tokenizer(folder / "MODEL_DIR", values)
     text = run("decoder")
-    code = re.search("```python\n(.*?)```", text, re.S)[1].replace("model.generate", "tokens = model.generate")
-    names = {}
-    exec(code, names)
-    assert names["tokens"].shape[1] > 64
+    tokens = code(text.replace("model.generate", "tokens = model.generate"))["tokens"]
+    assert tokens.shape[1] > 64
+
+
+@pytest.mark.slow
+def test_long_chats(folder):
+    saved("llama as SmolLM", folder / "MODEL_DIR")
+    with_template(folder / "MODEL_DIR")
+    lines_in(folder / "chats.jsonl", [conversation("Tell me.", f"the sea {number}") for number in range(40)])
+    sizes = ("model.max_length=64", "data.sequence_length=64", "training.steps=2", "evaluation.every=2")
+    text = run("long-chats", *sizes, "run.engine=torch", "run.device=cpu")
+    names = code(text)
+    start = len(names["prompt"]["input_ids"][0])
+    assert start < names["answer"].shape[1] <= start + 64
+    assert (folder / "export/adapters/adapter_config.json").exists()
+
+
+@pytest.mark.slow
+def test_several_gpus(folder):
+    """Its commands under torchrun, the two nodes at the same time."""
+    main(shlex.split("prepare-data text --source my_books/ --output data/quickstart"))
+    run_section = {"directory": "runs/quickstart_relu", "device": "cpu"}
+    sections = {**QUICKSTART, "run": run_section, "data": {"path": "data/quickstart", "sequence_length": 512}}
+    sections["training"] = {"steps": 4, "global_batch": 2, "micro_batch": 1}
+    (folder / "quickstart_relu").write_text(json.dumps({**sections, "deepspeed": {"zero_optimization": {"stage": 1}}}))
+    text = (ROOT / "docs/tutorials/several-gpus.md").read_text(encoding="utf-8").replace("\\\n", " ")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        text = text.replace("--master-addr", f"--master-port {probe.getsockname()[1]} --master-addr")
+    lines = [shlex.split(line, comments=True) for line in re.findall("^(?:torchrun|megasparse) .*", text, re.M)]
+    python = {"torchrun": ["-m", "torch.distributed.run"], "megasparse": ["-m", "megasparse"]}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    started = []
+    for words in lines:
+        words = [word.replace("=20", "=2").replace("=30", "=3") for word in words]
+        command = [sys.executable, *python[words[0]], *words[1:]]
+        started.append(subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True))
+        if "--node-rank" not in words:
+            assert started[-1].wait() == 0, started[-1].stderr.read()[-2000:]
+    assert [process.wait() for process in started] == [0] * 5
+    steps = [json.loads(line)["step"] for line in (folder / "runs/quickstart_relu/metrics.jsonl").open()]
+    assert steps == [1, 2, 3, 4]
 
 
 @pytest.mark.slow

@@ -14,7 +14,6 @@ import re
 import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import NamedTuple
 
@@ -42,6 +41,9 @@ TIER = (
     "tests/hub/test_replace_decoders.py::test_tokens_that_join_a_cache_are_as_in_one_pass",
     "tests/hub/test_replace_decoders.py::test_generation_from_a_cache_equals_whole_sequences",
     "tests/hub/test_teaching.py::test_a_stopped_teaching_resumes_bit_identically",
+    # one layer in a model of a user
+    "tests/test_layer.py::test_functions_equal_their_definitions_with_gradients_in_float64",
+    "tests/test_layer.py::test_packed_documents_are_attended_to_as_separate_sequences",
     # cached decoding, evaluation
     "tests/attention/test_decoding.py::test_cached_decoding_is_the_whole_sequence_bit_by_bit",
     "tests/evaluation/test_launchers.py::test_evaluate_writes_the_number_with_its_protocol",
@@ -57,7 +59,7 @@ class Row(NamedTuple):
 
 ROWS = {
     "oldest": Row("3.10", ("--resolution", "lowest-direct")),
-    "middle": Row("3.12", ("torch==2.10.0", "transformers==5.12.1", "deepspeed==0.19.2")),
+    "middle": Row("3.12", ("torch==2.10.0", "transformers==5.12.1")),
     "newest": Row("3.13", ()),
 }
 
@@ -67,7 +69,7 @@ def main() -> None:
     parser.add_argument("--only", choices=ROWS, nargs="+", default=list(ROWS), help="rows to run")
     parser.add_argument("--python", help="version of Python of all rows")
     args = parser.parse_args()
-    titles = ["environment", "Python", *PACKAGES, "result", "seconds"]
+    titles = ["environment", "Python", *PACKAGES, "result", "CPU seconds"]
     lines = [titles, ["---"] * len(titles)]
     passed = True
     for name in args.only:
@@ -91,9 +93,10 @@ def run_row(name: str, row: Row, version: str | None) -> tuple[list[str], bool]:
         versions = subprocess.check_output([python, "-c", show.format(PACKAGES)], text=True).split()
         tests = [python, "-m", "pytest", "-q", "-m", "not slow and not kernels", *TIER]
         environment = {"OMP_NUM_THREADS": "1", "OPENBLAS_CORETYPE": "SandyBridge", "HF_HUB_OFFLINE": "1"} | os.environ
-        started = time.monotonic()
+        before = os.times()
         outcome = subprocess.run(tests, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
-        seconds = time.monotonic() - started
+        after = os.times()
+        seconds = after.children_user + after.children_system - before.children_user - before.children_system
     finally:
         shutil.rmtree(folder)
     sys.stderr.write(outcome.stdout)

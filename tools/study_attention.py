@@ -2,6 +2,9 @@
 
     python tools/study_attention.py hashes --checkpoint runs/full --data data/enwik8 --json hashes.json
     python tools/study_attention.py coverage --checkpoint runs/full_by_turns --data data/pays/client
+    python tools/study_attention.py sampling --checkpoint runs/full --length 4096
+    python tools/study_attention.py scores --checkpoint runs/smart_bird
+    python tools/study_attention.py maps --checkpoint runs/wide --other runs/narrow
     python tools/study_attention.py repetitions --data data/pays/client --length 8192
 
 hashes: assign the queries and keys of every layer to --buckets equal buckets at random, by position, by LSH, by SMYRF
@@ -9,6 +12,10 @@ and by LHA's hash functions, which are trained here while the model is frozen. R
 method (LHA Eq. 5) with upper bound and floor, recall of the largest weights, imbalance of the buckets of unbalanced
 hashes, and the error of the output by hash rounds.
 coverage: for a decoder, the fraction of full attention on windows, the best keys, LSH and n-grams, by distance.
+sampling: the error of YOSO's samples of a model's queries, keys and values, by length (its Figure 5): |sampled -
+expected|, both of length 1, without a mask, over all tokens of the first window's start.
+scores: for Smart Bird, the distribution of its sketches' weights and of sampling scores (its Figure 6).
+maps: Pearson's r of two models' full attention, averaged over heads, by layer (Smart Bird's Figure 1).
 repetitions: for a corpus, the fraction of tokens whose last n tokens also occur earlier in the sequence, by distance.
 
 B windows, H heads, R rounds, L length, D head dim, N buckets, T queries of a tile.
@@ -23,7 +30,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -34,8 +41,9 @@ from megasparse.errors import ConfigError, report_user_errors
 def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("study", choices=["hashes", "coverage", "repetitions"])
+    parser.add_argument("study", choices=["hashes", "coverage", "sampling", "scores", "maps", "repetitions"])
     parser.add_argument("--checkpoint", help="a checkpoint, or a run (newest checkpoint)")
+    parser.add_argument("--other", metavar="CHECKPOINT", help="maps: the second model, of as many layers")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override one key")
     parser.add_argument("--data", help="folder of shards; by default the training data")
     parser.add_argument("--split", default="validation")
@@ -44,6 +52,7 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--buckets", type=int, default=4, help="hashes: an even number")
     parser.add_argument("--top", type=int, default=16, help="hashes: number of largest weights per query in the recall")
     parser.add_argument("--hash-steps", type=int, default=300, help="hashes: training steps of LHA's hash functions")
+    parser.add_argument("--psi", choices=["best", "argmax"], default="best", help="hashes: model.attention.lha.psi")
     parser.add_argument("--queries", type=int, default=256, help="coverage: positions per window")
     parser.add_argument("--ngrams", type=int, nargs="+", default=[4, 12], help="repetitions: n of each table")
     parser.add_argument("--near", type=int, default=128, help="repetitions: distance that any window covers")
@@ -53,12 +62,17 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
         raise ConfigError("--checkpoint", "is missing", "Give a run's folder")
     if args.checkpoint is not None:
         require_checkpoint(args.checkpoint, args.set)
+    if args.study == "maps":
+        if args.other is None:
+            raise ConfigError("--other", "is missing", "Give a second run's folder")
+        require_checkpoint(args.other, args.set)
     return args
 
 
 if __name__ == "__main__":  # help and mistakes end before the slow imports
     report_user_errors(arguments)()
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -71,7 +85,8 @@ from megasparse.attention.lha_hash import scores_of
 from megasparse.attention.lsh import LSHAttention
 from megasparse.attention.ngram import ngram_codes
 from megasparse.attention.observation import Call
-from megasparse.attention.yoso import YOSOAttention
+from megasparse.attention.smart_bird import SmartBirdAttention
+from megasparse.attention.yoso import YOSOAttention, YOSOAttentionConfig
 from megasparse.config.attention import AttentionConfig
 from megasparse.data.index import Index
 from megasparse.data.reader import EvaluationStream
@@ -83,6 +98,7 @@ from megasparse.evaluation.attention_quality import (
     record_calls,
     relative_error,
     upper_bound,
+    weights_of,
 )
 from megasparse.evaluation.outputs import write_json
 from megasparse.evaluation.results import restore
@@ -99,6 +115,9 @@ WINDOWS, BEST, LSH_ROUNDS, NGRAM = (64, 128, 256), (64, 128), (1, 2, 4, 8), 4
 """Patterns of `coverage`: window widths; number of keys of largest weight beyond the first window (an oracle); rounds
 of LSH; n of n-grams (tokens that followed earlier occurrences of the last n tokens)."""
 TILE = 64
+HASHES, CODE_BITS, DRAWS = (32, 128), (None, 8), 2
+"""`sampling`: hashes, bits of a code (None: log2 of the length), and draws of the hashes."""
+QUANTILES = (0.01, 0.1, 0.25, 0.5, 0.75, 0.9, 0.99)
 
 # Balanced assignments of queries and keys, (B, H, L) codes
 
@@ -173,7 +192,9 @@ def hash_scores(lha: LHAAttention, call: Call) -> tuple[Tensor, Tensor]:
     return scores_of((q,), (query,)), scores_of((k,), (key,))
 
 
-def train_hashes(steps: Iterator[list[Call]], buckets: int, seed: int) -> tuple[list[LHAAttention], list[float]]:
+def train_hashes(
+    steps: Iterator[list[Call]], buckets: int, seed: int, psi: Literal["best", "argmax"] = "best"
+) -> tuple[list[LHAAttention], list[float]]:
     """Train LHA's hash functions with N buckets for every attention of a model, with one step of Adam per item of
     `steps`. Return them in the order of the calls, and the divergence KL_Q + KL_K per step.
     """
@@ -182,7 +203,7 @@ def train_hashes(steps: Iterator[list[Call]], buckets: int, seed: int) -> tuple[
     for number, call in enumerate(first):
         chunk = -(-call.inputs.q.shape[2] // buckets)
         spec = dataclasses.replace(call.spec, causal=False, max_length=chunk * buckets)
-        mechanism = LHAAttention(LHAAttentionConfig(chunk=chunk), spec)
+        mechanism = LHAAttention(LHAAttentionConfig(chunk=chunk, psi=psi), spec)
         generator = torch.Generator().manual_seed(derive(seed, "hash functions", number) >> 1)
         with torch.no_grad():
             for weight in mechanism.parameters():
@@ -267,7 +288,7 @@ def study_hashes(args: argparse.Namespace) -> dict[str, Any]:
 
     order = torch.randperm(args.hash_steps, generator=torch.Generator().manual_seed(seed)).tolist()
     steps = (calls("train", n, args.hash_steps) for n in tqdm(order, desc="hashes", disable=None))
-    hashes, divergence = train_hashes(steps, args.buckets, seed)
+    hashes, divergence = train_hashes(steps, args.buckets, seed, args.psi)
     values: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for number in tqdm(range(args.windows), desc="windows", disable=None):
         for call, lha in zip(calls(args.split, number, args.windows), hashes, strict=True):
@@ -393,6 +414,97 @@ def study_coverage(args: argparse.Namespace) -> dict[str, Any]:
     return {"layers": report, "protocol": protocol}
 
 
+# YOSO's samples, and Smart Bird's scores
+
+
+@torch.no_grad()
+def sampling_error(call: Call, length: int, hashes: int, bits: int | None) -> float:
+    """Return |sampled - expected| of YOSO's outputs for the first tokens of a call, mean over draws, heads, tokens."""
+    q, k, v = (at_least_fp32(x[:, :, :length]) for x in call.inputs[:3])
+    inputs = call.inputs._replace(q=q, k=k, v=v, key_mask=None, segments=None, causal=False)
+    spec = dataclasses.replace(call.spec, max_length=length, causal=False)
+    config = YOSOAttentionConfig(hashes=hashes, code_bits=bits, projection="gaussian")
+    exact = config.model_copy(update={"expectation": True})
+    errors = []
+    for draw in range(DRAWS):
+        rng = dataclasses.replace(call.context.rng, seed=derive(call.context.rng.seed, "draw", draw))
+        of_draw = dataclasses.replace(call, inputs=inputs, context=dataclasses.replace(call.context, rng=rng))
+        outputs = [of_draw.run(YOSOAttention(kind, spec)).double() for kind in (config, exact)]
+        errors.append((outputs[0] - outputs[1]).norm(dim=-1).mean())
+    return float(torch.stack(errors).mean())
+
+
+def study_sampling(args: argparse.Namespace) -> dict[str, Any]:
+    """Measure the first tokens of a split, in lengths from 128 that double up to --length."""
+    recorded, protocol = record_window(args)
+    length = protocol["length"]
+    lengths = [128 << n for n in range(max(0, (length // 128).bit_length()))]
+    cases = list(itertools.product(lengths, CODE_BITS, HASHES))
+    rows = [
+        {"layer": call.context.layer, "tokens": tokens, "code_bits": bits, "hashes": hashes}
+        | {"error": sampling_error(call, tokens, hashes, bits)}
+        for call in tqdm(recorded, desc="layers", disable=None)
+        for tokens, bits, hashes in cases
+    ]
+    for tokens, bits, hashes in cases:
+        key = {"tokens": tokens, "code_bits": bits, "hashes": hashes}
+        errors = [row["error"] for row in rows if key.items() <= row.items()]
+        print(f"{tokens:,} tokens, {bits or 'log2'} code bits, {hashes} hashes: {sum(errors) / len(errors):.3f}")
+    return {"rows": rows, "protocol": protocol}
+
+
+@torch.no_grad()
+def study_scores(args: argparse.Namespace) -> dict[str, Any]:
+    """Count the weights and scores of all visible pairs of a window in 20 equal intervals, and list quantiles."""
+    recorded, protocol = record_window(args)
+    layers = {}
+    for call in recorded:
+        if not isinstance(call.mechanism, SmartBirdAttention):
+            continue
+        mechanism, inputs = call.mechanism, call.inputs
+        x = mechanism._read(call.x, inputs, call.context)
+        q, k = (at_least_fp32(part[:, 0]) for part in mechanism.sketches(x, inputs, call.context, exactly=False))
+        logits = q @ k.mT / q.shape[-1] ** 0.5  # of one whole window: no padding, no documents
+        visible = torch.ones_like(logits, dtype=torch.bool).tril(0 if inputs.causal else logits.shape[-1])
+        alpha = logits.masked_fill(~visible, -torch.inf).softmax(-1)[visible]
+        inverse = -1 / alpha.log()
+        report = {}
+        for name, values in (("raw", alpha), ("inverse_log", inverse), ("inverse_log_squared", inverse**2)):
+            values = values.double()[values.isfinite()].numpy(force=True)
+            counts, edges = np.histogram(values, bins=20)
+            quantiles = np.quantile(values, QUANTILES).tolist()
+            report[name] = {"counts": counts.tolist(), "edges": edges.tolist(), "quantiles": quantiles}
+            shown = ", ".join(f"{value:.3g}" for value in quantiles)
+            print(f"layer {call.context.layer} {name}, quantiles {QUANTILES}: {shown}")
+        layers[f"layer {call.context.layer}"] = report
+    if not layers:
+        raise ConfigError("--checkpoint", f"{args.checkpoint} has no Smart Bird attention", "Give a run with it")
+    return {"layers": layers, "quantiles": QUANTILES, "protocol": protocol}
+
+
+@torch.no_grad()
+def study_maps(args: argparse.Namespace) -> dict[str, Any]:
+    """Correlate the weights of both models, layer by layer, on the first tokens of a split."""
+    first, protocol = record_window(args)
+    second, _ = record_window(argparse.Namespace(**vars(args) | {"checkpoint": args.other}))
+    correlations = []
+    for one, other in zip(first, second, strict=True):
+        maps = [weights_of(call, call.exact()).double().mean(1).flatten() for call in (one, other)]
+        correlations.append(float(torch.corrcoef(torch.stack(maps))[0, 1]))
+    print(f"Pearson's r by layer: {', '.join(f'{value:.3f}' for value in correlations)}")
+    return {"correlations": correlations, "protocol": protocol}
+
+
+def record_window(args: argparse.Namespace) -> tuple[list[Call], dict[str, Any]]:
+    """Return the calls of a model on the first tokens of a split, and the protocol."""
+    model, config, checkpoint, ranks = restore(args.checkpoint, args.set)
+    index = open_folder(args.data or config.data.path, config, build_tokenizer(config.data.tokenizer))
+    length = args.length or config.data.sequence_length
+    tokens = window(EvaluationStream(index, args.split), 0, 1, length, index.record or 1).to(ranks.device)
+    protocol = {**vars(args), "step": checkpoint.step, "data": index.fingerprint, "length": length}
+    return record_calls(model, tokens, config.run.seed), protocol
+
+
 # How far back texts repeat themselves
 
 
@@ -439,6 +551,7 @@ def study_repetitions(args: argparse.Namespace) -> dict[str, Any]:
 def main(words: Sequence[str] | None = None) -> None:
     args = arguments(words)
     studies = {"hashes": study_hashes, "coverage": study_coverage, "repetitions": study_repetitions}
+    studies |= {"sampling": study_sampling, "scores": study_scores, "maps": study_maps}
     result = studies[args.study](args)
     if args.json:
         write_json(args.json, json.loads(json.dumps(result, default=str)))

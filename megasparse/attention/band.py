@@ -24,7 +24,7 @@ from megasparse.attention.sinks import DocumentRanks, cached_sinks, merge, sink_
 from megasparse.errors import ConfigError
 from megasparse.ops.bucketed_attention import BucketedAttentionSpec, Codes, Window
 from megasparse.ops.bucketed_attention.blocks import QueryBlock, query_attention
-from megasparse.ops.bucketed_attention.definition import RankedTiles
+from megasparse.ops.bucketed_attention.spec import RankedTiles
 
 _LAST = -1e30
 """Smaller than the log-sum-exp of any token with a visible key."""

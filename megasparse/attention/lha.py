@@ -45,6 +45,7 @@ from megasparse.ops import hash_learning
 from megasparse.ops.bucketed_attention import Codes, Window
 from megasparse.ops.cluster_attention import ClusterIndices
 from megasparse.ops.hash_learning import Draws
+from megasparse.ops.linear_attention import orthogonal_projections
 from megasparse.ops.operator import Linear, at_least_fp32, implementation
 from megasparse.ops.positions import sinusoids
 from megasparse.ops.random import random_bits
@@ -78,6 +79,8 @@ SAMPLES = 256
 root of this number; using all queries would cost as much as full attention."""
 SAMPLED_KEYS = 1024
 """Keys per document that train the hash, and draws per query, with sampled utilities; all if a document is shorter."""
+FEATURES = 256
+"""Positive random features per head, drawn again every step, with utility = "features"."""
 WEIGHT = 0.05
 """Weight λ of Eq. 19, from the paper: the loss is (1 − λ)·task + λ·mean(KL_Q + KL_K)."""
 
@@ -102,14 +105,14 @@ class LHAAttentionConfig(MechanismSection):
     softmax. They are excluded from buckets and window, so each is included once."""
     count_buckets: bool = True
     """With top_k only: include a pair that shares N buckets once. false: N times, as in the paper's Algorithm 1."""
-    utility: Literal["sampled", "collisions"] = "sampled"
-    """Target of the hash. `sampled`: the utilities ψ and ψ′ of some queries and keys per step (the paper estimates them
-    with random features, whose noise hides long queries and keys). `collisions`, not in the paper: softmax(H_Q) and
-    softmax(H_K) of some queries and their best keys beyond the window and the sinks should draw the same bucket, with
-    all buckets used equally; in decoders with joint = false."""
+    utility: Literal["sampled", "features", "collisions"] = "sampled"
+    """Target of the hash. `sampled`: the utilities ψ and ψ′ of some queries and keys per step. `features`: their
+    estimate by 256 positive random features (Eq. 15 to 17), whose noise hides long queries and keys. `collisions`, not
+    in the paper: softmax(H_Q) and softmax(H_K) of some queries and their best keys beyond the window and the sinks
+    should draw the same bucket, with all buckets used equally; in decoders with joint = false."""
     psi: Literal["best", "argmax"] = "best"
-    """With sampled utilities: ψ sums over each bucket's best members, as many of every bucket, or over the tokens with
-    the highest score there (Eq. 11), by which one bucket that holds all tokens is perfect and is soon found."""
+    """Not with collisions: ψ sums over each bucket's best members, as many of every bucket, or over the tokens with the
+    highest score there (Eq. 11), by which one bucket that holds all tokens is perfect and is soon found."""
     sinusoidal_positions: bool = False
     """Add sinusoidal positions to the queries and keys of every such layer, as the paper does for WikiText-103."""
     project_positions: bool = False
@@ -238,9 +241,10 @@ class LHAAttention(BandAttention):
         weights = self.hash(inputs.q, context)
         functions = training_functions(weights, self._joint(inputs), inputs.q)
         draws = [context.rng.key(context.layer, purpose) for purpose in ("lha sample", "lha keys")]
+        features = self.features(inputs.q, context) if self.config.utility == "features" else None
         tensors = (inputs.q.detach(), inputs.k.detach(), assigned.query_codes, assigned.key_codes)
         examples = chain.from_iterable(
-            self._examples([document.take(x) for x in tensors], self._joint(inputs), functions, *draws)
+            self._examples([document.take(x) for x in tensors], self._joint(inputs), functions, *draws, features)
             for document in documents(inputs.key_mask, inputs.segments)
         )
         flat = [*weights[0], *weights[1]]
@@ -257,9 +261,15 @@ class LHAAttention(BandAttention):
         }
         return WEIGHT / self.spec.layers * kl.sum(), statistics
 
+    def features(self, q: Tensor, context: AttentionContext) -> Tensor:
+        """Return the rows ω of the random features, (H, F, D). q: any input (B, H, L, D)."""
+        heads = range(context.head_offset, context.head_offset + q.shape[1])
+        key = context.rng.key(context.layer, "lha features")
+        return orthogonal_projections(key, heads, FEATURES, q.shape[3], q.device)
+
     def _examples(
         self, tensors: Sequence[Tensor], joint: bool, functions: Sequence[tuple[Weights, ...]], token_key: int,
-        draw_key: int,
+        draw_key: int, features: Tensor | None,
     ) -> Iterator[HashExample]:  # fmt: skip
         """Yield the examples of a document. U tokens are drawn evenly without replacement, the same for all heads and
         sequences. The first S are used as queries and the first C as keys; the utilities of queries come from separate
@@ -308,9 +318,10 @@ class LHAAttention(BandAttention):
             return HashExample(side, vectors, utility, of_part, length / (len(tokens[:SAMPLES]), drawn.stop)[side])
 
         draws = draws._replace(k=k[:, :, drawn])
-        utility, normalizer = hash_learning.sampled_queries(q[:, :, queries], draws, in_key[:, :, drawn], scale=scale)
+        rule = {"scale": scale, "features": features}
+        utility, normalizer = hash_learning.sampled_queries(q[:, :, queries], draws, in_key[:, :, drawn], **rule)
         yield example(0, slice(SAMPLES), utility)
-        received = hash_learning.sampled_keys(q[:, :, queries], k[:, :, keys], normalizer, in_query, scale=scale)
+        received = hash_learning.sampled_keys(q[:, :, queries], k[:, :, keys], normalizer, in_query, **rule)
         yield from (example(1, part, utility) for part, utility in received)
 
     def teaching_rate(self, parameter: str, progress: float = 0.0) -> float | None:
@@ -365,7 +376,8 @@ class LHAAttention(BandAttention):
         joint = self.spec.causal and self.config.joint
         tokens = min(length, _sample_size(buckets))
         hashed = 2.0 * weights * (1 + joint) * (queries + keys)
-        pairs = queries * keys * (2 * 2.0 * dim + 2 * 2.0 * buckets)
+        width = FEATURES if self.config.utility == "features" else dim
+        pairs = queries * keys * (2 * 2.0 * width + 2 * 2.0 * buckets)
         received = queries * length * 2.0 * dim if keys < length else 0.0
         sample = product(hashed) + Flops(hashed + 2.0 * weights * 2 * tokens + pairs + received)
         return (Flops(2 * 2.0 * weights) + sample * (1 / length)) * heads

@@ -38,7 +38,7 @@ def pretrain(args: argparse.Namespace) -> None:
         megasparse pretrain quickstart --dry-run                           # a few steps on dummy data
         torchrun --nproc-per-node 2 --max-restarts 3 -m megasparse pretrain quickstart    # two, restarted if one dies
         deepspeed launch/pretrain.py --config configs/quickstart.json      # every GPU of this machine, or its CPU
-        megasparse pretrain yoso_table3 --start models/bert-base-uncased   # a BERT's weights, another attention
+        megasparse pretrain yoso_table3 --start models/roberta-base   # a RoBERTa's weights, another attention
         megasparse pretrain decoder_64k --start runs/smollm2 --data my_books/    # a downloaded decoder, your own texts
         megasparse pretrain decoder_64k --start runs/smollm2 --data chats.jsonl  # conversations, loss on the answers
 

@@ -41,6 +41,9 @@ class GenerationConfig(Section):
 class RecommendationConfig(Section):
     """NRMS (Wu et al. 2019): the model of `start` encodes news, attention over clicked news encodes users."""
 
+    user: Literal["attention", "matching"] = "attention"
+    """`matching`: FIM (Wang et al. 2020) instead, which matches candidates with clicked news word by word."""
+
     history: Positive = 50
     """Number of most recently clicked news per user."""
     attention: AttentionConfig = Field(default_factory=lambda: AttentionConfig(pattern=["full"]))

@@ -173,6 +173,9 @@ class ModelConfig(Section):
     rarer ids, ascending, e.g. [20000, 40000, 200000]. Empty: an ordinary softmax."""
     tied_embeddings: bool = False
     """Use the token embedding as the output projection."""
+    embedding_twice: bool = False
+    """Encoder–decoders of reversible blocks: both streams contain the embedding, as in Reformer's paper. false: one of
+    them, so that their sum is the embedding plus all branches, as with ordinary blocks, which trains faster."""
     output_bias: bool = False
     """Add a bias to the output projection, as in published Reformers; always on with `style` bert."""
     logit_scale: Annotated[float, Field(gt=0.0)] | None = None

@@ -14,7 +14,7 @@ from megasparse.errors import HubError
 from megasparse.hub.architectures import hf_class
 from megasparse.hub.decoders import DecoderFormat
 from megasparse.hub.export import text_tokens
-from megasparse.hub.formats import TOLERANCE, Weight, disagreement, our_logits, weights_of
+from megasparse.hub.formats import Weight, our_logits, require_agreement, weights_of
 from megasparse.hub.importing import HFModel, fill
 from megasparse.hub.replace import load_whole
 from megasparse.hub.tensor_file import appearing, refuse_existing
@@ -68,9 +68,7 @@ def to_peft(checkpoint: str | Path, output: str | Path, base: str | Path) -> Pat
         del model
         theirs = _adapted(foreign, folder, merged, weights)
         pairs = ((x, format.logits(theirs, tokens, seed)) for x, tokens in zip(ours, texts, strict=True))
-        if difference := disagreement(pairs):
-            problem = f"not written: the two models' logits differ by {difference:.2g} (over {TOLERANCE})"
-            raise HubError(output, problem, "Please report this with the run's configuration")
+        require_agreement(pairs, output)
     return output
 
 

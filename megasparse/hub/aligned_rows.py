@@ -3,6 +3,8 @@
 B batch, n length of the input, E width.
 """
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -10,9 +12,11 @@ from torch import Tensor
 from megasparse.model.decoder import DecodingCache
 
 
-def refuse_shape(name: str, mask: Tensor | None) -> None:
-    if mask is not None and mask.dim() != 2:
-        raise ValueError(f"{name} has shape {tuple(mask.shape)}, expected (batch, length), 0 for padding")
+def refuse_shape(name: str, mask: Tensor | None, shape: Sequence[int]) -> None:
+    """Raise ValueError if a mask of tokens is not of their shape (B, n)."""
+    if mask is not None and mask.shape != torch.Size(shape):
+        problem = f"{name} has shape {tuple(mask.shape)}, expected {tuple(shape)}"
+        raise ValueError(f"{problem}: (batch, length) of the tokens, 0 for padding")
 
 
 class AlignedRows:
@@ -23,12 +27,14 @@ class AlignedRows:
     ):
         """Move real tokens to the front. input_ids: (B, n). attention_mask: (B, n), 0 for padding, or None without
         padding. padding: token to write there in `tokens`. positions: transformers' position_ids, or None. Raises
-        ValueError if a row contains only padding, or if positions restart, which marks packed documents.
+        ValueError if a row contains only padding, or if positions do not count a row's real tokens from 0.
         """
-        if positions is not None and bool((positions.diff(dim=-1) < 0).any()):
-            hint = "Give one document per row, or train with model.document_separator"
-            raise ValueError(f"position_ids restart: packed documents would attend to each other. {hint}")
-        refuse_shape("attention_mask", attention_mask)
+        refuse_shape("attention_mask", attention_mask, input_ids.shape)
+        if positions is not None:
+            real = torch.ones_like(input_ids) if attention_mask is None else attention_mask != 0
+            if bool(((positions != real.cumsum(-1) - 1) & (real != 0)).any()):
+                problem = "position_ids restart or start late: this model counts the real tokens of a row from 0"
+                raise ValueError(f"{problem}. Give one document per row, or train with model.document_separator")
         self.padded = attention_mask is not None and not bool((attention_mask != 0).all())
         if not self.padded or attention_mask is None:
             self.tokens, self.real, self.lengths = input_ids, None, [input_ids.shape[1]] * len(input_ids)

@@ -16,17 +16,16 @@ from megasparse.files import read_file
 from megasparse.hub.architectures import format_named, hf_class
 from megasparse.hub.formats import (
     TASKS,
-    TOLERANCE,
     Exported,
     compared_length,
-    disagreement,
     our_logits,
     padded,
+    require_agreement,
     unfilled,
 )
 from megasparse.hub.importing import fill, identity
 from megasparse.hub.tensor_file import appearing, refuse_existing, write_tensors
-from megasparse.hub.tokenizer_files import FILE, Files
+from megasparse.hub.tokenizer_files import FILE, Files, write_files
 from megasparse.model.build import build_model, empty_model
 from megasparse.model.decoder import Causal
 from megasparse.training.checkpoints.checkpoint import Checkpoint, open_newest
@@ -39,29 +38,8 @@ COMPARED = 3, 2
 def to_hf(
     checkpoint: str | Path, output: str | Path, to: str = "megasparse", evaluation: str | Path | None = None
 ) -> Path:
-    """Export a checkpoint as a Hugging Face model. The folder is written atomically.
-
-    Before the folder is renamed to `output`, both models run on the same text in fp32 and their logits are compared.
-
-    Args:
-        checkpoint: A checkpoint's folder, or a run's (its newest checkpoint), of any number of ranks and ZeRO stage.
-        output: Folder to write; it must not exist.
-        to: Architecture, one of `architectures.FORMATS`.
-        evaluation: Result of `megasparse evaluate` for the model card; by default the ones in the run's folder.
-
-    Returns:
-        The folder.
-
-    Raises:
-        CheckpointError: The checkpoint is missing or damaged.
-        ConfigError: `to` is unknown.
-        HubError: The architecture cannot express the model, the folder exists or cannot be written, the evaluation
-            belongs to another model, or the two models differ.
-
-    Examples:
-        >>> folder = megasparse.to_hf("runs/quickstart", "export/quickstart")
-        >>> sorted(path.suffix for path in folder.glob("model.*"))
-        ['.safetensors']
+    """Export a pretrained checkpoint as a Hugging Face model. `megasparse.to_hf`, which also exports fine-tuned models,
+    describes arguments, result and errors.
     """
     format, output = format_named(to), Path(output)
     refuse_existing(output)
@@ -75,8 +53,7 @@ def to_hf(
     with appearing(output) as folder:
         files: Files = {"config.json": json.dumps(exported.config, indent=2) + "\n", "README.md": text}
         files |= exported.files
-        for name, content in files.items():
-            (folder / name).write_bytes(content.encode() if isinstance(content, str) else content)
+        write_files(files, folder)
         write_tensors(exported.tensors(), folder)
         texts, model = text_tokens(config.model), build_model(format.comparable(config).model, seed)
         fill(model, partial(opened.tensor, "weight"))
@@ -94,9 +71,7 @@ def to_hf(
         restore_attention(theirs, folder)
         theirs.eval()
         pairs = ((x, format.logits(theirs, tokens, seed)) for x, tokens in zip(ours, texts, strict=True))
-        if difference := disagreement(pairs):
-            problem = f"not written: the two models' logits differ by {difference:.2g} (over {TOLERANCE})"
-            raise HubError(output, problem, "Please report this with the run's configuration")
+        require_agreement(pairs, output)
     return output
 
 

@@ -361,3 +361,10 @@ def disagreement(pairs: Iterable[tuple[Tensor, Tensor]]) -> float:
         if differences[-1] <= TOLERANCE:
             return 0.0
     return differences[0]
+
+
+def require_agreement(pairs: Iterable[tuple[Tensor, Tensor]], folder: Path) -> None:
+    """Raise HubError unless our and the exported model's logits agree in one of the pairs."""
+    if largest := disagreement(pairs):
+        problem = f"not written: the two models' logits differ by {largest:.2g} (over {TOLERANCE})"
+        raise HubError(folder, problem, "Please report this with the run's configuration")

@@ -136,13 +136,17 @@ def unpack_gguf(path: Path) -> TemporaryDirectory[str]:
     try:
         config = transformers.AutoConfig.for_model(**values)
         options = {"config": config, "dtype": torch.float32, "output_loading_info": True, **source}
+        options["ignore_mismatched_sizes"] = True  # its error does not name the tensor
         loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(path.parent, **options)
         model, info = loaded
         tokenizer = transformers.AutoTokenizer.from_pretrained(path.parent, **source)
     except Exception as error:  # gguf raises errors of any type
         problem = f"transformers cannot load it ({' '.join(str(error).split())})"
         raise HubError(path, problem, "Use a GGUF file that transformers can load") from None
-    if lost := sorted(map(str, [*info["missing_keys"], *info["mismatched_keys"]])):
+    for name, shape, expected in sorted(info["mismatched_keys"]):
+        problem = f"{name} has shape {list(shape)}, but {list(expected)} by its metadata"
+        raise HubError(path, problem, "Use a complete GGUF file")
+    if lost := sorted(info["missing_keys"]):
         raise HubError(path, f"transformers finds no {lost[0]} in it", FOLDER)
     folder = TemporaryDirectory()
     tokenizer.save_pretrained(folder.name)

@@ -35,7 +35,14 @@ from megasparse.hub.formats import (
 from megasparse.hub.gguf_file import unpack_gguf
 from megasparse.hub.replace import load_whole
 from megasparse.hub.tensor_file import TensorFile, appearing
-from megasparse.hub.tokenizer_files import FILE, GENERATION, SPECIAL, Files, companion_files, found_tokenizer
+from megasparse.hub.tokenizer_files import (
+    GENERATION,
+    SPECIAL,
+    Files,
+    companion_files,
+    found_tokenizer,
+    require_tokenizer,
+)
 from megasparse.hub.versions import require_transformers
 from megasparse.model.adapters import add_adapters
 from megasparse.model.build import Model, build_model, deferred_model, empty_model, initial_weight
@@ -112,9 +119,8 @@ class HFModel:
             problem = f"model_type is {architecture!r}, whose code comes with the model; such code is not run"
             raise HubError(path, problem, f"Use a model of a supported architecture: {', '.join(sorted(FORMATS))}")
         kind = format_named(architecture)
-        if kind.name in ("bert", "roberta", *DECODERS) and not (folder / FILE).is_file():
-            hint = "Save it there: AutoTokenizer.from_pretrained(MODEL).save_pretrained(FOLDER)"
-            raise HubError(folder / FILE, "is missing, without which tokens are undefined", hint)
+        if kind.name in ("bert", "roberta", *DECODERS):
+            require_tokenizer(folder)
         imported = kind.load(values, TensorFile.open(folder))
         model = imported.config["model"]
         length = model.get("max_length", ModelConfig().max_length)

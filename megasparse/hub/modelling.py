@@ -80,6 +80,12 @@ class MegasparseConfig(PretrainedConfig):
     def is_decoder(self) -> bool:
         return bool(self.model.get("kind", "decoder") == "decoder")
 
+    @is_decoder.setter
+    def is_decoder(self, value: bool) -> None:
+        kind = self.model.get("kind", "decoder")
+        if value != self.is_decoder and kind != "encoder_decoder":  # whose decoder transformers' code may name so
+            raise ValueError(f"is_decoder cannot be {value}: the model is of kind {kind}")
+
     @property
     def max_position_embeddings(self) -> int:
         """Longest input in tokens; in an encoder–decoder, of the decoder, with the start token. A decoder uses one of
@@ -212,15 +218,27 @@ class MegasparsePreTrainedModel(PreTrainedModel):
         if leaks := self.model.leaks:
             raise ValueError(f"not strictly causal, so it cannot use a cache ({'; '.join(leaks)}): set use_cache=False")
 
-    def from_cache(self, input_ids: Tensor, cache: MegasparseCache) -> Tensor:
-        """Append tokens (B, n) to the cache. Return the logits (B, n, V) of the token after each."""
+    def from_cache(self, input_ids: Tensor, cache: MegasparseCache, name: str, mask: Tensor | None) -> Tensor:
+        """Append tokens (B, n) to the cache. Return the logits (B, n, V) of the token after each.
+
+        name, mask: mask of the new tokens or of all, (B, n) or (B, cached + n). Raises ValueError if it has another
+        shape, if new tokens are padding, or if it hides cached tokens.
+        """
+        count = input_ids.shape[1]
+        if mask is not None:
+            if mask.shape != input_ids.shape:
+                refuse_shape(name, mask, (len(input_ids), cache.length + count))
+            cached, new = (mask != 0).split([mask.shape[1] - count, count], dim=1)
+            hidden = [cached[rows].sum(1) < part.position - self.config.is_decoder for rows, part in cache.groups]
+            if not bool(new.all()) or (cached.shape[1] and bool(torch.cat(hidden).any())):
+                raise ValueError(f"{name}: a cache cannot contain padding: set use_cache=False")
         length = max(part.position for _, part in cache.groups) - self.config.is_decoder
-        self.check_length(length + input_ids.shape[1])
+        self.check_length(length + count)
         logits = torch.empty(*input_ids.shape, self.config.vocab_size, device=input_ids.device)
-        for column in range(input_ids.shape[1]):
+        for column in range(count):
             for numbers, part in cache.groups:
                 logits[numbers, column] = self.model.decode(input_ids[numbers, column], part)
-        cache.length += input_ids.shape[1]
+        cache.length += count
         return logits
 
     @classmethod
@@ -294,7 +312,7 @@ class MegasparseForCausalLM(MegasparseWriter):
         """
         past_key_values = kwargs.get("cache", past_key_values)  # its name since transformers 5.24
         if past_key_values is not None:
-            logits = self.from_cache(input_ids, past_key_values)
+            logits = self.from_cache(input_ids, past_key_values, "attention_mask", attention_mask)
             return CausalLMOutputWithPast(logits=logits, past_key_values=past_key_values)
         rows = AlignedRows(input_ids, attention_mask, positions=kwargs.get("position_ids"))
         if use_cache and labels is None and not self.training:
@@ -426,12 +444,14 @@ class MegasparseForSeq2SeqLM(MegasparseWriter):
             decoder_input_ids = self.prepare_decoder_input_ids_from_labels(labels)
         past_key_values = kwargs.get("cache", past_key_values)  # its name since transformers 5.24
         if past_key_values is not None:
-            logits = self.from_cache(decoder_input_ids, past_key_values)
+            mask = decoder_attention_mask
+            logits = self.from_cache(decoder_input_ids, past_key_values, "decoder_attention_mask", mask)
             return Seq2SeqLMOutput(logits=logits, past_key_values=past_key_values)
         start = self.config.decoder_start_token_id
         if not decoder_input_ids.shape[1] or bool((decoder_input_ids[:, 0] != start).any()):
             raise ValueError(f"decoder_input_ids must start with the start token {start}")
         self.check_length(decoder_input_ids.shape[1])
+        refuse_shape("decoder_attention_mask", decoder_attention_mask, decoder_input_ids.shape)
         if labels is not None and logits_to_keep:
             raise ValueError("labels need the logits of all positions: omit logits_to_keep")
         rng, auxiliary = self.rng(len(decoder_input_ids)), torch.zeros((), device=decoder_input_ids.device)
@@ -490,7 +510,6 @@ class MegasparseForSeq2SeqLM(MegasparseWriter):
         """Return the mask of the target's real positions (B, n): from `mask`, else the first position and all up to the
         last label that is not ignored. None if all are real.
         """
-        refuse_shape("decoder_attention_mask", mask)
         if mask is not None:
             real = mask != 0
             if bool((real[:, 1:] & ~real[:, :-1]).any()):

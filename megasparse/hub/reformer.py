@@ -92,9 +92,7 @@ class ReformerFormat(Format):
     chunks, other activations. Settings that only affect training (dropout of attention weights, training hash rounds)
     or memory (tiles) are not converted.
 
-    LSH layers: Hugging Face's draws other rotations (`hash_seed` null: new ones at each call), and the first chunk of
-    each hash round also attends to the last chunk of the round before. Individual logits therefore differ, as between
-    two megasparse seeds; `reformer_logits` removes these differences for the comparison.
+    LSH layers: `note` names two differences, which `reformer_logits` removes for the comparison.
     """
 
     name = "reformer"
@@ -137,7 +135,9 @@ class ReformerFormat(Format):
         if not theirs.axial_pos_embds:
             special[TABLE] = (model.max_length, width)
         plain = _plain(model)
-        further = special | {name: tensors.shape(name) for name in tensors.names() if _is_ignored(name)}
+        # constants that transformers before 5 wrote next to the weights, and a bias that may be missing
+        ignored = [name for name in tensors.names() if name == DECODER_BIAS or name.endswith(BUFFERS)]
+        further = special | {name: tensors.shape(name) for name in ignored}
         read: dict[str, Callable[[], Tensor]] = {
             "embedding.weight": lambda: tensors.read(WORDS)[:vocabulary],
             "embedding.start": lambda: tensors.read(WORDS)[bos : bos + 1],
@@ -228,11 +228,6 @@ def _export(model: ModelConfig, weight: Callable[[str], Tensor], bos: int) -> It
 def head_bias(head: Any) -> Tensor:
     """Return the bias of a ReformerOnlyLMHead, see `DECODER_BIAS`."""
     return head.bias if head.decoder.bias is None else head.decoder.bias
-
-
-def _is_ignored(name: str) -> bool:
-    """True for constants that transformers before 5 wrote next to the weights, and for a bias that may be missing."""
-    return name == DECODER_BIAS or name.endswith(BUFFERS)
 
 
 # Configurations and other files

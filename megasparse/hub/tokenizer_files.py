@@ -25,6 +25,12 @@ TRAINED = "training_tokenizer.json"
 """The tokenizer's file in training, if `FILE` differs from it."""
 
 Files = dict[str, str | bytes]
+"""Content of files by name."""
+
+
+def write_files(files: Files, folder: Path) -> None:
+    for name, content in files.items():
+        (folder / name).write_bytes(content.encode() if isinstance(content, str) else content)
 
 
 def tokenizer_files(config: Config, longest: int, room: int | None = None) -> Files:
@@ -128,6 +134,13 @@ def separator(tokenizer: Tokenizer, model: ModelConfig) -> int | None:
     if tokenizer.special is None or tokenizer.special.separator >= model.vocabulary:
         return None
     return tokenizer.special.separator
+
+
+def require_tokenizer(folder: Path) -> None:
+    """Raise HubError if a folder contains no tokenizer.json."""
+    if not (folder / FILE).is_file():
+        hint = "Save it there: AutoTokenizer.from_pretrained(MODEL).save_pretrained(FOLDER)"
+        raise HubError(folder / FILE, "is missing, without which tokens are undefined", hint)
 
 
 def found_tokenizer(folder: Path, named: str | None) -> str:

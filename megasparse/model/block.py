@@ -208,7 +208,8 @@ class Block(Gathered):
         dropout = run.rng.training and any(mechanism.spec.dropout for mechanism in mechanisms)
         return (
             self.tiles > 1 and layer.causal and layer.groups == 1 and self.cross_attention is None
-            and padding.key_mask is None and padding.part.size == 1 and not dropout
+            and padding.key_mask is None and not dropout
+            and all(heads // layer.group % padding.part.size == 0 for heads in layer.split.values())
             and all(mechanism.attends_prefix for mechanism in mechanisms)
         )  # fmt: skip
 

@@ -105,7 +105,7 @@ class Causal(Transformer):
         read = cache.remember(token[:, None])
         codes = None if read is None else self.embedding.ngrams.codes(read, Padding())[..., -1:]
         streams = self._enter(token[:, None], cache.position, cache.rng, codes)
-        initial = streams[1] if self.embedding_once and self.config.blocks == "reversible" else None
+        initial = streams[1] if self.embedding_once else None
         run = Pass(cache.rng, Padding(part=cache.part), tokens=token[:, None])
         for block, layer in zip(self.layers, cache.layers, strict=True):
             streams = block(block.decode, run, layer, cache.position, streams)

@@ -5,8 +5,13 @@ stream, which is overwritten. Norms, projections, attention, adapters and feed-f
 time. The forward runs the tiles in order, so that a tile's prefix is complete; the backward projects all keys and
 values first, then runs the tiles from the last to the first, so that the gradients of a tile's keys are complete.
 
-Attention that needs all queries at once (buckets, sketches, encoders, sequence parallelism, padding) is recomputed for
-the whole sequence. B batch, L length, T tokens of a tile, E d_model, H heads, G key heads, D head dim.
+With sequence parallelism a rank stores the keys and values of all tokens for its share of the key heads, and a tile's
+queries are exchanged for the queries of these heads in the tiles of all ranks, which hold the same number of tokens.
+All keys are then projected first, also in the forward, and their gradients are complete after the last tile.
+
+Attention that needs all queries at once (buckets, sketches, encoders, padding), and key heads that cannot be divided
+among the ranks, are recomputed for the whole sequence. B batch, L length, T tokens of a tile, E d_model, H heads, G key
+heads, D head dim.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -79,7 +84,7 @@ class Recomputed(Function):
         blocks, run, inputs = ctx.blocks, ctx.run.undecided(), [ctx.input]
         for block in blocks[:-1]:
             if block.runs_in_tiles(run):
-                tiles: Iterable[Tensor] = TiledBlock(block, run).forward(inputs[-1], d)
+                tiles: Iterable[Tensor] = TiledBlock(block, run, d).forward(inputs[-1])
             else:
                 tiles = cut(_forward(block, run, source, torch.cat(list(inputs[-1]), dim=1))[0], block.tiles)
             inputs.append(StoredInput(tiles, block.offload))
@@ -90,7 +95,7 @@ class Recomputed(Function):
         for block in reversed(blocks):
             sums = GradientSums(dict(block.named_parameters()))
             if block.runs_in_tiles(run):
-                TiledBlock(block, run).backward(inputs.pop(), d, sums)
+                TiledBlock(block, run, d).backward(inputs.pop(), d, sums)
             else:
                 d, of_source = _backward(
                     block, run, source, torch.cat(list(inputs.pop()), dim=1), (d, d_auxiliary), sums
@@ -111,7 +116,7 @@ def recomputed(blocks: Sequence[Block], run: Pass, source: Tensor | None, x: Ten
 def _forward(block: Block, run: Pass, source: Tensor | None, x: Tensor) -> tuple[Tensor, Tensor | None]:
     if block.runs_in_tiles(run):
         tiles, new = cut(x, block.tiles), torch.empty_like(x)
-        for result, tile in zip(cut(new, block.tiles), TiledBlock(block, run).forward(tiles, x), strict=True):
+        for result, tile in zip(cut(new, block.tiles), TiledBlock(block, run, x).forward(tiles), strict=True):
             result.copy_(tile)
         return new, None
     auxiliary, out = block.whole(run, None, source, x)
@@ -140,75 +145,133 @@ def _take(sums: GradientSums, outputs: Sequence[Tensor], grads: Sequence[Tensor]
 
 
 class TiledBlock:
-    """One pass of a decoder's block, tile by tile. Keys and values are a dict per key head, (B, 1, L, D) each."""
+    """One pass of a decoder's block, tile by tile. Keys and values are a dict per key head of this rank, (B, 1, L, D)
+    each. like: a stream (B, L/S, E) of this rank's tokens.
+    """
 
-    def __init__(self, block: Block, run: Pass):
+    def __init__(self, block: Block, run: Pass, like: Tensor):
         self.attention, self.feed_forward, self.run = block.attention, block.feed_forward, run
-        self.layer = block.attention.attention
-        heads = self.layer.split.items()
-        self.mechanisms = [self.layer.mechanism(kind) for kind, n in heads for _ in range(n // self.layer.group)]
+        self.layer, self.part = block.attention.attention, run.padding.part
+        self.tokens = like.shape[1]
+        heads, share = self.layer.split.items(), self.layer.group * self.part.size
+        self.mechanisms = [self.layer.mechanism(kind) for kind, n in heads for _ in range(n // share)]
+        shape = (len(like), 1, self.tokens * self.part.size, self.layer.head_dim)
+        dtype = self.attention.norm.weight.dtype
+        self.keys = [{name: like.new_empty(shape, dtype=dtype) for name in _NAMES} for _ in self.mechanisms]
 
-    def forward(self, tiles: Iterable[Tensor], like: Tensor) -> Iterator[Tensor]:
-        """Yield the tiles of the output stream, without gradients, for tiles of the input. like: a stream (B, L, E)."""
-        keys, first = self._new_keys(like), 0
-        leaves = [partial(_narrow, of_head) for of_head in keys]
+    def forward(self, tiles: Iterable[Tensor]) -> Iterator[Tensor]:
+        """Yield the tiles of the output stream, without gradients, for tiles of the input."""
+        first, alone = 0, self.part.size == 1
+        if not alone:
+            self._store_all(tiles)
+        leaves = [partial(_narrow, of_head) for of_head in self.keys]
         for tile in tiles:
             read = self.attention.read(tile)
-            self._store(keys, read, first)
-            shares = self.layer.queries(read, self.run.rng.first + first).chunk(len(keys), dim=1)
-            yield self._add(tile, torch.cat(self._attend(shares, leaves, first), dim=1), first)
+            if alone:
+                self._store(read, first)
+            (q,) = self._to_heads(self.layer.queries(read, self.run.rng.first + first))
+            attended = torch.cat(self._attend(q.chunk(len(leaves), dim=1), leaves, first), dim=1)
+            yield self._add(tile, self._to_tokens(attended), first)
             first += tile.shape[1]
-            del read, shares
+            del read, q, attended
 
     def backward(self, stored: StoredInput, d: Tensor, sums: GradientSums) -> None:
-        """Overwrite the gradient d (B, L, E) of the output with the gradient of the input, and add to the sums."""
-        keys, first, count = self._new_keys(d), 0, len(stored.tiles)
-        for tile in stored:
-            self._store(keys, self.attention.read(tile), first)
-            first += tile.shape[1]
-        of_keys = [GradientSums({name: x.requires_grad_() for name, x in of_head.items()}) for of_head in keys]
-        for number, d_tile in reversed(list(enumerate(cut(d, count)))):
+        """Overwrite the gradient d (B, L/S, E) of the output with the gradient of the input, and add to the sums."""
+        first = self._store_all(stored)
+        of_keys = [GradientSums({name: x.requires_grad_() for name, x in of_head.items()}) for of_head in self.keys]
+        d_tiles = cut(d, len(stored.tiles))
+        for number, d_tile in reversed(list(enumerate(d_tiles))):
             first -= d_tile.shape[1]
             self._backward(stored.tile(number), d_tile, first, of_keys, sums)
+        if self.part.size == 1:
+            return
+        for tile, d_tile in zip(stored, d_tiles, strict=True):
+            x = tile.detach().requires_grad_()
+            with torch.enable_grad():
+                projected = self.layer.keys_and_values(self.attention.read(x), self.run.rng.first + first)
+            d_tile.add_(_take(sums, projected, self._gradients(of_keys, first, x.shape[1]), [x])[0])
+            first += x.shape[1]
 
     def _backward(self, x: Tensor, d: Tensor, first: int, of_keys: list[GradientSums], sums: GradientSums) -> None:
-        x, position, length = x.detach().requires_grad_(), self.run.rng.first + first, x.shape[1]
+        x, position, alone = x.detach().requires_grad_(), self.run.rng.first + first, self.part.size == 1
         with torch.enable_grad():
             read = self.attention.read(x)
-            q = self.layer.queries(read, position)
-            k, v = self.layer.keys_and_values(read, position)
-            shares = [share.requires_grad_() for share in q.detach().chunk(len(of_keys), dim=1)]
+            projected = [self.layer.queries(read, position)]
+            if alone:
+                projected += self.layer.keys_and_values(read, position)
+            (q,) = self._to_heads(projected[0].detach())
+            shares = [share.requires_grad_() for share in q.chunk(len(of_keys), dim=1)]
             heads = self._attend(shares, [head.leaf for head in of_keys], first)
-            attended = torch.cat([y.detach() for y in heads], dim=1).requires_grad_()
+            attended = self._to_tokens(torch.cat([y.detach() for y in heads], dim=1)).requires_grad_()
             out = self._add(x, attended, first)
         dx, d_attended = _take(sums, [out], [d], [x, attended])
+        (d_attended,) = self._to_heads(d_attended)
         del out, attended
         d_q = torch.empty_like(q)
         for d_heads, d_share, share, head in zip(
             d_attended.chunk(len(heads), dim=1), d_q.chunk(len(heads), dim=1), shares, of_keys, strict=True
         ):
             d_share.copy_(head.take([heads.pop(0)], [d_heads], [share])[0])
-        d_k, d_v = (
-            torch.cat([head.total(name).narrow(2, first, length) for head in of_keys], dim=1) for name in _NAMES
-        )
-        (d_read,) = _take(sums, [q, k, v], [d_q, d_k, d_v], [x])
+        d_keys = self._gradients(of_keys, first, x.shape[1]) if alone else []
+        (d_read,) = _take(sums, projected, [self._to_tokens(d_q), *d_keys], [x])
         d.copy_(dx + d_read)
 
-    def _new_keys(self, x: Tensor) -> list[dict[str, Tensor]]:
-        shape, dtype = (len(x), 1, x.shape[1], self.layer.head_dim), self.attention.norm.weight.dtype
-        return [{name: x.new_empty(shape, dtype=dtype) for name in _NAMES} for _ in self.mechanisms]
+    def _store_all(self, tiles: Iterable[Tensor]) -> int:
+        """Project the keys and values of all tiles. Returns this rank's number of tokens."""
+        first = 0
+        for tile in tiles:
+            self._store(self.attention.read(tile), first)
+            first += tile.shape[1]
+        return first
 
-    def _store(self, keys: list[dict[str, Tensor]], read: Tensor, first: int) -> None:
+    def _store(self, read: Tensor, first: int) -> None:
         """Project the keys and values of a tile from position `first` on."""
-        projected = self.layer.keys_and_values(read, self.run.rng.first + first)
+        projected = self._to_heads(*self.layer.keys_and_values(read, self.run.rng.first + first))
         for name, x in zip(_NAMES, projected, strict=True):
-            for of_head, y in zip(keys, x.split(1, dim=1), strict=True):
-                of_head[name].narrow(2, first, y.shape[2]).copy_(y)
+            for of_head, y in zip(self.keys, x.split(1, dim=1), strict=True):
+                for start, piece in zip(self._starts(first), y.chunk(self.part.size, dim=2), strict=True):
+                    of_head[name].narrow(2, start, piece.shape[2]).copy_(piece)
+
+    def _gradients(self, of_keys: list[GradientSums], first: int, count: int) -> list[Tensor]:
+        """Return the gradients (B, G, T, D) of this rank's keys and values from position `first` on."""
+        return [
+            self._to_tokens(
+                torch.cat([
+                    torch.cat([head.total(name).narrow(2, start, count) for start in self._starts(first)], dim=2)
+                    for head in of_keys
+                ], dim=1)
+            ) for name in _NAMES
+        ]  # fmt: skip
+
+    def _starts(self, first: int) -> list[int]:
+        """Return the positions in the sequence of a tile's first token, on each rank."""
+        return [rank * self.tokens + first for rank in range(self.part.size)]
+
+    def _to_heads(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Exchange a tile (B, H or G, T, D) for this rank's heads in the tiles of all ranks, (B, …/S, S·T, D)."""
+        if self.part.size == 1:
+            return tensors
+        kinds = zip(*map(self._by_kind, tensors), strict=True)
+        return tuple(torch.cat(x, dim=1) for x in zip(*(self.part.to_heads(*x) for x in kinds), strict=True))
+
+    def _to_tokens(self, x: Tensor) -> Tensor:
+        """Return the inverse of `_to_heads`."""
+        if self.part.size == 1:
+            return x
+        return torch.cat([self.part.start_to_tokens(of_kind)() for of_kind in self._by_kind(x)], dim=1)
+
+    def _by_kind(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Split heads by mechanism, so that each rank gets an equal share of each."""
+        return x.split([x.shape[1] * heads // self.layer.heads for heads in self.layer.split.values()], dim=1)
 
     def _attend(self, shares: Sequence[Tensor], leaves: Sequence[Leaf], first: int) -> list[Tensor]:
-        """Attend from the queries (B, H/G, T, D) of each key head, at positions from `first` on, to their prefix."""
+        """Attend from the queries (B, H/G, S·T, D) of each key head, which are at positions from `first` on in the
+        tokens of each rank, to their prefix.
+        """
         outs = []
-        documents = list(_documents(self.run.padding.segments, first, first + shares[0].shape[2]))
+        count = shares[0].shape[2] // self.part.size
+        spans = [(start, start + count) for start in self._starts(first)]
+        documents = list(_documents(self.run.padding.segments, spans))
         for q, leaf, mechanism in zip(shares, leaves, self.mechanisms, strict=True):
             lines = []
             for rows, parts in documents:
@@ -216,10 +279,11 @@ class TiledBlock:
                 def keys(start: int, stop: int, rows: slice = rows, q: Tensor = q, leaf: Leaf = leaf) -> list[Tensor]:
                     return [leaf(name, 2, start, stop - start)[rows].expand(-1, q.shape[1], -1, -1) for name in _NAMES]
 
+                queries = q[rows].split([stop - start for _, start, stop in parts], dim=2)
                 with autocast_off(q):
                     of_parts = [
-                        mechanism.attend_prefix(q[rows, :, start - first : stop - first], keys, start, document)
-                        for document, start, stop in parts
+                        mechanism.attend_prefix(x, keys, start, document)
+                        for x, (document, start, _) in zip(queries, parts, strict=True)
                     ]
                 lines.append(torch.cat(of_parts, dim=2) if len(of_parts) > 1 else of_parts[0])
             outs.append(torch.cat(lines) if len(lines) > 1 else lines[0])
@@ -238,14 +302,18 @@ def _narrow(tensors: dict[str, Tensor], name: str, *part: int) -> Tensor:
     return tensors[name].narrow(*part)
 
 
-def _documents(segments: Tensor | None, first: int, stop: int) -> Iterator[tuple[slice, list[tuple[int, int, int]]]]:
-    """Yield, for rows of the batch, the first token of each document with tokens in first … stop − 1, and these."""
+def _documents(
+    segments: Tensor | None, spans: Sequence[tuple[int, int]]
+) -> Iterator[tuple[slice, list[tuple[int, int, int]]]]:
+    """Yield, for rows of the batch, the first token of each document with tokens in a span (start, stop), and these."""
     if segments is None or segments.is_meta:
-        yield slice(None), [(0, first, stop)]
+        yield slice(None), [(0, *span) for span in spans]
         return
     for row in range(len(segments)):
-        numbers, counts = segments[row, first:stop].unique_consecutive(return_counts=True)
-        starts = torch.searchsorted(segments[row], numbers).tolist()
-        ends = (first + counts.cumsum(0)).tolist()
-        parts = zip(starts, [first, *ends], ends, strict=False)
-        yield slice(row, row + 1), list(parts)
+        parts: list[tuple[int, int, int]] = []
+        for first, stop in spans:
+            numbers, counts = segments[row, first:stop].unique_consecutive(return_counts=True)
+            starts = torch.searchsorted(segments[row], numbers).tolist()
+            ends = (first + counts.cumsum(0)).tolist()
+            parts += zip(starts, [first, *ends], ends, strict=False)
+        yield slice(row, row + 1), parts

@@ -5,7 +5,7 @@ B batch, L length, E d_model, V vocabulary.
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -96,16 +96,30 @@ def average_over_layers(statistics: Mapping[str, Mapping[int, Tensor]], layers: 
     return means
 
 
+class _GradientEnd(torch.autograd.Function):
+    """Identity of a frozen embedding's output whose result requires a gradient: otherwise a recomputed block would get
+    none, and ZeRO 3 would release its weights before its backward. The gradient is dropped; a leaf would store it.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, zero: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None]:
+        return None, None
+
+
 class Stack(nn.Module):
     """Embedding and blocks: the network from tokens to the input of the output head."""
 
     gradient_checkpointing = False
     """Set by transformers with the next one in an exported model, to recompute layers that `activations` stores."""
     _gradient_checkpointing_func: Any
-    embedding_once: ClassVar[bool] = False
+    embedding_once: bool = False
     """True in both stacks of an encoder–decoder: reversible streams start as two copies of the embedding e, and one is
     subtracted from their sum at the end, leaving e plus all branches, as with ordinary blocks. Early training is faster
-    (docs/lab/translation.md). Costs one more tensor of a stream's size."""
+    (docs/lab/translation.md). Costs one more tensor of a stream's size. False with `model.embedding_twice`."""
 
     def __init__(self, config: ModelConfig, embedding: nn.Parameter | nn.Module | None = None):
         """Create the stack. embedding: weight (V, E) shared with another stack; or a module that embeds other inputs
@@ -114,6 +128,7 @@ class Stack(nn.Module):
         super().__init__()
         self.config = config
         self.marked = config.marked
+        self.embedding_once = self.embedding_once and config.blocks == "reversible" and not config.embedding_twice
         self.embedding: Any = embedding if isinstance(embedding, nn.Module) else Embedding(config, embedding)
         self.layers = [Block(config, layer) for layer in range(config.layers)]
         self.blocks = nn.ModuleList(self.layers)
@@ -148,7 +163,7 @@ class Stack(nn.Module):
         run = Pass(rng, padding, targets if rng.training else None, source and source.key_mask, tokens, donated)
         states = None if source is None else source.states
         streams = self._enter(read, rng.first, rng, codes)
-        initial = streams[1] if self.embedding_once and config.blocks == "reversible" else None
+        initial = streams[1] if self.embedding_once else None
         if config.activations == "reversible" and torch.is_grad_enabled():
             *streams, total = Reversible.apply(*streams, states, self.layers, run, donated)
         else:
@@ -190,9 +205,9 @@ class Stack(nn.Module):
             x = dropout(x, self.config.dropout, rng.key(-1, "embedding dropout"), rng.rows(x.shape[1], x.device))
         if self.config.residual_dtype == "bf16":
             x = x.bfloat16()
-        recomputed = self.gradient_checkpointing or self.config.activations == "reversible"
-        if recomputed and torch.is_grad_enabled() and any(weight.requires_grad for weight in self.blocks.parameters()):
-            x.requires_grad_()  # next to a frozen embedding, a recomputed block would otherwise get no gradients
+        recomputed = self.gradient_checkpointing or self.config.activations != "stored"
+        if recomputed and not x.requires_grad and any(weight.requires_grad for weight in self.blocks.parameters()):
+            x = _GradientEnd.apply(x, torch.zeros((), device=x.device, requires_grad=True))
         return (x, x) if self.config.blocks == "reversible" else (x,)
 
 

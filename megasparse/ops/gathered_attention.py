@@ -47,27 +47,8 @@ def _gathered_attention(
     return out, lse
 
 
-def reference(
-    q: Tensor, k: Tensor, v: Tensor, index: Tensor, *, scale: float, dropout: PairDropout | None = None
-) -> tuple[Tensor, Tensor]:
-    """Compute `gathered_attention` densely; n_ij is the number of occurrences of key j in row i of the index."""
-    k, v, index = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v, index))
-    keys = torch.arange(k.shape[2], device=k.device)
-    count = (index[..., None] == keys).sum(3).to(q.dtype)  # (B|1, H, Lq, Lk)
-    logits = scale * (q @ k.transpose(-1, -2)) + count.log()  # (B, H, Lq, Lk)
-    no_visible_key = (logits == -torch.inf).all(-1)  # avoid NaN gradients of a softmax over −∞
-    logits = logits.masked_fill(no_visible_key[..., None], 0.0)
-    probability = torch.softmax(logits, dim=-1)
-    if dropout is not None:
-        probability = probability * dropout.dense(k.shape[2], q.dtype)
-    out = (probability @ v).masked_fill(no_visible_key[..., None], 0.0)
-    lse = torch.logsumexp(logits, dim=-1).masked_fill(no_visible_key, -torch.inf)
-    return out, lse
-
-
 gathered_attention = Operator(
     _gathered_attention,
-    reference=reference,
     kernels="megasparse.ops.gathered_attention_kernels:gathered_attention",
     cast=2,
 )

@@ -76,20 +76,22 @@ def draw_keys(q: Tensor, k: Tensor, points: Tensor, *, scale: float) -> Draws:
 
 
 @torch.no_grad()
-def sampled_queries(q: Tensor, draws: Draws, in_key: Tensor, *, scale: float) -> tuple[Tensor, Tensor]:
+def sampled_queries(
+    q: Tensor, draws: Draws, in_key: Tensor, *, scale: float, features: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Return ψ of the queries, estimated from the drawn keys, (B, H, S, N), whose rows sum to 1, or to 0 after
     underflow; and the log of an estimate of Σ_j exp(scale·q_i·k_j) for each query, (B, H, S).
 
-    in_key: (B, H, C, N), 1 if the drawn key is in the bucket, else 0.
+    in_key: (B, H, C, N), 1 if the drawn key is in the bucket, else 0. features: see `_products`.
     """
-    logarithm = _products(q, draws.k, scale) - draws.ln_count.unsqueeze(-2)  # scale·q_i·k_j − ln c_j, (B, H, S, C)
+    logarithm = _products(q, draws.k, scale, features) - draws.ln_count.unsqueeze(-2)  # −ln c_j, (B, H, S, C)
     attention = logarithm.softmax(-1)
     return unit_sum(attention @ in_key.to(attention.dtype)), logarithm.logsumexp(-1)
 
 
 @torch.no_grad()
 def sampled_keys(
-    q: Tensor, k: Tensor, normalizer: Tensor, in_query: Tensor, *, scale: float
+    q: Tensor, k: Tensor, normalizer: Tensor, in_query: Tensor, *, scale: float, features: Tensor | None = None
 ) -> Iterator[tuple[slice, Tensor]]:
     """Yield ψ′ of keys k (B, H, K, D), tile by tile: (B, H, T, N). Before normalisation, its expectation over samples
     of queries is proportional to the sum over all queries.
@@ -97,15 +99,23 @@ def sampled_keys(
     normalizer: see `sampled_queries`. in_query: (B, H, S, N), 1 if the query is in the bucket, else 0.
     """
     for part in tiles(k, max(in_query.shape[2:])):
-        logarithm = _products(k[:, :, part], q, scale) - normalizer.unsqueeze(-2)
+        logarithm = _products(k[:, :, part], q, scale, features) - normalizer.unsqueeze(-2)
         # A softmax over the queries cannot underflow, and ψ′ is normalised anyway.
         attention = logarithm.softmax(-1)
         yield part, unit_sum(attention @ in_query.to(attention.dtype))
 
 
-def _products(x: Tensor, y: Tensor, scale: float) -> Tensor:
-    """Return scale·x_i·y_j in fp32 or wider: (B, H, Lx, Ly)."""
-    return (at_least_fp32(x) * scale) @ at_least_fp32(y).transpose(-1, -2)
+def _products(x: Tensor, y: Tensor, scale: float, features: Tensor | None) -> Tensor:
+    """Return scale·x_i·y_j in fp32 or wider, (B, H, Lx, Ly). features: (H, F, D), rows ω: return ln φ(x_i)·φ(y_j)
+    instead, its estimate by positive random features φ(x) = exp(√scale·ωx − scale·|x|²/2)/√F (LHA Eq. 15).
+    """
+    x, y = at_least_fp32(x), at_least_fp32(y)
+    if features is None:
+        return (x * scale) @ y.transpose(-1, -2)
+    halves = [scale**0.5 * z @ features.to(z).mT - scale / 2 * z.square().sum(-1, keepdim=True) for z in (x, y)]
+    of_x, of_y = (half.amax(-1, keepdim=True) for half in halves)
+    product = (halves[0] - of_x).exp() @ (halves[1] - of_y).exp().mT / features.shape[1]
+    return product.clamp_min(torch.finfo(product.dtype).tiny).log() + of_x + of_y.mT
 
 
 def _by_kernel(x: Tensor) -> bool:

@@ -73,49 +73,11 @@ def _hash_table_attention(
     return _HashTableAttention.apply(q, k, v, q_codes, k_codes, groups(q, k, key_mask, segments), spec)
 
 
-def reference(
-    q: Tensor, k: Tensor, v: Tensor, q_codes: Tensor, k_codes: Tensor, spec: HashTableAttentionSpec,
-    key_mask: Tensor | None = None, segments: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Compute `hash_table_attention` densely."""
-    q, k, v = (x.to(torch.promote_types(v.dtype, torch.float32)) for x in (q, k, v))
-    weight = (q_codes[..., :, None] == k_codes[..., None, :]).to(q.dtype).mean(2)
-    visible = visible_pairs((q.shape[2], k.shape[2]), spec.causal, key_mask, segments, q.device)
-    return weighted_sum(q, k, v, weight * visible, spec.code_bits)
-
-
 hash_table_attention = Operator(
     _hash_table_attention,
-    reference=reference,
     kernels="megasparse.ops.hash_table_attention_kernels:hash_table_attention",
     decides=2,
 )
-
-
-def visible_pairs(
-    lengths: tuple[int, int],
-    causal: bool,
-    key_mask: Tensor | None,
-    segments: Tensor | None,
-    device: torch.device,
-) -> Tensor:
-    """Return the mask of visible pairs, (B or 1, 1, Lq, Lk) bool."""
-    visible = torch.ones(1, 1, *lengths, dtype=torch.bool, device=device)
-    if causal:
-        visible = visible.tril()
-    if key_mask is not None:
-        visible = visible & key_mask[:, None, :, None] & key_mask[:, None, None, :]
-    if segments is not None:
-        visible = visible & (segments[:, None, :, None] == segments[:, None, None, :])
-    return visible
-
-
-def weighted_sum(q: Tensor, k: Tensor, v: Tensor, weight: Tensor, code_bits: int) -> tuple[Tensor, Tensor]:
-    """Return Wv and W1, with ∂W_ij/∂(q_i·k_j) DEFINED as τ/2·W_ij (YOSO Eq. 12 and 19, with the τ of Eq. 11)."""
-    weight = weight.detach()
-    score = q @ k.transpose(-1, -2)
-    with_gradient = weight * (1 + code_bits / 2 * (score - score.detach()))
-    return with_gradient @ v, weight.sum(-1)
 
 
 def groups(q: Tensor, k: Tensor, key_mask: Tensor | None, segments: Tensor | None) -> tuple[Tensor, Tensor] | None:

@@ -1,7 +1,7 @@
 """Hash functions of attention, from vectors to bucket codes: angular LSH (Reformer) and sign codes (YOSO).
 
-Torch in blocks of positions, so that projections of a whole sequence are never stored. `reference_*` are the
-definitions, in float64. m hashes, τ code bits, P the next power of two of D.
+Torch in blocks of positions, so that projections of a whole sequence are never stored. m hashes, τ code bits, P the
+next power of two of D.
 """
 
 import math
@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megasparse.ops.operator import Operator, at_least_rows
-from megasparse.ops.random import bits_by_head, normal, normal_by_head, random_bits
+from megasparse.ops.random import bits_by_head, normal_by_head
 
 _BLOCK_ELEMENTS = 1 << 21  # rotated numbers per block: 8 MB of fp32
 _SIGN_ELEMENTS = 1 << 20  # projected numbers per block: 4 MB of fp32
@@ -24,15 +24,6 @@ Kind = Literal["hadamard", "gaussian"]
 def code_dtype(count: int) -> torch.dtype:
     """Return the smallest integer type for codes below `count`."""
     return torch.int16 if count <= 1 << 15 else torch.int32
-
-
-def reference_angular_hash(x: Tensor, rotations: Tensor, factors: list[int]) -> Tensor:
-    """Compute `angular_hash` by its definition."""
-    rotated = torch.einsum("bhld,hrds->bhrls", x.double(), rotations.double())
-    code = torch.zeros(rotated.shape[:-1], dtype=torch.int64, device=x.device)
-    for part, factor in zip(rotated.split([n // 2 for n in factors], dim=-1), factors, strict=True):
-        code = code * factor + torch.cat([part, -part], dim=-1).argmax(dim=-1)
-    return code.to(code_dtype(math.prod(factors)))
 
 
 def _angular_hash(x: Tensor, rotations: Tensor, factors: list[int]) -> Tensor:
@@ -93,43 +84,8 @@ def code_gap(x: Tensor, rotations: Tensor, factors: list[int]) -> float:
 angular_hash = Operator(
     _angular_hash,
     kernels="megasparse.ops.hashing_kernels:angular_hash",
-    reference=reference_angular_hash,
     differentiable=False,
 )
-
-
-def reference_sign_codes(x: Tensor, key: int, heads: range, hashes: int, code_bits: int, kind: Kind) -> Tensor:
-    """Compute Σ_t 2^t·[r_t·x >= 0] for every head and hash, see `sign_codes`."""
-    codes = torch.empty(x.shape[0], x.shape[1], hashes, x.shape[2], dtype=torch.int64, device=x.device)
-    for number, head in enumerate(heads):
-        for hash_ in range(hashes):
-            normals = hyperplanes(key, head, hash_, code_bits, x.shape[3], kind).to(x.device)
-            bits = (x[:, number].double() @ normals.T >= 0).long()  # (B, L, τ)
-            codes[:, number, hash_] = (bits * 2 ** torch.arange(code_bits, device=x.device)).sum(-1)
-    return codes.to(code_dtype(1 << code_bits))
-
-
-def hyperplanes(key: int, head: int, hash_: int, code_bits: int, width: int, kind: Kind) -> Tensor:
-    """Return the normals (τ, D) of one head's hash, float64."""
-    if kind == "gaussian":
-        return normal(key, torch.tensor(head * 65536 + hash_), code_bits * width).view(code_bits, width).double()
-    power = 1 << (width - 1).bit_length()
-    matrix = hadamard_matrix(power)
-    normals = []
-    for bit in range(code_bits):
-        row = head * 65536 + (hash_ // power) * code_bits + bit
-        signs = torch.where(random_bits(key, torch.tensor(row), 3 * power) < 0, -1.0, 1.0).double()
-        first, second, third = (torch.diag(d) for d in signs.view(3, power))
-        normals.append((matrix @ third @ matrix @ second @ matrix @ first)[hash_ % power, :width])
-    return torch.stack(normals)
-
-
-def hadamard_matrix(power: int) -> Tensor:
-    """Return Sylvester's matrix, H_2n = [[H_n, H_n], [H_n, −H_n]], float64."""
-    matrix = torch.ones(1, 1, dtype=torch.float64)
-    while len(matrix) < power:
-        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
-    return matrix
 
 
 def _sign_codes(x: Tensor, key: int, heads: range, hashes: int, code_bits: int, kind: Kind) -> Tensor:
@@ -183,7 +139,6 @@ def _sign_codes(x: Tensor, key: int, heads: range, hashes: int, code_bits: int, 
 sign_codes = Operator(
     _sign_codes,
     kernels="megasparse.ops.hashing_kernels:sign_codes",
-    reference=reference_sign_codes,
     differentiable=False,
 )
 

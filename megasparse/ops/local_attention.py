@@ -109,42 +109,7 @@ def _relative_local_attention(
     return out if order is None else _take(out, order.argsort(dim=-1))
 
 
-def reference(
-    q: Tensor, k: Tensor, v: Tensor, relative: RelativeVectors, spec: LocalAttentionSpec,
-    key_mask: Tensor | None = None, segments: Tensor | None = None, *, dropout: PairDropout | None = None,
-) -> Tensor:  # fmt: skip
-    """Compute `relative_local_attention` densely."""
-    out_dtype = q.dtype
-    dtype = torch.promote_types(q.dtype, torch.float32)
-    q, k, v, r, u, w = (x.to(dtype) for x in (q, k, v, *relative))
-    batch, heads, length, _ = q.shape
-    real = torch.ones(batch, length, dtype=torch.bool, device=q.device) if key_mask is None else key_mask
-    document = torch.zeros_like(real, dtype=torch.int64) if segments is None else segments
-    position = torch.arange(length, device=q.device)
-    # Index of each token among real tokens in the order of (document, position).
-    first = document[:, None, :]
-    second = document[:, :, None]
-    before = (first < second) | ((first == second) & (position < position[:, None]))
-    number = (before & real[:, None]).sum(-1)
-    distance = number[:, :, None] - number[:, None, :]  # (B, L, L)
-    chunks_back = number[:, :, None] // spec.chunk - number[:, None, :] // spec.chunk
-    visible = (chunks_back <= 1) & (chunks_back >= (0 if spec.causal else -1))
-    visible = visible & (first == second) & real[:, :, None] & real[:, None, :]
-    if spec.causal:
-        visible = visible & (position <= position[:, None])
-    row = (2 * spec.chunk - 1 - distance).clamp(0, r.shape[1] - 1)  # row of r
-    of_distance = torch.einsum("bhid,hed->bhie", q + w[:, None], r)  # (B, H, L, E)
-    of_position = of_distance.gather(3, row[:, None].expand(-1, heads, -1, -1))  # (B, H, L, L)
-    score = ((q + u[:, None]) @ k.transpose(-1, -2) + of_position) * spec.scale  # (B, H, L, L)
-    no_visible_key = ~real[:, None, :, None]
-    score = score.masked_fill(~visible[:, None], -torch.inf).masked_fill(no_visible_key, 0.0)
-    probability = torch.softmax(score, dim=-1)
-    if dropout is not None:
-        probability = probability * dropout.dense(length, dtype)
-    return (probability @ v).masked_fill(no_visible_key, 0.0).to(out_dtype)
-
-
-relative_local_attention = Operator(_relative_local_attention, reference=reference, cast=2)
+relative_local_attention = Operator(_relative_local_attention, cast=2)
 
 
 def by_document(q: Tensor, key_mask: Tensor | None, segments: Tensor | None) -> tuple[Tensor | None, Tensor | None]:

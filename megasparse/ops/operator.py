@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache, update_wrapper, wraps
-from typing import Any, Generic, Literal, ParamSpec, TypeVar, cast, get_args
+from typing import Any, Generic, Literal, ParamSpec, TypeVar, get_args
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +20,7 @@ from megasparse.errors import ConfigError
 
 P = ParamSpec("P")
 R = TypeVar("R")
-Implementation = Literal["reference", "blockwise", "triton"]
+Implementation = Literal["blockwise", "triton"]
 VARIABLE = "MEGASPARSE_OPS"
 LARGEST_HEAD_DIM = 256
 """Above this, a tile of keys and values exceeds a GPU's shared memory."""
@@ -41,7 +41,6 @@ class Operator(Generic[P, R]):
     Args:
         blocks: Plain torch in blocks of bounded memory. Its docstring becomes the operator's.
         kernels: "module:function" of Triton kernels, imported on first use; None runs `blocks` on GPUs too.
-        reference: Dense and slow definition; None if `blocks` is the definition.
         decides: Position of the argument whose device, dtype and shape select the implementation.
         cast: Number of arguments after the first that are cast to its dtype (torch.autocast leaves some inputs in bf16
             and some in fp32).
@@ -56,7 +55,6 @@ class Operator(Generic[P, R]):
         blocks: Callable[P, R],
         *,
         kernels: str | None = None,
-        reference: Callable[P, R] | None = None,
         decides: int = 0,
         cast: int = 0,
         differentiable: bool = True,
@@ -64,7 +62,6 @@ class Operator(Generic[P, R]):
     ):
         self.blocks = blocks
         self.kernels = kernels
-        self.reference = reference or blocks
         self.limits = limits
         self.decides = decides
         self.cast = cast
@@ -74,7 +71,7 @@ class Operator(Generic[P, R]):
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         x: Any = args[self.decides]
         chosen = implementation(x, **self.limits, dropout=kwargs.get("dropout"))
-        function: Callable[..., R] = self.reference if chosen == "reference" else self.blocks
+        function: Callable[..., R] = self.blocks
         if chosen == "triton" and self.kernels is not None:
             module, name = self.kernels.split(":")
             function = getattr(importlib.import_module(module), name)
@@ -101,8 +98,8 @@ def implementation(
     estimate GPU memory without one. Unsupported GPUs (ROCm, compute capability below 8.0, or too little shared memory
     for D) run blockwise torch, with one warning on stderr.
 
-    The environment variable MEGASPARSE_OPS=reference|blockwise|triton overrides the choice; kernels then also run on a
-    CPU, in Triton's interpreter. Raises ConfigError if it has another value, or forces kernels that do not support x.
+    The environment variable MEGASPARSE_OPS=blockwise|triton overrides the choice; kernels then also run on a CPU, in
+    Triton's interpreter. Raises ConfigError if it has another value, or forces kernels that do not support x.
     """
     requested = os.environ.get(VARIABLE)
     fits = x.dtype in dtypes and (largest_width is None or x.shape[-1] <= largest_width)
@@ -114,11 +111,9 @@ def implementation(
             return "blockwise"
         return "triton" if x.is_meta or _suits(x.device, x.shape[-1], largest_width) else "blockwise"
     if requested not in get_args(Implementation):
-        raise ConfigError(
-            VARIABLE, f"{requested!r} is not an implementation", "Set reference, blockwise or triton, or unset it"
-        )
-    if requested != "triton":
-        return cast(Implementation, requested)
+        raise ConfigError(VARIABLE, f"{requested!r} is not an implementation", "Set blockwise or triton, or unset it")
+    if requested == "blockwise":
+        return "blockwise"
     if not _HAS_TRITON:
         raise ConfigError(VARIABLE, "triton is not installed", "pip install triton, or set blockwise")
     if not fits:

@@ -234,10 +234,6 @@ class PairDropout:
         is_kept = _mix_(queries + keys) >= least_kept(self.rate)
         return is_kept.to(dtype).mul_(1.0 / (1.0 - self.rate))
 
-    def dense(self, count: int, dtype: torch.dtype) -> Tensor:
-        """Return the factors of all pairs of queries and `count` keys, (B, H, Lq, Lk)."""
-        return self.factors(self.queries.unsqueeze(-1), self.keys(count), dtype)
-
 
 def normal(key: int, rows: Tensor, columns: int) -> Tensor:
     """Draw (*rows.shape, columns) fp32 standard normal numbers, each a function of (key, row number, column number).

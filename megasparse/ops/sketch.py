@@ -82,20 +82,8 @@ def _sketched_attention(
     return h, lse
 
 
-def reference_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, key_mask: Tensor | None = None, segments: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """Compute `sketched_attention` densely."""
-    q, k, v = (x.to(torch.promote_types(q.dtype, torch.float32)) for x in (q, k, v))
-    alpha, visible = sketched_weights(q, k, causal, key_mask, segments)
-    score = (q @ k.transpose(-1, -2)) / q.shape[2] ** 0.5  # (B, L, L)
-    lse = score.masked_fill(~visible, -1e300 if q.dtype == torch.float64 else -1e38).logsumexp(-1)
-    return alpha @ v, lse.masked_fill(~visible.any(-1), -torch.inf)
-
-
 sketched_attention = Operator(
     _sketched_attention,
-    reference=reference_attention,
     kernels="megasparse.ops.sketch_kernels:sketched_attention",
     largest_width=WIDEST,
     most_rows=MOST_PAIRS,
@@ -128,13 +116,10 @@ def chosen_keys(
         (B, H, Lq, K) int32, H = 1 without noise; −1 if fewer than K keys are visible.
     """
     rows = MOST_PAIRS // (1 if noise is None else len(noise.heads))
-    chosen = implementation(q, _FLOATS, WIDEST, rows)
-    if chosen == "triton":
+    if implementation(q, _FLOATS, WIDEST, rows) == "triton":
         from megasparse.ops import sketch_kernels
 
         return sketch_kernels.chosen_keys(q, k, spec, noise, lse, key_mask, segments, first_query)
-    if chosen == "reference":
-        return reference_choice(q, k, spec, noise, lse, key_mask, segments, first_query)
     sight = _Sight(spec.causal, key_mask, segments)
     if noise is None:
         return top_keys(q, k, spec.count, sight, first_query)
@@ -465,75 +450,3 @@ def _ranks(score: Tensor, keys: Tensor) -> Tensor:
     bits = score.add_(0.0).view(torch.int32)  # −0 becomes 0
     bits ^= (bits >> 31).bitwise_and_(0x7FFFFFFF)
     return bits.long().bitwise_left_shift_(32).add_(_LOW - keys)
-
-
-def reference_choice(
-    q: Tensor, k: Tensor, spec: KeyChoiceSpec, noise: Noise | None, lse: Tensor | None = None,
-    key_mask: Tensor | None = None, segments: Tensor | None = None, first_query: int = 0,
-) -> Tensor:  # fmt: skip
-    """Compute `chosen_keys` densely. lse is unused: α is computed from q and k."""
-    masks = key_mask, segments
-    alpha, visible = sketched_weights(q.double(), k.double(), spec.causal, *masks, noise is None, first_query)
-    drawn = None if noise is None else uniform(noise, k.shape[1])
-    sampling = "top_k" if noise is None else spec.sampling
-    return best_keys(alpha, visible, spec.count, sampling=sampling, uniform=drawn).to(torch.int32)
-
-
-def uniform(noise: Noise, keys: int) -> Tensor:
-    """Return u of every pair, (B, H, Lq, keys) float64, from the 2^23 numbers (n + ½)/2^23."""
-    tiles = range(0, keys, KEYS)
-    heads = [
-        torch.cat([random_bits(noise.tile(h, t // KEYS), noise.rows, KEYS) for t in tiles], -1)
-        for h in range(len(noise.heads))
-    ]
-    return ((torch.stack(heads, 1)[..., :keys] >> 9) + 2**22 + 0.5).double() / 2**23
-
-
-def sketched_weights(
-    q: Tensor,
-    k: Tensor,
-    causal: bool,
-    key_mask: Tensor | None = None,
-    segments: Tensor | None = None,
-    rounded: bool = False,
-    first_query: int = 0,
-) -> tuple[Tensor, Tensor]:
-    """Return α_ij = softmax_j(q_i·k_j/√d), 0 for invisible pairs, and the mask of visible pairs: (B, Lq, L) each.
-
-    rounded: round q_i·k_j/√d to the nearest multiple of 1/256, as without noise. The queries (B, Lq, d) are at
-    positions from `first_query` on.
-    """
-    batch, queries, width = q.shape
-    visible = torch.ones(batch, queries, k.shape[1], dtype=torch.bool, device=q.device)
-    rows = slice(first_query, first_query + queries)
-    if causal:
-        visible = visible.tril(first_query)
-    if key_mask is not None:
-        visible = visible & key_mask[:, rows, None] & key_mask[:, None, :]
-    if segments is not None:
-        visible = visible & (segments[:, rows, None] == segments[:, None, :])
-    score = (q @ k.transpose(-1, -2)) / width**0.5  # (B, Lq, L)
-    score = (torch.round(score * 256) / 256 if rounded else score).masked_fill(~visible, -torch.inf)
-    largest = score.amax(-1, keepdim=True).detach().clamp_min(torch.finfo(score.dtype).min)
-    weight = torch.exp(score - largest)
-    return weight / weight.sum(-1, keepdim=True).clamp_min(torch.finfo(weight.dtype).tiny), visible
-
-
-def best_keys(alpha: Tensor, visible: Tensor, count: int, *, sampling: str, uniform: Tensor | None) -> Tensor:
-    """Choose the K visible keys with the highest s_ij = u_ij·p_ij in each row (Smart Bird Eq. 2 and 3), (B, H, L, K);
-    −1 if there are fewer. Ties go to the first.
-
-    uniform: u, (B, H, L, L); None means u = 1 for one head.
-    """
-    p = {
-        "inverse_log_squared": (1 / alpha.log()) ** 2,
-        "inverse_log": (1 / alpha.log()).abs(),
-        "raw": alpha,
-        "top_k": alpha,
-        "random": torch.ones_like(alpha),
-    }[sampling]
-    score = p[:, None] if uniform is None else uniform * p[:, None]
-    score = score.masked_fill(~visible[:, None], -1.0)
-    order = torch.sort(score, dim=-1, descending=True, stable=True)
-    index = order.indices.masked_fill(order.values < 0, -1)
-    return torch.cat([index, index.new_full((*index.shape[:-1], count), -1)], dim=-1)[..., :count]

@@ -60,26 +60,28 @@ def hardware_flops_by_part(model: ModelConfig, sequence_length: int, ranks: int 
     parts, activations = flops_by_part(model, sequence_length, ranks, hardware=True), model.activations
     stored = -(-model.layers // model.checkpoint_layers)  # layers whose input is stored
     rerun = 0.0 if activations == "stored" else 2.0 - stored / model.layers
-    share = tiled_layers(model) if ranks == 1 else 0.0
+    tiled_share = sum(tiled_layers(model, ranks)) / model.layers
     # A reversible backward knows the output gradient when it recomputes, so each tile is recomputed only once.
-    tiled = 1.0 - share if model.feed_forward_tiles > 1 and activations != "reversible" else 0.0
+    tiled = 1.0 - tiled_share if model.feed_forward_tiles > 1 and activations != "reversible" else 0.0
     times = {"attention": rerun, "projections": rerun, "feed-forward": rerun + tiled, "head": model.loss_tiles > 1}
     flops = {part: passes.both + times[part] * passes.forward for part, passes in parts.items()}
     keys = 2 * head_dim(model) * (model.key_heads or model.heads)  # projected before the backward's first tile
-    flops["projections"] += 2.0 * model.d_model * keys * model.layers * share
+    flops["projections"] += 2.0 * model.d_model * keys * model.layers * tiled_share
     return flops
 
 
-def tiled_layers(model: ModelConfig) -> float:
-    """Return the share of the layers that are recomputed tile by tile on one rank."""
+def tiled_layers(model: ModelConfig, ranks: int) -> list[bool]:
+    """Return True for each layer that is recomputed tile by tile on ranks that share sequences."""
     whole = model.kind != "decoder" or model.attention.head_groups > 1 or model.attention.dropout > 0.0
-    if whole or model.feed_forward_tiles == 1 or not model.activations.startswith("checkpoint"):
-        return 0.0
+    whole = whole or model.feed_forward_tiles == 1 or model.padding_token is not None
+    if whole or not model.activations.startswith("checkpoint"):
+        return [False] * model.layers
     with torch.device("meta"):
         kinds = {kind for layer in range(model.layers) for kind in heads_of_layer(model, layer)}
         tiled = {kind for kind in kinds if build_mechanism(kind, model, model.heads).attends_prefix}
-    layers = [heads_of_layer(model, layer).keys() <= tiled for layer in range(model.layers)]
-    return sum(layers) / len(layers) if model.padding_token is None else 0.0
+    group = model.heads // (model.key_heads or model.heads)
+    splits = [heads_of_layer(model, layer) for layer in range(model.layers)]
+    return [split.keys() <= tiled and not any(n // group % ranks for n in split.values()) for split in splits]
 
 
 def flops_by_part(model: ModelConfig, length: int, ranks: int = 1, hardware: bool = False) -> dict[str, Flops]:

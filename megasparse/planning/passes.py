@@ -194,6 +194,9 @@ class ConfiguredPass:
             for weight in model.parameters():
                 if weight.dtype == torch.float32:
                     weight.data = weight.data.bfloat16()
+        tiled = tiled_layers(config, self.config.parallel.sequence)
+        for block, in_tiles in zip(model.layers, tiled, strict=True):
+            block.tiles = block.tiles if in_tiles else 1  # the counted pass is of one rank, with all heads
         return model.train()
 
     @cached_property
@@ -228,10 +231,10 @@ class ConfiguredPass:
 
     def _count_long(self, length: int) -> PassBytes:
         """Count a pass of all layers; of many recomputed tiles from two short passes with tiles of the same size."""
-        configured, tiles = self.config.data.sequence_length, self.config.model.feed_forward_tiles
-        tile = -(-configured // tiles)
+        ranks, tiles = self.config.parallel.sequence, self.config.model.feed_forward_tiles
+        tile = -(-self.config.data.sequence_length // (ranks * tiles))
         few = max(2, SHORTEST // tile)
-        if tiled_layers(self.config.model) < 1 or self.config.parallel.sequence > 1 or tiles < 4 * few:
+        if not all(tiled_layers(self.config.model, ranks)) or tiles < 4 * few:
             return self._count_whole(length)
         short, double = (self._reduced(tiles=number)._whole(number * tile) for number in (few, 2 * few))
         times = length / (few * tile)  # in units of the first pass

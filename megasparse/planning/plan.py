@@ -72,11 +72,12 @@ class Plan:
             self.states, self.zero, self.gpus, passing=passing, again=again, accumulated=self.micro_batches > 1
         )
         tokens = training.micro_batch * part
-        if self.config.parallel.sequence > 1:  # communication buffers for q, k, v and out
-            groups = model.attention.head_groups
+        if (ranks := self.config.parallel.sequence) > 1:  # communication buffers for q, k, v and out
+            groups, tiles = model.attention.head_groups, model.feed_forward_tiles
             # Groups: q, k, v received; of the next group, projected, sent and received; of the previous, with gradients
             exchanged = 4 if groups == 1 else max(4, 18 / groups)
-            rank.device["all-to-all"] = int(exchanged * tokens * model.heads * head_dim(model) * self.states.size)
+            at_once = tokens / tiles if all(tiled_layers(model, ranks)) else tokens
+            rank.device["all-to-all"] = int(exchanged * at_once * model.heads * head_dim(model) * self.states.size)
         rank.device["CUDA context, libraries (assumed)"] = RESERVE
         if model.activations == "checkpoint_cpu":
             stored = -(-model.layers // model.checkpoint_layers) + model.checkpoint_layers - 1
@@ -110,17 +111,18 @@ class Plan:
         """Return the plan with the largest tiles that fit the GPU, and the fewest layers recomputed together whose
         inputs fit `host` bytes of a node's CPU memory, None for any; itself if layers are not recomputed tile by tile.
         """
-        model, length, plan = self.config.model, self.config.data.sequence_length, self
-        if self.config.parallel.sequence > 1 or tiled_layers(model.model_copy(update={"feed_forward_tiles": 2})) < 1:
+        model, ranks, plan = self.config.model, self.config.parallel.sequence, self
+        length = self.config.data.sequence_length // ranks
+        if not all(tiled_layers(model.model_copy(update={"feed_forward_tiles": 2}), ranks)):
             return self
         for tile in TILES:
             tiles = {"feed_forward_tiles": -(-length // tile), "loss_tiles": -(-length * 8 // tile)}
             plan = self._changed(tiles)
             if plan.fits:
                 break
-        ranks = min(self.gpus, self.per_node)
+        on_node = min(self.gpus, self.per_node)
         for together in range(2, 1 + math.isqrt(model.layers)):
-            if host is None or ranks * sum(plan.memory.host.values()) <= host:
+            if host is None or on_node * sum(plan.memory.host.values()) <= host:
                 break
             plan = plan._changed({"checkpoint_layers": together})
         return plan

@@ -32,9 +32,10 @@ STYLE = (
     ":root{color-scheme:light dark}body{font:15px/1.5 system-ui,sans-serif;max-width:70rem;margin:1rem auto;"
     "padding:0 1rem;overflow-wrap:anywhere}h1{font-size:1.5rem}h2{font-size:1.05rem}summary{cursor:pointer;"
     "padding:.4rem 0;font-weight:600}table{border-collapse:collapse;display:block;overflow-x:auto}td,th{padding:.15rem "
-    ".7rem .15rem 0;text-align:left;border-bottom:1px solid #8885}.bars i{display:block;height:.8rem;max-width:40vw;"
-    "background:#3b82c4}.bars .run{background:#2f9e6e}.charts{display:grid;gap:1rem;"
-    "grid-template-columns:repeat(auto-fill,minmax(min(100%,21rem),1fr))}figure{margin:.5rem 0;max-width:40rem}"
+    ".7rem .15rem 0;text-align:left;border-bottom:1px solid #8885}.bars i{display:block;height:.8rem;"
+    "width:calc(min(14rem,40vw)*var(--share));background:#3b82c4}.bars .run{background:#2f9e6e}"
+    ".charts{display:grid;gap:1rem;grid-template-columns:repeat(auto-fill,minmax(min(100%,21rem),1fr))}"
+    "figure{margin:.5rem 0;max-width:40rem}"
     "svg{width:100%;display:block}svg text{fill:currentColor;font-size:11px;text-anchor:end}"
     "svg .step{text-anchor:middle}b{white-space:nowrap}"
     "polyline{fill:none;stroke-width:1.3;stroke-linecap:round}.grid{stroke:#8886}"
@@ -214,8 +215,8 @@ def held_out(runs: Sequence[Run], labels: Sequence[str]) -> str:
         most = max(values.values(), default=0) or 1
         rows = []
         for name, value in sorted(values.items(), key=itemgetter(1)):
-            kind, width = "run" if name in labels else "", max(0, 14 * value / most)
-            bar = f'<i class="{kind}" style="width:{width:.2f}rem"></i>'
+            kind, share = "run" if name in labels else "", max(0, value / most)
+            bar = f'<i class="{kind}" style="--share:{share:.3f}"></i>'
             rows.append([escape(name), f"<b>{value:.3f}</b>", bar])
         parts.append(f"<h2>Held-out {MEASURES[measure]}, less is better</h2>{table([], rows)}")
     return f'<div class="bars">{"".join(parts)}</div>{"".join(f"<p>{escape(note)}</p>" for note in notes)}'

@@ -338,6 +338,9 @@ def _check_source(model: ModelConfig) -> None:
     if (model.kind == "encoder_decoder") != (model.source is not None):
         problem = f'{"null" if model.source is None else "given"}, but model.kind = "{model.kind}"'
         raise ConfigError("model.source", problem, 'Give it only for "encoder_decoder", such as {"length": 512}')
+    if model.embedding_twice and (model.source is None or model.blocks != "reversible"):
+        problem = "true is for encoder-decoders of reversible blocks"
+        raise ConfigError("model.embedding_twice", problem, "Set it to false")
     if model.source is not None:
         for key, value in (("score_from", model.score_from), ("document_separator", model.document_separator)):
             if value:

@@ -8,7 +8,9 @@ FUNCTIONS. A task in a special format is a class, given as module:class in reade
 
 import importlib
 import json
+import re
 import sys
+import unicodedata
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice, zip_longest
@@ -168,12 +170,17 @@ def json_text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
+def as_class(text: str) -> str:
+    """Return the name of a class: equal for labels that look alike, which may differ in invisible characters."""
+    return re.sub(r"^[\s\u200b\ufeff]+|[\s\u200b\ufeff]+$", "", unicodedata.normalize("NFC", text))
+
+
 def label_text(value: Any, column: str, location: SourceLocation) -> str:
-    """Return the text of a label without white space around it: of JSON values the JSON, without quotation marks."""
+    """Return the class that a label names: of JSON values the JSON, without quotation marks."""
     if value is None or isinstance(value, dict | list):
         problem = f'{json_text(value)[:80]} in the column "{column}" is not a label'
         raise DataError(str(location), problem, "Write a text, a number, true or false")
-    if not (text := json_text(value).strip()):
+    if not (text := as_class(json_text(value))):
         raise DataError(str(location), f'no label in the column "{column}"', "Write one, or remove the row")
     return text
 
@@ -182,9 +189,8 @@ class Table(RowTask):
     """A CSV file (quoted as in RFC 4180) or TSV file (no quoting) with column names in its first line, a file of JSON
     objects, one per line (.jsonl), or a Hugging Face dataset. The label column is optional.
 
-    Labels are classes, given by their text without white space around it (in JSON, numbers, true and false too), read
-    from the training file if task.labels is null; or numbers to predict, if task.labels is []; or the answers of
-    `text_table`.
+    Labels are classes, given by their text (in JSON, numbers, true and false too; see `as_class`), read from the
+    training file if task.labels is null; or numbers to predict, if task.labels is []; or the answers of `text_table`.
     """
 
     source_is_file = True
@@ -194,8 +200,8 @@ class Table(RowTask):
         if self.form == "texts":
             return
         labels = config.labels
-        if labels and len({label.strip() for label in labels}) == len(labels):
-            labels = [label.strip() for label in labels]
+        if labels and len(set(map(as_class, labels))) == len(labels):
+            labels = [*map(as_class, labels)]
         if labels == []:
             self.metrics = ("pearson", "spearman")
             return

@@ -1,20 +1,19 @@
 """Export of fine-tuned runs as Hugging Face models."""
 
 import json
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from megasparse.config.schema import Config, DataConfig, ModelConfig
 from megasparse.data.tokenizers import BEGIN, NAMED, PADDING, SEPARATOR
 from megasparse.errors import ConfigError, HubError
 from megasparse.files import read_file
 from megasparse.hub import export
-from megasparse.hub.formats import LONGEST, TOLERANCE, disagreement, our_logits
+from megasparse.hub.formats import LONGEST, our_logits, require_agreement
 from megasparse.hub.megasparse_format import FORMAT, code_files
 from megasparse.hub.tensor_file import appearing, refuse_existing, write_tensors
 from megasparse.hub.tokenizer_files import (
@@ -25,6 +24,7 @@ from megasparse.hub.tokenizer_files import (
     name_of,
     special_token,
     tokenizer_files,
+    write_files,
 )
 from megasparse.ops.random import RngContext
 from megasparse.tasks.batches import Inputs, Padded
@@ -196,13 +196,6 @@ def framed(files: Files, form: Form, typed: bool) -> Files:
     return {**files, FILE: json.dumps(values, ensure_ascii=False), SETTINGS: json.dumps(settings, indent=2) + "\n"}
 
 
-def require_agreement(pairs: Iterable[tuple[Tensor, Tensor]], folder: Path) -> None:
-    """Raise HubError unless our and the exported model's logits agree in one of the pairs."""
-    if largest := disagreement(pairs):
-        problem = f"not written: the two models' logits differ by {largest:.2g} (over {TOLERANCE})"
-        raise HubError(folder, problem, "Please report this with the run's configuration")
-
-
 def _write(files: Files, folder: Path, model: Finetuned, auto: str) -> None:
     task, classes = model.form.task, model.form.task.classes
     text = f"# {task.name}: a megasparse model\n\nFine-tuned for {model.checkpoint.step:,} steps"
@@ -210,5 +203,4 @@ def _write(files: Files, folder: Path, model: Finetuned, auto: str) -> None:
     text += f"Add a licence before you publish it.\n\n```python\nfrom transformers import {auto}, AutoTokenizer\n\n"
     text += f"model = {auto}.from_pretrained(FOLDER, trust_remote_code=True)  # needs megasparse\n"
     text += "tokenizer = AutoTokenizer.from_pretrained(FOLDER)\n```\n"
-    for name, content in {**files, "README.md": text}.items():
-        (folder / name).write_bytes(content.encode() if isinstance(content, str) else content)
+    write_files({**files, "README.md": text}, folder)

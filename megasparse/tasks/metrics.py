@@ -8,6 +8,7 @@ that the thousand resamples of an interval take seconds.
 """
 
 import importlib.util
+import re
 import statistics
 from collections.abc import Callable, Sequence
 from functools import cache, lru_cache, partial
@@ -75,12 +76,14 @@ def _of_impression(clicked: tuple[int, ...], scores: tuple[float, ...], name: st
 
 SACREBLEU: dict[str, tuple[str, dict[str, Any]]] = {
     "bleu": ("BLEU", {}),
+    "bleu_tokenized": ("BLEU", {"tokenize": "none"}),
     "bleu_intl": ("BLEU", {"tokenize": "intl"}),
     "bleu_intl_uncased": ("BLEU", {"tokenize": "intl", "lowercase": True}),
     "chrf": ("CHRF", {}),
 }
 """Classes of sacrebleu and their settings by metric. The tokenizer "intl" handles Unicode punctuation and symbols, as
-in Reformer's Table 4."""
+in Reformer's Table 4. `bleu_tokenized` is its first column, as multi-bleu.perl: texts tokenized by 13a, whose compounds
+are split at hyphens (Vaswani et al. 2017)."""
 ROUGE = ("rouge1", "rouge2", "rougeL", "rougeLsum")
 """Words, word pairs, longest common subsequence, union of subsequences over sentences (CNN/DailyMail's ROUGE-L)."""
 
@@ -116,7 +119,13 @@ def _of_texts(reference: str, hypothesis: str, name: str) -> Any:
     if name in ROUGE:
         scores = _scorer(ROUGE[0]).score(reference, hypothesis)
         return {name: scores[name].fmeasure for name in ROUGE}
+    if name == "bleu_tokenized":
+        reference, hypothesis = map(_split_compounds, (reference, hypothesis))
     return tuple(_scorer(name)._extract_corpus_statistics([hypothesis], [[reference]])[0])
+
+
+def _split_compounds(text: str) -> str:
+    return re.sub(r"(\S)-(?=\S)", r"\1 ##AT##-##AT## ", _scorer("bleu").tokenizer(text))
 
 
 SKLEARN: dict[str, tuple[str, dict[str, Any]]] = {

@@ -186,7 +186,7 @@ def _of_checkpoint(config: FinetuneConfig, path: Path, form: Any, labels: int) -
 def _of_huggingface(config: FinetuneConfig, named: Path, form: Any, labels: int) -> Start:
     from megasparse.hub import require_transformers
     from megasparse.hub.importing import HFModel, find_folder, read_config
-    from megasparse.hub.tokenizer_files import found_tokenizer
+    from megasparse.hub.tokenizer_files import found_tokenizer, require_tokenizer
 
     require_transformers()
     folder = find_folder(named)
@@ -200,9 +200,7 @@ def _of_huggingface(config: FinetuneConfig, named: Path, form: Any, labels: int)
     if form.two_sided:
         hint = "Use such a checkpoint, or model instead of start"
         raise HubError(folder, "is not a megasparse encoder-decoder, as the task needs", hint)
-    if not (folder / "tokenizer.json").is_file():
-        hint = "Save it there: AutoTokenizer.from_pretrained(MODEL).save_pretrained(FOLDER)"
-        raise HubError(folder / "tokenizer.json", "is missing, without which tokens are undefined", hint)
+    require_tokenizer(folder)
     tokenizer = build_tokenizer(found_tokenizer(folder, None))
     body, record = _transformer(config, folder, labels)
     return Start(body, tokenizer, sha256, record)

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tests.helpers.comparing import gradients_of
+from tests.helpers.definitions import use_definitions
 from tests.helpers.models import CASES, Single
 from tests.helpers.operators import DEVICE
 
@@ -33,8 +34,10 @@ def test_every_implementation_computes_the_same(name, causal, masked, monkeypatc
         masks["segments"] = torch.tensor([0] * 14 + [1] * (LENGTH - 14), device=DEVICE).expand(2, -1)
     monkeypatch.setenv("MEGASPARSE_OPS", "blockwise")
     expected = results(single, masks)
-    for implementation in ("reference", "triton"):
-        monkeypatch.setenv("MEGASPARSE_OPS", implementation)
+    for implementation in ("triton", "definition"):
+        monkeypatch.setenv("MEGASPARSE_OPS", implementation.replace("definition", "blockwise"))
+        if implementation == "definition":
+            use_definitions(monkeypatch)
         for key, value in results(single, masks).items():
             assert (value is None) == (expected[key] is None), f"{implementation} {key}"
             if value is not None:

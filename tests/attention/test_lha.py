@@ -83,22 +83,26 @@ def in_best(scores, size):
 
 @pytest.mark.parametrize("masks", [{"key_mask": MASK}, {"segments": SEGMENTS, "key_mask": MASK}], ids=len)
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("psi", ["best", "argmax"])
-def test_the_loss_equals_equation_19(masks, causal, psi, monkeypatch):
+@pytest.mark.parametrize(("psi", "utility"), [("best", "sampled"), ("argmax", "sampled"), ("best", "features")])
+def test_the_loss_equals_equation_19(masks, causal, psi, utility, monkeypatch):
     """A sample as large as the document is all of it."""
     monkeypatch.setattr(hash_learning, "_CPU_TILE_ELEMENTS", 1000)
     monkeypatch.setattr(lha_module, "WEIGHT", 0.2)
-    single = lha(causal, psi=psi)
+    single = lha(causal, psi=psi, utility=utility)
     mechanism, inputs = single.mechanism, single.inputs(40, dtype=torch.float64)
     result = single(*inputs, training=True, step=5, **masks)
     _, q, k, _ = inputs
     query_scores, key_scores = (scores.detach() for scores in both_scores(mechanism, q, k, causal))
+    rows = mechanism.features(q, AttentionContext(0, RngContext(0, 5, torch.arange(2), training=True))).double()
     kl, information = torch.zeros(2, 2, dtype=torch.float64)
     kept, count = 0.0, 0
     for row, tokens in groups(masks.get("key_mask"), masks.get("segments")):
         own = [x[row : row + 1][:, :, tokens] for x in (q, k, query_scores, key_scores)]
         codes = own[2].argmax(-1)
         kernel = torch.exp(own[0] @ own[1].transpose(-1, -2) / 4)
+        if utility == "features":
+            maps = [torch.exp(x @ rows.mT / 2 - x.square().sum(-1, keepdim=True) / 8) for x in own[:2]]
+            kernel = maps[0] @ maps[1].mT
         if psi == "best":
             members = [in_best(scores, mechanism.bucket_size) for scores in own[2:]]
         else:

@@ -2,11 +2,11 @@ import pytest
 import torch
 
 from megasparse.ops.bucketed_attention import Window
-from megasparse.ops.bucketed_attention.definition import visible
 from megasparse.ops.local_attention import LocalAttentionSpec, RelativeVectors
-from megasparse.ops.local_attention import reference as defined_relative
 from megasparse.ops.positions import sinusoids
 from tests.helpers.comparing import assert_same_with_gradients, softmax_over
+from tests.helpers.definitions import relative_local_attention as defined_relative
+from tests.helpers.definitions import visible
 from tests.helpers.models import Single
 
 CHUNK, LENGTH = 8, 64

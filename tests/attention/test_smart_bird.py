@@ -8,12 +8,12 @@ import megasparse.attention.smart_bird as sketch_objectives
 from megasparse.attention.contract import AttentionContext, AttentionInputs, RecomputeCache, Targets
 from megasparse.errors import ConfigError
 from megasparse.model.build import build_model
-from megasparse.ops.gathered_attention import reference as gathered
 from megasparse.ops.positions import sinusoids
 from megasparse.ops.random import EVALUATION_STEP, RngContext
-from megasparse.ops.sketch import best_keys as defined
-from megasparse.ops.sketch import sketched_weights
 from tests.helpers.comparing import assert_same_with_gradients, decoded_nats, softmax_over
+from tests.helpers.definitions import best_keys as defined
+from tests.helpers.definitions import gathered_attention as gathered
+from tests.helpers.definitions import sketched_weights
 from tests.helpers.models import Single, named, random_tokens, randomise, small, training_draws
 
 LABELS = Targets(torch.tensor([2, 0]), None)

@@ -5,11 +5,11 @@ import torch.nn.functional as F
 
 from megasparse.attention.heads import build_mechanism
 from megasparse.ops.bucketed_attention import BucketedAttentionSpec, Window, bucketed_attention
-from megasparse.ops.bucketed_attention.definition import visible
 from megasparse.ops.hashing import angular_hash
 from megasparse.ops.random import derive, rotations
 from megasparse.runs.comparison import spread
 from tests.claims.claim import claim, mean_of
+from tests.helpers.definitions import visible
 from tests.helpers.launches import count_layer, total
 from tools.bench.attention import model_of
 

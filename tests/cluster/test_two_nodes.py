@@ -1,5 +1,5 @@
 """Two hosts, each with its own network, processes and sshd: a run on both by a hostfile, one of them cut off or killed,
-and the messages of DeepSpeed's launcher for wrong hostfiles. Needs root; see docs/nodes.md."""
+and the messages of DeepSpeed's launcher for wrong hostfiles. Needs root; see docs/lab/reliability.md."""
 
 import os
 import signal

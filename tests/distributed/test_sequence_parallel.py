@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from megasparse.config.attention import MECHANISMS, AttentionConfig
-from megasparse.config.schema import Config, RunConfig
+from megasparse.config.schema import Config, LoRAConfig, RunConfig
 from megasparse.files import CONVERSATION_END, UNSCORED
+from megasparse.model.adapters import add_adapters
 from megasparse.model.build import build_model
 from megasparse.model.stack import cut
 from megasparse.ops.bucketed_attention import definition
@@ -54,6 +55,12 @@ EXTRA: dict[str, dict[str, Any]] = {
     },
     "bert": {"attention": named("yoso expectation"), "style": "bert", **ORDINARY, "token_types": 2},
 }
+TILES: dict[str, Any] = {
+    "attention": attention({"local": 4, "full": 4}, "full", local={"chunk": 8, "sinks": 3}),
+    **models.PARTS, **ORDINARY, "heads": 8, "key_heads": 4, "activations": "checkpoint", "checkpoint_layers": 2,
+    "feed_forward_tiles": 5, "layers": 3, "document_separator": SEPARATOR,
+}  # fmt: skip
+"""Layers recomputed tile by tile, on packed conversations. On four ranks the heads of the first cannot be divided."""
 FAST = ["full", "lsh", "yoso", "split"]
 """Names that `make test` runs, each in a decoder and an encoder."""
 RAGGED = [(kind, padded) for kind in ("decoder", "encoder") for padded in (False, True)]
@@ -98,7 +105,7 @@ def gradients(model: Any, tokens: Tensor, divisor: float, **shared: Any) -> tupl
     model.zero_grad()
     objective, statistics = model(tokens, models.training_draws(len(tokens)), divisor=divisor, **shared)
     objective.backward()
-    return objective.detach(), {name: p.grad for name, p in model.named_parameters()}, statistics
+    return objective.detach(), {name: p.grad for name, p in model.named_parameters() if p.requires_grad}, statistics
 
 
 def difference(found: Tensor, expected: Tensor) -> float:
@@ -138,6 +145,16 @@ def compare(ranks: Ranks, model: Any, tokens: Tensor) -> dict[str, float]:
     worst = {name: difference(sums[name], x) for name, x in exact.items() if x.abs().max() > 0}
     accuracy = float((statistics["accuracy"] - reported["accuracy"]).abs())
     return worst | {"counted": float(counted) - scored, "accuracy": accuracy}
+
+
+def compare_tiles(ranks: Ranks, adapters: bool) -> dict[str, float]:
+    model, tokens = build_model(small(**{"vocabulary": 260, "dropout": 0.1, **TILES}), 0), batch_of(True)
+    if adapters:
+        add_adapters(model, LoRAConfig(targets=["query", "key", "value", "output"]), 0)
+        for name, weight in model.named_parameters():
+            if "lora_B" in name:
+                weight.data += 0.1
+    return compare(ranks, model, tokens.masked_fill(tokens == PAD, 5))
 
 
 def ragged(ranks: Ranks, kind: str, padded: bool) -> dict[str, float]:
@@ -187,6 +204,7 @@ def on_two_ranks(folder: str, names: list[str]) -> dict[str, Any]:
     found = {" ".join(map(str, case)): compare(ranks, model_of(*case), batch_of(case[2])) for case in cases(names)}
     if "full" in names:
         found |= {f"ragged {kind} {padded}": ragged(ranks, kind, padded) for kind, padded in RAGGED}
+        found |= {f"tiles {adapters}": compare_tiles(ranks, adapters) for adapters in (False, True)}
         found["stage 2"] = of_stage(folder, 2)
     else:
         found |= {f"stage {stage}": of_stage(folder, stage) for stage in (0, 1, 3)}
@@ -247,6 +265,11 @@ def test_a_ragged_window_scores_as_on_one_rank(fast, kind, padded):
 def test_two_ranks_are_one(request, case):
     results = request.getfixturevalue("fast" if case[1] in FAST else "found")
     assert_equal(results[" ".join(map(str, case))])
+
+
+@pytest.mark.parametrize("adapters", [False, True])
+def test_packed_conversations_in_tiles_are_those_of_one_rank(fast, adapters):
+    assert_equal(fast[f"tiles {adapters}"])
 
 
 def assert_equal(worst: dict[str, float]) -> None:
@@ -341,6 +364,7 @@ def pairs_on_four_ranks() -> dict[str, Any]:
     for size in SIZES:
         ranks = start_ranks(RunConfig(device="cpu"), size)
         found |= {f"{size} {name}": compare_pair(ranks, name) for name in (*PAIRS, *MECHANISMS)}
+        found[f"{size} tiles"] = compare_tiles(ranks, True)
     torch.distributed.destroy_process_group()
     return found
 
@@ -352,6 +376,6 @@ def pairs():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("name", [*PAIRS, *MECHANISMS])
+@pytest.mark.parametrize("name", [*PAIRS, *MECHANISMS, "tiles"])
 def test_ranks_that_share_pairs_are_one(pairs, size, name):
     assert_equal(pairs[f"{size} {name}"])

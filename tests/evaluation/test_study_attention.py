@@ -78,6 +78,22 @@ def test_coverage_of_windows_and_best_keys_is_as_defined(monkeypatch):
     assert all((sums[f"held/{name}"] <= sums["mass"] + 1e-9).all() for name in ("lsh, 1 rounds", "n-gram 4"))
 
 
+@pytest.mark.parametrize("bits", [None, 3])
+def test_a_sampling_error_is_the_distance_of_collisions_to_their_expectation(bits):
+    (call,) = record_calls(build_model(small(("full",), layers=1), 0), random_tokens(1, 64), 0)
+    q, k, v = (x[:, :, :32].double() for x in call.inputs[:3])
+    q, k = (F.normalize(x, dim=-1) for x in (q, k))
+    generator = torch.Generator().manual_seed(0)
+    planes = torch.randn(400, q.shape[-1], bits or 5, generator=generator).double()  # 5 = log2 of 32 tokens
+    of_queries, of_keys = (torch.einsum("bhld,mdt->mbhlt", x, planes) > 0 for x in (q, k))
+    collisions = (of_queries.unsqueeze(-2) == of_keys.unsqueeze(-3)).all(-1).double()
+    expected = F.normalize((1 - torch.acos((q @ k.mT).clamp(-1, 1)) / math.pi) ** (bits or 5) @ v, dim=-1)
+    for hashes in (4, 400):
+        sampled = F.normalize(collisions[:hashes].mean(0) @ v, dim=-1)
+        error = float((sampled - expected).norm(dim=-1).mean())
+        assert study_attention.sampling_error(call, 32, hashes, bits) == pytest.approx(error, rel=0.3)
+
+
 @pytest.mark.parametrize("n", [1, 2, 3])
 def test_repetitions_are_counted_at_the_latest_earlier_place(n):
     sequence = random_tokens(1, 200, vocabulary=3)[0]
@@ -94,9 +110,12 @@ def test_repetitions_are_counted_at_the_latest_earlier_place(n):
 def test_the_script_measures_and_writes(tmp_path, capsys):
     data = prepared(tmp_path)
     trained(data, tmp_path / "run", ["full", "lsh"], 2)
+    trained(data, tmp_path / "bird", ["smart_bird"], 2)
     checkpoint, size = ["--checkpoint", str(tmp_path / "run")], ["--windows", "3", "--length", "32"]
     options = {"hashes": [*checkpoint, *size, "--hash-steps", "3", "--top", "4"], "coverage": [*checkpoint, *size]}
     options["repetitions"] = ["--data", str(data), *size, "--near", "4", "--ngrams", "2"]
+    options["maps"] = [*checkpoint, "--other", checkpoint[1]]
+    options |= {"sampling": [*checkpoint, "--length", "256"], "scores": ["--checkpoint", str(tmp_path / "bird")]}
     results = {}
     for study, words in options.items():
         study_attention.main([study, *words, "--json", str(tmp_path / f"{study}.json")])
@@ -110,5 +129,12 @@ def test_the_script_measures_and_writes(tmp_path, capsys):
         assert errors[0] > errors[1] > 0 and all(math.isfinite(x["half"]) for x in row["recall"].values())
     assert set(results["coverage"]["layers"]) == {"layer 0 full", "layer 1 lsh"}
     assert results["repetitions"]["repetitions"]["2"]
+    assert results["maps"]["correlations"] == pytest.approx([1, 1])
+    assert {row["tokens"] for row in results["sampling"]["rows"]} == {128, 256}
+    (scores,) = results["scores"]["layers"].values()
+    assert sum(scores["raw"]["counts"]) >= sum(scores["inverse_log"]["counts"]) > 0  # a weight of 1 has no finite score
+    raw, inverse = (scores[name]["quantiles"] for name in ("raw", "inverse_log"))
+    assert inverse == pytest.approx([-1 / math.log(alpha) for alpha in raw], rel=0.05)
+    assert "has no Smart Bird attention" in refused(capsys, study_attention, "scores", *checkpoint)
     assert "--buckets: 3" in refused(capsys, study_attention, "hashes", *checkpoint, "--buckets", 3)
     assert "--checkpoint: is missing" in refused(capsys, study_attention, "hashes")

@@ -18,15 +18,20 @@ LAUNCHED = re.compile(r"(?:deepspeed|torchrun) .*?(?:launch/(?=\w+\.py )|-m mega
 def commands(text: str) -> list[list[str]]:
     """Return the words of every command in an indented block or a bash fence, as `megasparse` takes them: continued
     lines joined, loops of the shell written out. Commands with `...`, which show a form, are left out."""
-    text = re.sub(r"^```bash\n(.*?)^```", lambda fence: textwrap.indent(fence[1], "    "), text, flags=re.M | re.S)
-    block = re.sub(r"\\\n\s*", " ", "\n".join(re.findall(r"^ {4,}(.*)$", text, re.M)))
     found = []
-    for line in _unrolled(block.splitlines()):
+    for line in shell_lines(text):
         if launched := LAUNCHED.match(line):
             line = "".join(("megasparse ", *launched.groups()))
         if line.startswith("megasparse ") and "..." not in line:
             found.append(shlex.split(line, comments=True)[1:])
     return found
+
+
+def shell_lines(text: str) -> Iterator[str]:
+    """The lines of every indented block and bash fence: continued lines joined, loops written out."""
+    text = re.sub(r"^```bash\n(.*?)^```", lambda fence: textwrap.indent(fence[1], "    "), text, flags=re.M | re.S)
+    block = re.sub(r"\\\n\s*", " ", "\n".join(re.findall(r"^ {4,}(.*)$", text, re.M)))
+    return _unrolled(block.splitlines())
 
 
 def _unrolled(lines: list[str]) -> Iterator[str]:

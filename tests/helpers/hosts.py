@@ -38,7 +38,8 @@ def require(*programs: str) -> None:
     path = os.environ["PATH"] + ":/usr/sbin:/sbin"
     missing = [program for program in programs if shutil.which(program, path=path) is None]
     if missing:
-        pytest.fail(f"{', '.join(missing)}: not installed; docs/nodes.md names the Debian packages", pytrace=False)
+        message = f"{', '.join(missing)}: not installed; docs/lab/reliability.md names the Debian packages"
+        pytest.fail(message, pytrace=False)
     if os.geteuid() != 0:
         pytest.fail("these tests make namespaces and start daemons in them: run them as root", pytrace=False)
 

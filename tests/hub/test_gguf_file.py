@@ -251,6 +251,14 @@ def test_a_file_has_the_logits_of_the_model_that_it_was_made_of(tmp_path, name, 
     torch.testing.assert_close(our_logits(imported.build(), tokens, 0), expected, rtol=0, atol=1e-4)
 
 
+def test_a_tensor_of_another_shape_is_named(tmp_path):
+    pytest.importorskip("gguf")
+    _, values, tensors = model_and_content()
+    tensors["blk.1.ffn_up.weight"] = np.zeros((39, 32))
+    with pytest.raises(HubError, match=r"layers.1.mlp.up_proj.weight has shape \[39, 32\], but \[40, 32\] by its meta"):
+        HFModel.open(write(tmp_path / "a.gguf", values, tensors))
+
+
 def test_a_missing_package_is_named(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "gguf", None)
     _, *content = model_and_content()

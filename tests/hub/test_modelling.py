@@ -96,8 +96,12 @@ def test_positions_of_packed_documents_are_an_error(kind):
     hf, tokens = wrapped(kind, decoder("lsh")), random_tokens(2, 30)
     positions = torch.arange(30).expand(2, -1)
     assert hf(tokens)[0].equal(hf(tokens, position_ids=positions)[0])  # as `generate` passes them
-    with pytest.raises(ValueError, match="position_ids restart: packed documents"):
-        hf(tokens, position_ids=positions % 17)
+    for other in (positions % 17, positions + 1, positions.clamp_min(1) - 1):
+        with pytest.raises(ValueError, match="position_ids restart or start late"):
+            hf(tokens, position_ids=other)
+    mask = F.pad(torch.ones(2, 27), (3, 0))  # transformers' positions of left padding, whose value is free
+    padded = [hf(tokens, mask, position_ids=F.pad(positions[:, :27], (3, 0), value=value))[0] for value in (0, 1)]
+    assert padded[0].equal(padded[1]) and padded[0][:, 3:].equal(hf(tokens, mask)[0][:, 3:])
 
 
 @pytest.mark.parametrize("name", ["past_key_values", "cache"])  # before and since transformers 5.24
@@ -111,6 +115,32 @@ def test_a_cache_takes_several_more_tokens(name):
         together = torch.cat([first.logits, later.logits], dim=1)
         torch.testing.assert_close(together, hf(tokens).logits, atol=1e-5, rtol=0)
     assert later.past_key_values.get_seq_length() == 30
+
+
+@together("kind", [MegasparseForCausalLM, MegasparseForSeq2SeqLM])
+def test_a_mask_that_does_not_fit_the_tokens_or_the_cache_is_an_error(kind):
+    hf, tokens = wrapped(kind, MODELS[kind]), random_tokens(2, 9)
+    name, given = "attention_mask", {"input_ids": tokens}
+    if kind is MegasparseForSeq2SeqLM:
+        start = F.pad(tokens, (1, -1), value=hf.config.decoder_start_token_id)
+        name, given = f"decoder_{name}", {"encoder_outputs": hf.get_encoder()(tokens), "decoder_input_ids": start}
+    for shape in ((2, 8), (2, 10), (1, 9), (2, 1, 1, 9)):
+        with pytest.raises(ValueError, match=f"{name} has shape .*expected .2, 9.: .batch, length. of the tokens"):
+            hf(**given, **{name: torch.ones(shape)})
+    ones = torch.ones(2, 12)
+    later = {"decoder_input_ids" if "decoder_input_ids" in given else "input_ids": tokens[:, :3]}
+    expected = None
+    for mask in (None, ones[:, :3], ones, ones[:, :11], ones.index_fill(1, torch.tensor(10), 0), ones[:, :3] * 0,
+                 ones.index_fill(1, torch.tensor(2), 0)):  # fmt: skip
+        cache = hf(**given, use_cache=True).past_key_values
+        if mask is None or (mask.shape[1] != 11 and bool(mask.all())):
+            logits = hf(**later, past_key_values=cache, **{name: mask}).logits
+            assert expected is None or logits.equal(expected)
+            expected = logits
+            continue
+        message = "has shape" if mask.shape[1] == 11 else "a cache cannot contain padding"
+        with pytest.raises(ValueError, match=f"{name}:? {message}"):
+            hf(**later, past_key_values=cache, **{name: mask})
 
 
 @pytest.mark.parametrize("name", ["full", "lsh", "yoso", "smart_bird"])
@@ -346,3 +376,10 @@ def test_adapters_on_all_linear_layers_learn_with_recomputed_activations(kind, b
         gradients.append({name: x.grad for name, x in tuned.named_parameters() if x.requires_grad})
     assert len(gradients[0]) > 8 and all(x.abs().sum() > 0 for x in gradients[0].values())
     torch.testing.assert_close(*gradients, atol=1e-5, rtol=1e-4)
+
+
+def test_is_decoder_can_be_set_only_as_the_model_is():
+    config = MegasparseConfig(model=json.loads(decoder("full").model_dump_json()), is_decoder=True)
+    assert config.is_decoder
+    with pytest.raises(ValueError, match="is_decoder cannot be False: the model is of kind decoder"):
+        config.is_decoder = False

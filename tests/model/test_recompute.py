@@ -86,6 +86,16 @@ def test_evaluation_equals_stored_layers_and_a_stack_leaves_the_gradients_of_oth
     assert torch.equal(gradient, torch.ones_like(stream))
 
 
+def test_no_gradient_of_a_frozen_embedding_is_stored():
+    settings = {**PARTS, "layers": 1, "feed_forward_tiles": 4, **STORED, "activations": "checkpoint"}
+    model = build_model(small(attention=attention("full"), **settings), 0)
+    add_adapters(model, LoRAConfig(targets=["query"]), 0)
+    stored = []
+    model.layers[0].register_forward_pre_hook(lambda block, arguments: stored.append(arguments[-1]))
+    model(random_tokens(1, 40), training_draws(1))[0].backward()
+    assert stored[0].requires_grad and not stored[0].is_leaf
+
+
 def test_a_token_needs_its_keys_their_gradients_and_that_of_the_stream():
     """From 4 to 8 tiles of 64 tokens a backward grows by the gradient of the stream, keys and values (4 bytes each) and
     their gradients: 4·E + 2·2·4·G·D bytes per token, and in the attention of a prefix one head's gradients."""

@@ -28,15 +28,17 @@ def test_gradients_at_depth_12_with_dropout_and_lsh_in_fp32(parts):
     assert error(a, b) < 1e-5
 
 
-def test_the_embedding_counts_once_for_blocks_that_add_nothing():
-    """The streams' sum is then the embedding, as with ordinary blocks, and not twice that."""
-    pair = build_model(small_pair(), 0)
+@pytest.mark.parametrize("twice", [False, True])
+def test_the_embedding_counts_once_for_blocks_that_add_nothing(twice):
+    """The streams' sum is then the embedding, as with ordinary blocks, and twice that as in Reformer's paper."""
+    pair = build_model(small_pair(embedding_twice=twice), 0)
+    assert pair.embedding_once != twice
     for block in pair.encoder.blocks:
         for parameter in block.parameters():
             torch.nn.init.zeros_(parameter)
     tokens = random_tokens(2, 40)
     streams, _, _ = pair.encoder.streams(tokens, RngContext.evaluation(0, 2), Padding())
-    torch.testing.assert_close(sum(streams), pair.encoder.embedding(tokens, 0))
+    torch.testing.assert_close(sum(streams), (1 + twice) * pair.encoder.embedding(tokens, 0))
 
 
 def test_gradients_at_depth_24_in_bf16():

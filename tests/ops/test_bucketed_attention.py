@@ -11,9 +11,9 @@ from megasparse.attention.sinks import merge
 from megasparse.ops.bucketed_attention import BucketedAttentionSpec, Window, bucketed_attention
 from megasparse.ops.bucketed_attention.blocks import bucketed_attention as blockwise
 from megasparse.ops.bucketed_attention.blocks import row_groups
-from megasparse.ops.bucketed_attention.definition import reference_attention as defined
 from megasparse.ops.random import PairDropout
 from tests.helpers import operators
+from tests.helpers.definitions import bucketed_attention as defined
 from tests.helpers.operators import DEVICE, as_views, assert_equal, assert_same_bits, assert_within_bars, random_masks
 
 WINDOWS = [Window("band", 4), Window("band", 8)]

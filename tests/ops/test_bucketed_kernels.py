@@ -8,10 +8,10 @@ import torch
 import megasparse.ops.bucketed_attention.gpu as kernels
 from megasparse.attention.sinks import merge
 from megasparse.ops.bucketed_attention import BucketedAttentionSpec, Window
-from megasparse.ops.bucketed_attention.definition import reference_attention as defined
-from megasparse.ops.bucketed_attention.definition import visible
 from megasparse.ops.bucketed_attention.gpu import NOWHERE, separate_intervals, shared_intervals
 from tests.helpers import operators
+from tests.helpers.definitions import bucketed_attention as defined
+from tests.helpers.definitions import visible
 from tests.helpers.operators import BARS, DEVICE, as_views, assert_same_bits, assert_within_bars
 from tests.ops.test_bucketed_attention import call, gradients
 from tests.ops.test_bucketed_attention import random_codes as codes_on

@@ -2,8 +2,9 @@ import pytest
 import torch
 
 import megasparse.ops.gathered_attention as module
-from megasparse.ops.gathered_attention import gathered_attention, reference
+from megasparse.ops.gathered_attention import gathered_attention
 from tests.helpers import operators
+from tests.helpers.definitions import gathered_attention as reference
 from tests.helpers.operators import (
     BARS,
     DEVICE,

@@ -98,6 +98,17 @@ def test_utilities_of_all_keys_equal_the_definition(monkeypatch):
     torch.testing.assert_close(found, torch.where(total > 0, part / total, 0.0), rtol=1e-6, atol=1e-9)
 
 
+def test_random_features_estimate_the_kernel():
+    """Lemma 1 of Choromanski et al. 2020: the mean of φ(q)·φ(k) over draws of the rows is exp(scale·q·k)."""
+    q, k, *_ = problem()
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(200, 2, 50, 6, generator=generator, dtype=torch.float64)
+    draws = torch.stack([hash_learning._products(q / 2, k / 2, SCALE, features).exp() for features in rows])
+    error = draws.std(0) / len(draws) ** 0.5
+    scores = (draws.mean(0) - torch.exp(SCALE / 4 * q @ k.mT)) / error
+    assert 0.5 < scores.square().mean().sqrt() < 1.5
+
+
 def test_sums_over_the_draws_are_unbiased():
     """Σ_draws f(j)/c_j has the expectation Σ_j f(j): here f(j) = A_ij, of each bucket and of all keys."""
     q, k, _, in_key = problem()

@@ -11,14 +11,16 @@ from megasparse.ops.hash_table_attention import (
     HashTableAttentionSpec,
     expected_attention,
     hash_table_attention,
-    reference,
 )
 from megasparse.ops.hashing import sign_codes
 from megasparse.ops.kernels import recorded
 from tests.helpers import definitions, operators
 from tests.helpers.operators import BARS, DEVICE, as_views, random_masks
 
-DEFINED = {hash_table_attention: reference, expected_attention: definitions.expected_attention}
+DEFINED = {
+    hash_table_attention: definitions.hash_table_attention,
+    expected_attention: definitions.expected_attention,
+}
 PAIR_COSTS = {"tables": math.inf, "pairs": 0.0}
 
 
@@ -169,7 +171,7 @@ def check(heads, codes, **rule):
     """Compare the kernels with the definition: row sums exactly, padding's zeros among them."""
     results = gradients(hash_table_attention, heads, *codes, **rule)
     forward, backward = BARS[heads[2].dtype]
-    definition = gradients(reference, [x.double() for x in heads], *codes, **rule)
+    definition = gradients(definitions.hash_table_attention, [x.double() for x in heads], *codes, **rule)
     for name, a, exact in zip(("out", "total", "dq", "dk", "dv"), results, definition, strict=True):
         a, bar = a.double(), 1e-7 if name == "total" else backward if name.startswith("d") else forward
         assert a.shape == exact.shape and torch.equal(a[exact == 0], exact[exact == 0])

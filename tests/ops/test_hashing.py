@@ -9,14 +9,11 @@ import megasparse.ops.hashing as hashing
 from megasparse.ops.hashing import (
     angular_hash,
     code_gap,
-    hadamard_matrix,
-    hyperplanes,
-    reference_angular_hash,
-    reference_sign_codes,
     sign_codes,
 )
 from megasparse.ops.hashing_kernels import learned_codes
 from megasparse.ops.random import rotations
+from tests.helpers import definitions
 from tests.helpers.cases import together
 from tests.helpers.operators import DEVICE
 
@@ -42,7 +39,7 @@ def test_angular_codes_equal_the_definition(factors, block, monkeypatch):
     codes = angular_hash(x, matrices, factors)
     assert codes.shape == (2, 3, 2, 37)
     assert codes.min() >= 0 and codes.max() < math.prod(factors)
-    assert torch.equal(codes, reference_angular_hash(x.double(), matrices, factors))
+    assert torch.equal(codes, definitions.angular_hash(x.double(), matrices, factors))
     parts = torch.einsum("bhld,hrds->bhrls", x, matrices).split([n // 2 for n in factors], dim=-1)
     ordered = [torch.cat([part, -part], dim=-1).sort(dim=-1).values for part in parts]
     gap = min((scores[..., -1] - scores[..., -2]).min() for scores in ordered) / x.norm(dim=-1).max()
@@ -92,12 +89,12 @@ def test_sign_codes_equal_the_definition(kind, width, hashes, bits, block, monke
     x = vectors(2, 3, 11, width)
     codes = sign_codes(x, 7, range(4, 7), hashes, bits, kind)
     assert codes.shape == (2, 3, hashes, 11) and codes.dtype == (torch.int16 if bits <= 15 else torch.int32)
-    assert torch.equal(codes, reference_sign_codes(x, 7, range(4, 7), hashes, bits, kind))
+    assert torch.equal(codes, definitions.sign_codes(x, 7, range(4, 7), hashes, bits, kind))
 
 
 def test_the_fast_transform_is_the_matrix():
     x = vectors(3, 32).double()
-    torch.testing.assert_close(hashing.hadamard(x), x @ hadamard_matrix(32))
+    torch.testing.assert_close(hashing.hadamard(x), x @ definitions.hadamard_matrix(32))
 
 
 @KINDS
@@ -165,7 +162,7 @@ def assert_sides(codes, x, key, global_heads, bits, kind):
     x, hashes = x.double(), codes.shape[2]
     for number, head in enumerate(global_heads):
         for hash_ in range(hashes):
-            normals = hyperplanes(key, head, hash_, bits, x.shape[3], kind).to(DEVICE)
+            normals = definitions.hyperplanes(key, head, hash_, bits, x.shape[3], kind).to(DEVICE)
             projected = x[:, number] @ normals.T  # (B, L, τ)
             bit = codes[:, number, hash_, :, None].long() >> torch.arange(bits, device=DEVICE) & 1
             size = x[:, number].norm(dim=-1, keepdim=True) * normals.norm(dim=-1)
@@ -188,7 +185,7 @@ def test_ties_of_scores_go_to_the_first_and_the_positive_one():
     x = torch.randint(-2, 3, (1, 2, 60, 4), generator=generator).float()  # exact products, and many equal ones
     matrices = torch.randint(-1, 2, (2, 3, 4, 40), generator=generator).float()
     x, matrices = x.to(DEVICE), matrices.to(DEVICE)
-    assert torch.equal(angular_hash(x, matrices, [80]).long(), reference_angular_hash(x, matrices, [80]))
+    assert torch.equal(angular_hash(x, matrices, [80]).long(), definitions.angular_hash(x, matrices, [80]))
     assert (angular_hash(torch.zeros_like(x), matrices, [40, 40]) == 0).all()
 
 

@@ -8,9 +8,9 @@ from megasparse.ops.local_attention import (
     LocalAttentionSpec,
     RelativeVectors,
     distances,
-    reference,
     relative_local_attention,
 )
+from tests.helpers.definitions import relative_local_attention as reference
 from tests.helpers.operators import BARS, DEVICE
 
 

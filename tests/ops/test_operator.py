@@ -1,4 +1,4 @@
-"""The choice of an implementation, and an operator in three forms that exists only in this file (CONTRIBUTING.md)."""
+"""The choice of an implementation, and an operator in both forms that exists only in this file (CONTRIBUTING.md)."""
 
 from functools import cache
 from types import SimpleNamespace
@@ -18,11 +18,6 @@ from tests.ops.test_autocast import HEADS, made
 
 BLOCK = 16
 calls = []
-
-
-def reference(x):
-    calls.append("reference")
-    return (x.double() * x.double()).to(x.dtype)
 
 
 def blocks(x):
@@ -61,11 +56,11 @@ class Square(Function):
         return out
 
 
-square = Operator(blocks, reference=reference, kernels=f"{__name__}:kernels", largest_width=None)
+square = Operator(blocks, kernels=f"{__name__}:kernels", largest_width=None)
 
 
-@pytest.mark.parametrize("forced", ["reference", "blockwise", "triton"])
-def test_three_forms_of_one_operator_agree(forced, monkeypatch):
+@pytest.mark.parametrize("forced", ["blockwise", "triton"])
+def test_both_forms_of_one_operator_agree(forced, monkeypatch):
     monkeypatch.setenv(VARIABLE, forced)
     x = torch.linspace(-3, 3, 37, device=DEVICE, requires_grad=True)  # an odd length: the last block is not full
     calls.clear()
@@ -79,7 +74,7 @@ def test_three_forms_of_one_operator_agree(forced, monkeypatch):
     assert len(started) == (2 if forced == "triton" else 0)
 
 
-@pytest.mark.parametrize("forced", ["reference", "blockwise", "triton"])
+@pytest.mark.parametrize("forced", ["blockwise", "triton"])
 def test_an_operator_runs_without_autocast_on_cast_arguments(forced, monkeypatch):
     runs = []
 
@@ -102,7 +97,7 @@ def test_a_cpu_runs_blockwise_torch_unless_another_is_forced(monkeypatch):
     x = torch.zeros(1, 1, 4, 64)
     assert implementation(x) == "blockwise"
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    for name in ("reference", "blockwise", "triton"):
+    for name in ("blockwise", "triton"):
         monkeypatch.setenv("MEGASPARSE_OPS", name)
         assert implementation(x) == name
 
@@ -110,7 +105,7 @@ def test_a_cpu_runs_blockwise_torch_unless_another_is_forced(monkeypatch):
 @pytest.mark.parametrize(
     ("value", "x", "said"),
     [
-        ("cuda", torch.zeros(4, 64), "'cuda' is not an implementation. Set reference, blockwise or triton"),
+        ("cuda", torch.zeros(4, 64), "'cuda' is not an implementation. Set blockwise or triton"),
         ("triton", torch.zeros(4, 64, dtype=torch.float64), "not float64 of 64"),
         ("triton", torch.zeros(4, 257), "not float32 of 257"),
     ],

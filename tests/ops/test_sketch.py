@@ -12,14 +12,12 @@ from megasparse.ops.sketch import (
     Noise,
     chosen_keys,
     exact_projection,
-    reference_attention,
-    reference_choice,
     sketched_attention,
-    sketched_weights,
     top_k,
-    uniform,
 )
-from megasparse.ops.sketch import best_keys as defined
+from tests.helpers import definitions
+from tests.helpers.definitions import best_keys as defined
+from tests.helpers.definitions import sketched_weights, uniform
 from tests.helpers.operators import DEVICE, random_masks
 
 KINDS = ["inverse_log_squared", "inverse_log", "raw", "top_k", "random"]
@@ -69,7 +67,7 @@ def check_attention(length, dim, dtype, causal, forward, backward, device=DEVICE
     inputs = [x.to(dtype).requires_grad_() for x in random_sketch(length, dim=dim, device=device)]
     doubles = [x.detach().double().requires_grad_() for x in inputs]
     h, lse = sketched_attention(*inputs, causal=causal, **mask)
-    exact = reference_attention(*doubles, causal=causal, **mask)
+    exact = definitions.sketched_attention(*doubles, causal=causal, **mask)
     assert h.dtype == lse.dtype == torch.promote_types(dtype, torch.float32)
     assert distance(h, exact[0]) < forward and distance(lse, exact[1]) < forward
     grads = [torch.randn(x.shape, generator=generator, dtype=torch.float64).to(device) for x in (h, lse)]
@@ -237,7 +235,7 @@ def check_kind(sampling, length, first, causal, count, **mask):
     q, k, v = random_sketch(length, device=DEVICE)
     noise = some_noise(length, heads=range(3, 5), device=DEVICE)
     noise = noise._replace(rows=noise.rows[:, first:])
-    _, lse = reference_attention(q, k, v, causal=causal, **mask)
+    _, lse = definitions.sketched_attention(q, k, v, causal=causal, **mask)
     rule = dict(causal=causal, first_query=first, **mask)
     q, lse = q[:, first:], lse[:, first:]
     ours = choose(q, k, count, sampling=sampling, noise=noise, lse=lse, **rule)
@@ -266,7 +264,7 @@ def test_kernels_without_noise_choose_exactly_those_of_the_definition(length, co
         rule = dict(causal=causal, sampling="top_k", noise=None, first_query=first)
         rule |= {name: x[:1] for name, x in mask.items()}
         ours = choose(q[:, first:], k / 2, count, **rule)
-        assert torch.equal(ours, choose(q[:, first:], k / 2, count, function=reference_choice, **rule))
+        assert torch.equal(ours, choose(q[:, first:], k / 2, count, function=definitions.chosen_keys, **rule))
 
 
 @pytest.mark.usefixtures("implementation")
@@ -289,7 +287,7 @@ def test_kernels_draw_the_numbers_of_the_other_implementations(kernels):
     noise = some_noise(70, heads=range(6, 8), device=DEVICE)
     noise = noise._replace(rows=noise.rows[:, :4], key=2**63 + 5)
     rule = dict(causal=False, sampling="random", noise=noise)
-    assert torch.equal(choose(q[:, :4], k, 7, **rule), choose(q[:, :4], k, 7, function=reference_choice, **rule))
+    assert torch.equal(choose(q[:, :4], k, 7, **rule), choose(q[:, :4], k, 7, function=definitions.chosen_keys, **rule))
 
 
 def test_kernels_reject_a_sketch_wider_than_their_registers(kernels):
@@ -305,4 +303,4 @@ def test_products_in_fp32_are_rounded_as_in_float64():
     sign = torch.randint(2, (500,), generator=numbers) * 2.0 - 1.0
     k[0, :, 0] = (torch.randint(9, (500,), generator=numbers) + 0.5 + 1e-9 * sign.double()) / 128
     given = q, k, KeyChoiceSpec(30, True, "top_k"), None, None, None, None, 460
-    assert torch.equal(chosen_keys(*given), reference_choice(*given))
+    assert torch.equal(chosen_keys(*given), definitions.chosen_keys(*given))

@@ -7,43 +7,58 @@ from typing import Any
 import pytest
 import torch
 
-from megasparse.config.schema import Config
+from megasparse.config.attention import AttentionConfig
+from megasparse.config.schema import Config, ModelConfig
 from megasparse.model.build import empty_model
 from megasparse.planning.dry_run import dry_run
 from megasparse.settings.load import build_config, load_config
 
 FILES = sorted((Path(__file__).parents[2] / "configs").glob("*.json"))
-LENGTH, CHUNK, HEAD_DIM, VOCABULARY = 64, 8, 4, 288
+LENGTH, CHUNK, HEAD_DIM, VOCABULARY = 64, 8, 4, 420
 
 
-def reduced(config: Config) -> Config:
-    model = config.model
-    width = HEAD_DIM * model.heads
+def reduced(config: Config, length: int = LENGTH) -> Config:
     values: dict[str, Any] = config.model_dump(mode="json")
-    pattern = [entry for i, entry in enumerate(model.attention.pattern) if entry not in model.attention.pattern[:i]]
-    for section in values["model"]["attention"].values():
-        if isinstance(section, dict) and "chunk" in section:
-            section["chunk"] = CHUNK
-    values["model"]["attention"]["pattern"] = pattern
-    values["model"]["attention"]["lsh"] |= {"buckets": None, "evaluation_buckets": None}
-    values["model"]["attention"]["yoso"] |= {"hashes": 4, "code_bits": 4}
-    values["model"] |= {"max_length": LENGTH, "layers": len(pattern), "d_model": width, "head_dim": HEAD_DIM, "d_ff": 8}
-    values["model"]["score_from"] = min(model.score_from, LENGTH // 2)
-    if shape := model.positions.axial_shape:
-        rest = len(shape) - 1
-        small = [2] * rest + [LENGTH // 2**rest]
-        values["model"]["positions"] |= {"axial_shape": small, "axial_dims": [4] * rest + [width - 4 * rest]}
-    values["model"]["vocabulary"] = min(model.vocabulary, VOCABULARY)
-    cutoffs = len(model.adaptive_cutoffs)
-    values["model"]["adaptive_cutoffs"] = list(range(VOCABULARY - 32 * cutoffs, VOCABULARY, 32))
-    before = LENGTH if model.source else 0
-    if model.source:
-        values["model"]["source"] |= {"length": before}
-    values["data"]["sequence_length"] = before + LENGTH
-    values["evaluation"] |= {"sample_tokens": min(config.evaluation.sample_tokens, LENGTH), "sequence_length": None}
+    values["model"] = reduced_model(config.model, length)
+    before = values["model"]["source"]["length"] if config.model.source else 0
+    values["data"]["sequence_length"] = before + length
+    values["evaluation"] |= {"sample_tokens": min(config.evaluation.sample_tokens, length), "sequence_length": None}
     values["training"] |= {"global_batch": 2, "micro_batch": 2}
     values["run"]["device"] = "cpu"
     return build_config(values)
+
+
+def reduced_model(model: ModelConfig, length: int = LENGTH) -> dict[str, Any]:
+    """The values of a model with each entry of its pattern once, heads of 4, and few tokens."""
+    values: dict[str, Any] = model.model_dump(mode="json")
+    attention = reduced_attention(model.attention)
+    width = HEAD_DIM * model.heads
+    values |= {"attention": attention, "layers": len(attention["pattern"]), "max_length": length, "d_model": width}
+    values |= {"head_dim": HEAD_DIM, "d_ff": 8, "score_from": min(model.score_from, length // 2)}
+    if shape := model.positions.axial_shape:
+        rest = len(shape) - 1
+        small = [2] * rest + [length // 2**rest]
+        values["positions"] |= {"axial_shape": small, "axial_dims": [4] * rest + [width - 4 * rest]}
+    values["vocabulary"] = min(model.vocabulary, VOCABULARY)
+    if model.masking:
+        values["masking"]["token"] = min(model.masking.token, VOCABULARY - 1)
+    values["adaptive_cutoffs"] = list(range(VOCABULARY - 32 * len(model.adaptive_cutoffs), VOCABULARY, 32))
+    if model.source:
+        of_source = reduced_attention(model.source.attention)
+        values["source"] |= {"length": length, "attention": of_source}
+        values["source"]["layers"] = len(of_source["pattern"])
+    return values
+
+
+def reduced_attention(attention: AttentionConfig) -> dict[str, Any]:
+    values: dict[str, Any] = attention.model_dump(mode="json")
+    for section in values.values():
+        if isinstance(section, dict) and "chunk" in section:
+            section["chunk"] = CHUNK
+    values["lsh"] |= {"buckets": None, "evaluation_buckets": None}
+    values["yoso"] |= {"hashes": 4, "code_bits": 4}
+    pattern = attention.pattern
+    return values | {"pattern": [entry for i, entry in enumerate(pattern) if entry not in pattern[:i]]}
 
 
 # One for each kind of model, positions, objective and softmax; the others in `make test-all`

@@ -31,6 +31,7 @@ from megasparse.training.engines import build_engine
 from megasparse.training.ranks import Ranks, start_ranks
 from tests.helpers import commands
 from tests.helpers.cases import together
+from tests.helpers.definitions import use_definitions
 from tests.helpers.peak_memory import allocated_peak
 from tests.helpers.run_ranks import run_ranks
 from tools.bench.training import models
@@ -71,7 +72,8 @@ ALLOCATED = {
 
 @pytest.mark.parametrize("name", ALLOCATED)
 def test_predicted_peaks_are_within_10_percent_of_the_allocations(name, monkeypatch):
-    monkeypatch.setenv("MEGASPARSE_OPS", "reference")
+    monkeypatch.setenv("MEGASPARSE_OPS", "blockwise")
+    use_definitions(monkeypatch)  # blocks depend on the values of codes, which tensors without memory lack
     length, model, sections = ALLOCATED[name]
     if name == "nf4":
         pytest.importorskip("bitsandbytes")
@@ -90,7 +92,8 @@ def test_predicted_peaks_are_within_10_percent_of_the_allocations(name, monkeypa
 
 
 def test_counting_without_memory_is_counting_with_it(monkeypatch):
-    monkeypatch.setenv("MEGASPARSE_OPS", "reference")
+    monkeypatch.setenv("MEGASPARSE_OPS", "blockwise")
+    use_definitions(monkeypatch)  # blocks depend on the values of codes, which tensors without memory lack
     config = config_of(model=ORDINARY)
     model, tokens = build_model(config.model, 0).train(), dummy_records(config.model, 1, 256, 0)
     real = count_pass(model, lambda: model(tokens, RngContext(0, 0, torch.arange(1), training=True))[0])
@@ -137,9 +140,10 @@ def test_tiles_and_recomputed_layers_are_chosen_for_a_card_and_its_host(tmp_path
     lengths = ("--set", "model.max_length=512", "--set", "data.sequence_length=512")
     words = ("decoder_64k", "--start", str(tmp_path), *lengths)
 
-    def planned(host, memory):
+    def planned(host, memory, ranks=1):
         words_of_memory = ("--gpu-memory", f"{memory}B", "--host-memory", f"{host}B", "--json")
-        commands.run(door("plan"), *words, "--gpus", "1", *words_of_memory)
+        shared = ("--gpus", str(ranks), "--set", f"parallel.sequence={ranks}")
+        commands.run(door("plan"), *words, *shared, *words_of_memory)
         return json.loads(capsys.readouterr().out)
 
     roomy = planned(10**12, 10**12)
@@ -150,6 +154,11 @@ def test_tiles_and_recomputed_layers_are_chosen_for_a_card_and_its_host(tmp_path
     assert tight["settings"] == {"feed_forward_tiles": 16, "loss_tiles": 128, "checkpoint_layers": 2}
     assert tight["memory"]["host"]["offloaded activations"] == 6 * inputs / 9
     assert tight["peak"] < roomy["peak"] and tight["hardware_flops_per_step"] > roomy["hardware_flops_per_step"]
+    two, four = (planned(10**12, 10**12, ranks) for ranks in (2, 4))
+    assert two["settings"] == {"feed_forward_tiles": 2, "loss_tiles": 16, "checkpoint_layers": 1}
+    assert two["memory"]["device"]["all-to-all"] == 4 * 128 * 64 * 2
+    assert four["settings"]["feed_forward_tiles"] == 16  # as configured: 2 key heads cannot be divided among 4 ranks
+    assert four["memory"]["device"]["all-to-all"] == 4 * 128 * 64 * 2
 
 
 STATES = States(trained=1000, frozen=0, largest=100, moments=8000, rounded=True)

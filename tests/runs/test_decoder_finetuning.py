@@ -1,6 +1,8 @@
 """Fine-tune a pretrained decoder on texts, all weights or adapters, and export it as a transformers model."""
 
 import json
+import subprocess
+import sys
 from functools import partial
 
 import pytest
@@ -24,6 +26,7 @@ from megasparse.ops.random import RngContext
 from megasparse.training.checkpoints.checkpoint import Checkpoint
 from tests.data.corpora.test_chats import CHATML, conversation, lines_in
 from tests.helpers.commands import refused, run
+from tests.helpers.run_ranks import ROOT
 from tests.helpers.tiny import read_metrics
 from tests.hub.test_decoders import logits_of, saved
 from tests.hub.test_replace_decoders import BAND, HEADS, LSH, SEPARATE
@@ -52,10 +55,14 @@ def books(folder, texts=TEXTS):
     return folder
 
 
-def go_on(directory, start, texts, *words, **changes):
+def words_of(directory, start, texts, changes):
     settings = {**QUICK, "run.directory": directory, **changes}
     sets = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
-    run(door("pretrain"), "decoder_64k", "--start", start, "--data", texts, *sets, *words)
+    return ["decoder_64k", "--start", start, "--data", texts, *sets]
+
+
+def go_on(directory, start, texts, *words, **changes):
+    run(door("pretrain"), *words_of(directory, start, texts, changes), *words)
     return json.loads((directory / "config.json").read_text())
 
 
@@ -287,6 +294,27 @@ def test_packed_conversations_are_learned_as_transformers_reads_each_alone(chatt
     texts = ["".join(f"{message['content']}</s>\n" for message in chat["messages"][1::2]) for chat in CHATS]
     assert sorted(answers) == sorted(texts[: len(answers)]) and 36 <= len(answers) <= 38
     assert len(expected) == len(CHATS) - len(answers)  # those held out
+
+
+@pytest.mark.slow
+def test_two_ranks_that_share_packed_conversations_train_adapters_as_one(chatting, tmp_path):
+    chats = lines_in(tmp_path / "chats.jsonl", CHATS)
+    settings = {
+        "model.max_length": 192, "data.sequence_length": 192, "model.feed_forward_tiles": 3,
+        "model.attention.pattern": '["local", "full"]', "model.attention.local": '{"chunk": 16, "sinks": 4}',
+        "model.residual_dtype": "fp32",
+    }  # fmt: skip
+    go_on(tmp_path / "one", chatting, chats, **settings)
+    shared = {"run.engine": "deepspeed", "parallel.sequence": 2, "deepspeed.zero_optimization.stage": 3}
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "--"]
+    words = words_of(tmp_path / "two", chatting, chats, settings | shared)
+    subprocess.run([*torchrun, "megasparse", "pretrain", *map(str, words)], check=True, cwd=ROOT)
+    names = "train/loss", "optimizer/gradient_norm", "evaluation/loss"
+    one, two = (
+        [line[name] for line in read_metrics(tmp_path / run) for name in names if name in line]
+        for run in ("one", "two")
+    )
+    assert len(one) == 9 and two == pytest.approx(one, rel=1e-5)
 
 
 def test_conversations_resume_bit_identically_and_are_checked_as_trained(chatting, tmp_path, capsys):

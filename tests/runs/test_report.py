@@ -118,6 +118,8 @@ def test_the_first_screen_is_the_held_out_result_of_the_last_checkpoint_next_to_
     first, rest = text.split("<details>", 1)
     shown = [first.index(part) for part in ("run</td><td><b>2.087", "gzip -9</td><td><b>2.844", "3,000 tokens", "<svg")]
     assert shown == sorted(shown) and "1.111" not in text and "2.222" not in text and "bars" not in rest
+    lengths = {float(share) for share in re.findall(r'style="--share:([.0-9]+)"', first)}  # also on a phone
+    assert lengths == {1.0, round(2.0871 / 2.844, 3)} and "max-width:40vw" not in text
     assert first.count("<svg") == 1 and "validation" in first and "tokens per second" in first
     assert "color-scheme:light dark" in text and "memory/optimizer_bytes: 5.36 MB in all steps" in result.text
     (run / "summary.json").write_text(json.dumps({"gzip_bits_per_dim": 2.844, "bits_per_dim": 2.1}))

@@ -130,6 +130,14 @@ def test_reformers_bleus_are_sacrebleus_by_another_tokenizer_and_uncased():
     assert "case:lc|eff:no|tok:intl" in signature("bleu_intl_uncased")
 
 
+def test_reformers_tokenized_bleu_is_that_of_tokens_with_compounds_split():
+    labels, predicted = ["The well-known (Ost-West-) border, 5 km."], ["The well-known (Ost-West-) line, 5 km."]
+    tokens = "The well ##AT##-##AT## known ( Ost ##AT##-##AT## West- ) {} , 5 km ."
+    expected = sacrebleu.corpus_bleu([tokens.format("line")], [[tokens.format("border")]], tokenize="none").score
+    assert value("bleu_tokenized", labels, predicted) == pytest.approx(expected)
+    assert value("bleu", labels, predicted) != pytest.approx(expected)
+
+
 @together("name", ROUGE)
 def test_rouge_is_the_mean_of_rouge_scores_f1(name):
     scorer = RougeScorer([name], use_stemmer=True)

@@ -144,6 +144,11 @@ def test_training_measures_the_model_and_its_baselines(tmp_path, capsys, in_this
     rows = json.loads((tmp_path / "out.json").read_text())["rows"]
     assert [row["model"] for row in rows] == [*versions] and all(row["tokens_a_second"] > 0 for row in rows)
     assert all(f"| {name} |" in capsys.readouterr().out for name in ("20 layers",))
+    run(training, tmp_path / "config.json", "--steps", 1, "--evaluate", "--json", tmp_path / "out.json")
+    rows = json.loads((tmp_path / "out.json").read_text())["rows"]
+    assert [(row["model"], row["activation_bytes"]) for row in rows] == [
+        ("as configured", None), ("all layers full", None)
+    ]  # fmt: skip
 
 
 @pytest.fixture(scope="module")

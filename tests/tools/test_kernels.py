@@ -188,6 +188,37 @@ def test_without_their_waits_all_products_with_registers_are_found(tmp_path):
     assert run(tmp_path, WITHOUT_WAITS).split() == ["0", "4"]
 
 
+AHEAD = """
+import torch
+from megasparse.ops.kernels import recorded
+from tools.bench.kernel_cases import CASES
+from tools.bench.kernels import assemble
+from tools.bench.sass import instructions
+
+with recorded() as launches:
+    CASES["bucketed_attention"](torch.bfloat16, 64)
+names = ("forward", "query_gradient", "key_gradient")
+lsh, local = ([x for x in launches if x.kernel.__name__ in names and x.settings["ROUNDS"] == n][:count]
+              for n, count in ((2, 4), (1, 1)))
+for launch in (lsh[0], local[0], *lsh[2:4]):
+    for capability in (80, 90):
+        names = [x.name for x in instructions(assemble(launch, capability).code)]
+        product = next(i for i, name in enumerate(names) if name.startswith(("HMMA", "HGMMA")))
+        copies = [i for i, name in enumerate(names) if name.startswith("LDGSTS")]
+        print(launch.kernel.__name__, launch.settings["JUMP"], bool(copies) and copies[0] < product < copies[-1])
+"""
+
+
+@pytest.mark.slow
+def test_loops_copy_the_next_tiles_while_they_multiply(tmp_path):
+    """Asynchronous copies before the first product and after it; none in the forward of LSH, because Triton does not
+    pipeline its `while` over tiles."""
+    lines = [line.split() for line in run(tmp_path, AHEAD).splitlines()]
+    assert [line[0] for line in lines[::2]] == ["forward", "forward", "query_gradient", "key_gradient"]
+    for _, jumps, ahead in lines:
+        assert ahead == str(jumps == "False")
+
+
 PROGRAM = """
 import torch, triton, triton.language as tl
 from megasparse.ops.kernels import dot, launch, precision, recorded

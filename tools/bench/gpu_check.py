@@ -18,6 +18,7 @@ B batch, H heads, L length, D head dim, R rounds, M window.
 
 import argparse
 import importlib.util
+import json
 import os
 import shutil
 import statistics
@@ -60,14 +61,18 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megasparse.config.schema import Config
+from megasparse.data.batches import Batch
 from megasparse.ops.bucketed_attention import BucketedAttentionSpec, Window, bucketed_attention, gpu
 from megasparse.ops.kernels import Launch, observed
+from megasparse.ops.random import RngContext
 from megasparse.planning.dry_run import trial_engine
 from megasparse.planning.hardware import GPUS
-from megasparse.planning.passes import META, ConfiguredPass, LiveBytes, as_on_a_gpu
+from megasparse.planning.passes import META, ConfiguredPass, LiveBytes, as_on_a_gpu, dummy_records
 from megasparse.planning.plan import RESERVE, Plan
 from megasparse.settings.load import build_config, load_config
+from megasparse.training.engines import build_engine
 from megasparse.training.ranks import start_ranks
+from megasparse.training.reporting.memory import available_bytes
 from tools.bench.attention import MECHANISMS, Case, Inputs, build, model_of, sdpa
 from tools.bench.jobs import RESULTS, Job, Report, compile_all, end_with_parent, gpu_facts, rows_of, run_jobs
 from tools.bench.measuring import machine, mark, peak, reset_peak, seconds_between
@@ -291,6 +296,51 @@ def plan(report: Report, small: bool, name: str) -> None:
     report.add(f"planned, {name}", figures, note="GB without the CUDA context")
 
 
+def decoder_config(length: int, layers: int, small: bool) -> Config:
+    """Return configs/decoder_64k with the sizes of Llama 3.1 8B, and adapters."""
+    model = {
+        "layers": layers, "d_model": 4096, "d_ff": 14336, "heads": 32, "key_heads": 8, "vocabulary": 128256,
+        "norm": "rms", "norm_eps": 1e-5, "feed_forward": "swiglu", "feed_forward_biases": False,
+        "positions": {"kind": "rotary", "base": 500000.0}, "attention.pattern": ["full"], "max_length": length,
+        "feed_forward_tiles": -(-length // 4096), "loss_tiles": -(-length // 512),
+    }  # fmt: skip
+    if small:
+        model |= {"d_model": 64, "d_ff": 128, "heads": 4, "key_heads": 2, "vocabulary": 260, "feed_forward_tiles": 4}
+    changes = {"run.engine": "torch", "data.sequence_length": length, "training.global_batch": 1}
+    changes |= {f"model.{key}": json.dumps(value) for key, value in model.items()}
+    return load_config("decoder_64k", [f"{key}={value}" for key, value in changes.items()])
+
+
+def decoder(report: Report, small: bool, length: int, layers: int, steps: int = 1) -> None:
+    """Measure steps of a decoder of random weights, recomputed tile by tile, next to their plan."""
+    plan = Plan(decoder_config(length, layers, small), GPUS["H100"])
+    if not small:
+        plan = plan.fitted(available_bytes(torch.device("cpu")))
+    planned = {"planned s": plan.step_seconds, "planned GB": (plan.peak - RESERVE) / 1e9}
+    figures = decoder_steps(plan.config, device_of(small), steps)
+    report.add("step", figures | planned, note=", ".join(f"{key} {value}" for key, value in plan.settings.items()))
+
+
+def decoder_steps(config: Config, device: torch.device, steps: int) -> dict[str, float]:
+    """Return the seconds of the last step, and the peak in GB with the weights, which are created on the device."""
+    ranks = start_ranks(config.run.model_copy(update={"device": device.type}))
+    model = ConfiguredPass(config).model
+    for weight in model.parameters():
+        if weight.requires_grad:
+            weight.data = weight.data.float()
+    before = reset_peak(device)
+
+    def initial(name: str, shape: Sequence[int], start: int, numel: int) -> Tensor:
+        return torch.empty(numel, dtype=torch.bfloat16, device=device).normal_(std=0.02)
+
+    make_rng = partial(RngContext, 0, training=True)
+    engine = build_engine(model, config, make_rng, ranks, initial=initial)
+    batch = Batch(dummy_records(config.model, 1, config.data.sequence_length, 0), torch.arange(1))
+    reset_peak(device)
+    seconds = [step_seconds(engine, batch, step, 1e-4) for step in range(steps)]
+    return {"s": seconds[-1], "GB": (peak(device) - before) / 1e9}
+
+
 def kernels_once(device: torch.device) -> None:
     """Run LSH forward and backward, hash, sort, unit keys and local attention at L = 256, D = 64."""
     problem = Problem(256, 64, device)
@@ -405,6 +455,11 @@ FIRST = (
 """Operators used by the attention and training jobs."""
 LENGTHS = (4096, 8192, 16384, 65536)
 STEPS = {"as configured": 3, "all layers full": 1, "hashed layers full": 1}
+DECODERS = {
+    "64K": (1 << 16, 32, 2, 120), "256K": (1 << 18, 32, 1, 320), "1M, 4 layers": (1 << 20, 4, 1, 450),
+    "1M": (1 << 20, 32, 1, 3300),
+}  # fmt: skip
+"""Tokens, layers, steps and the expected seconds of the jobs of a decoder of 8 billion weights."""
 
 
 def phases(small: bool) -> tuple[list[Job], list[Job]]:
@@ -430,6 +485,7 @@ def phases(small: bool) -> tuple[list[Job], list[Job]]:
         rest += [Check(name, 4099, dim, dtype) for dim, dtype in sizes for name in SMOOTH]
     middle = [16384, 65536]
     lsh = partial(attention_launches, ["lsh"], [65536], 8, LSH)
+    decoders = {"256": (256, 2, 1, 60)} if small else DECODERS
     plans, variants = (list(STEPS)[:1], list(VARIANTS)[:1]) if small else (list(STEPS), list(VARIANTS))
     summed = partial(order, device=device_of(small), rows=128 if small else 4096)
     late = (48, 16, [29]) if small else (4096, 64, [1, 65, 819, 2053, 4093])
@@ -461,6 +517,10 @@ def phases(small: bool) -> tuple[list[Job], list[Job]]:
         attend("lsh of 512K tokens", 8, ["lsh"], [1 << 19], least=0.0),
         attend("flash of 512K tokens", 20, ["flash"], [1 << 19], least=0.0),
         attend("hf", 10, ["hf", "lsh"], [16384], sizes=HF),
+        *(
+            Job(f"decoder {name}", partial(decoder, small=small, length=length, layers=layers, steps=steps), seconds)
+            for name, (length, layers, steps, seconds) in decoders.items()
+        ),
         *(Job(f"variant {name}", partial(variant, small=small, name=name), 12) for name in variants),
     ]
     if small:

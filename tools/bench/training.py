@@ -2,6 +2,7 @@
 
     python tools/bench/training.py reformer_64k --json training.json             # on a GPU
     python tools/bench/training.py quickstart --set data.sequence_length=256     # on a CPU, a minute
+    python tools/bench/training.py masked_text --evaluate                        # passes without gradients
 
 Variants of a configuration are measured in separate processes on plain torch (without ZeRO and offloading), with dummy
 tokens and one micro-batch per step:
@@ -12,7 +13,8 @@ tokens and one micro-batch per step:
     hashed layers full    full attention instead of every mechanism except local attention
     2 layers, 20 layers   as configured except for the depth; the 2 layers use different mechanisms
 
-"activations" is the peak before the optimizer's step, without weights, optimizer state and gradients.
+"activations" is the peak before the optimizer's step, without weights, optimizer state and gradients. --evaluate
+compares passes in evaluation of the first and the third model.
 """
 
 import argparse
@@ -37,6 +39,7 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("config", metavar="CONFIG", help="a shipped configuration, or a file")
     parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=JSON", help="override one key")
     parser.add_argument("--steps", type=int, default=5, metavar="N", help="measured steps (default: %(default)s)")
+    parser.add_argument("--evaluate", action="store_true", help="measure passes in evaluation instead of steps")
     parser.add_argument("--json", type=Path, metavar="OUT", help="write the results and their settings to this file")
     args = parser.parse_args(words)
     load_settings(args.config, args.set, Config, mechanisms=False)
@@ -51,6 +54,7 @@ from tqdm import tqdm
 
 from megasparse.data.batches import Batch
 from megasparse.evaluation.outputs import write_json
+from megasparse.ops.random import RngContext
 from megasparse.planning.dry_run import trial_engine
 from megasparse.training.engines.contract import Engine
 from megasparse.training.ranks import start_ranks
@@ -58,10 +62,12 @@ from tools.bench.measuring import MeasurementError, alone, machine, peak, reset_
 
 DEPTHS = (2, 20)
 WARM_UP = 2
-AS_CONFIGURED = "as configured"
+AS_CONFIGURED, ALL_FULL = "as configured", "all layers full"
 
 
-def bench_training(config: Config, steps: int, command: str, json_file: Path | None = None) -> dict[str, Any]:
+def bench_training(
+    config: Config, steps: int, command: str, json_file: Path | None = None, evaluate: bool = False
+) -> dict[str, Any]:
     """Measure the models of a configuration (see `models`). Return all figures, which are also written to a file after
     each model. Raises ConfigError for unsupported settings.
     """
@@ -73,9 +79,12 @@ def bench_training(config: Config, steps: int, command: str, json_file: Path | N
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     result: dict[str, Any] = {"command": command, "machine": alone(machine, torch.device(device)), "rows": []}
-    for name, changed in tqdm(models(config).items(), unit="model", disable=None):
+    variants = models(config)
+    if evaluate:
+        variants = {name: variants[name] for name in (AS_CONFIGURED, ALL_FULL)}
+    for name, changed in tqdm(variants.items(), unit="model", disable=None):
         try:
-            row = alone(measure, changed, steps)
+            row = alone(measure, changed, steps, evaluate)
         except MeasurementError as error:
             row = {"error": error.problem}
         result["rows"].append({"model": name} | row)
@@ -92,7 +101,7 @@ def models(config: Config) -> dict[str, dict[str, Any]]:
     variants: dict[str, dict[str, Any]] = {
         AS_CONFIGURED: {},
         "full, checkpointed": {"pattern": ["full"], "blocks": "ordinary", "activations": "checkpoint"},
-        "all layers full": {"pattern": ["full"]},
+        ALL_FULL: {"pattern": ["full"]},
         "hashed layers full": {"pattern": [in_full(entry) for entry in entries]},
     }
     for depth in DEPTHS:
@@ -116,8 +125,8 @@ def changed(config: Config, pattern: list[Any] | None = None, **model: Any) -> d
     return values
 
 
-def measure(values: dict[str, Any], steps: int) -> dict[str, Any]:
-    """Measure one model in a separate process. values: values of its configuration."""
+def measure(values: dict[str, Any], steps: int, evaluate: bool) -> dict[str, Any]:
+    """Measure one model in a separate process. values: values of its configuration. evaluate: see --evaluate."""
     config = build_config(values)
     ranks = start_ranks(config.run.model_copy(update={"engine": "torch"}))
     device = ranks.device
@@ -129,7 +138,7 @@ def measure(values: dict[str, Any], steps: int) -> dict[str, Any]:
         if step == WARM_UP:  # the optimizer's state exists now
             baseline = reset_peak(device)
             engine.optimizer.register_step_pre_hook(lambda *_: before_update.append(peak(device)))
-        seconds.append(step_seconds(engine, batch, step, config.optimizer.learning_rate))
+        seconds.append(step_seconds(engine, batch, step, config.optimizer.learning_rate, evaluate))
     gradients = sum(p.numel() * p.element_size() for p in engine.module.parameters())
     tokens = config.training.micro_batch * config.data.sequence_length
     return {
@@ -141,10 +150,13 @@ def measure(values: dict[str, Any], steps: int) -> dict[str, Any]:
     }
 
 
-def step_seconds(engine: Engine, batch: Batch, step: int, learning_rate: float) -> float:
-    """Return the seconds of a training step of one micro-batch."""
+def step_seconds(engine: Engine, batch: Batch, step: int, learning_rate: float, evaluate: bool = False) -> float:
+    """Return the seconds of a training step of one micro-batch, or of its pass in evaluation."""
     started = time.perf_counter()
-    engine.train_step([batch], step, learning_rate)
+    if evaluate:
+        engine.evaluate(batch.tokens, RngContext.evaluation(step, len(batch.tokens)))
+    else:
+        engine.train_step([batch], step, learning_rate)
     if engine.ranks.device.type == "cuda":
         torch.cuda.synchronize(engine.ranks.device)
     return time.perf_counter() - started
@@ -184,7 +196,7 @@ def main(words: Sequence[str] | None = None) -> None:
     args = arguments(words)
     config = load_config(args.config, args.set)
     command = shlex.join(["python", "tools/bench/training.py", *words])
-    print("\n".join(report(bench_training(config, args.steps, command, args.json), config)))
+    print("\n".join(report(bench_training(config, args.steps, command, args.json, args.evaluate), config)))
 
 
 if __name__ == "__main__":

@@ -42,6 +42,8 @@ PRECEDING: dict[str, tuple[str | None, ...]] = {
     "tool": ("assistant", "tool"),
 }
 """Roles, and the roles of the message before; None at the start."""
+SPEAKERS = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "observation": "tool"}
+"""Roles by their names in ShareGPT's `conversations`, if they differ."""
 OPEN_RECORDS = 32
 """Records that are filled at the same time."""
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -63,11 +65,12 @@ class Invalid(Exception):
 
 class Chats(JsonLinesCorpus):
     """Conversations in JSON lines, for decoders: each line has `messages` of the roles system, user, assistant and
-    tool (and `tools`), `prompt` and `completion`, or `text`.
+    tool (and `tools`), `conversations` of ShareGPT, `prompt` and `completion`, or `text`.
 
-    Messages are rendered by the chat template next to the tokenizer.json. Only the assistant's tokens are predicted, of
-    a `text` all. A record of --length tokens contains whole conversations; longer ones are cut at their end and
-    counted. Invalid lines are left out and counted, up to 1%. It requires `pip install -e '.[hf]'`.
+    Messages are rendered by the chat template next to the tokenizer.json. Only the assistant's tokens are predicted,
+    without messages of `weight` 0; of a `text` all. A record of --length tokens contains whole conversations; longer
+    ones are cut at their end and counted. Invalid lines are left out and counted, up to 1%. It requires
+    `pip install -e '.[hf]'`.
     """
 
     HELP = "conversations in JSON lines, for the chat template of a decoder"
@@ -151,7 +154,8 @@ def packed(conversations: Iterable[np.ndarray], length: int, filler: int) -> Ite
 
 def is_chat(record: Any) -> bool:
     """True if the object of a line of JSON is a conversation, not a text."""
-    return isinstance(record, dict) and ("messages" in record or {"prompt", "completion"} <= record.keys())
+    forms = {"messages"}, {"conversations"}, {"prompt", "completion"}
+    return isinstance(record, dict) and any(keys <= record.keys() for keys in forms)
 
 
 def contains_chats(parts: Iterable[Part], most: int = 100) -> bool:
@@ -240,7 +244,7 @@ class Renderer:
             ids = np.append(tokenizer.encode(text).numpy(), ends).astype(np.int64)
             scored = np.ones(len(ids), dtype=bool)
         else:
-            ids, scored = self._rendered(_messages(record), record.get("tools"))
+            ids, scored = self._rendered(_messages(record), _tools(record))
         if not scored.any():
             raise Invalid("the chat template renders no answer", "use the model's own template")
         if ids.max() >= tokenizer.vocabulary:
@@ -256,6 +260,7 @@ class Renderer:
     def _rendered(self, messages: list[dict[str, Any]], tools: Any) -> tuple[np.ndarray, np.ndarray]:
         """Return the ids of a conversation, and a mask of the assistant's. Names of special tokens in it are text."""
         tokenizer = _chat_tokenizer(self.file)
+        answers = {i: message.pop("weight", 1) for i, message in enumerate(messages) if message["role"] == "assistant"}
         if tokenizer.chat_template is None:
             folder, hint = Path(self.file).parent, "Use an instruction-tuned model, or add its chat_template.jinja"
             raise ConfigError("data.tokenizer", f"{folder} lacks a chat template, which conversations need", hint)
@@ -277,11 +282,14 @@ class Renderer:
                     raise Invalid("a message contains the name of a special token", "remove it from the text")
                 options = {"return_assistant_tokens_mask": True, "tokenizer_kwargs": {"split_special_tokens": False}}
                 both = tokenizer.apply_chat_template(messages, tools=tools, **options)
-                return np.array(both["input_ids"]), np.array(both["assistant_masks"], dtype=bool)
+                scored = np.array(both["assistant_masks"], dtype=bool)
+                if not all(answers.values()):
+                    scored = _weighted(scored, list(answers.values()))
+                return np.array(both["input_ids"]), scored
             whole = render(len(messages))
             if re.search("[\ufdd0\ufdd1]", QUOTED.sub("", whole)):
                 raise Invalid("the chat template cuts the name of a special token in a message", "remove the name")
-            spans = [_span(render, whole, i) for i, message in enumerate(messages) if message["role"] == "assistant"]
+            spans = [_span(render, whole, i) for i, weight in answers.items() if weight]
         except Invalid:
             raise
         except Exception as error:  # templates raise errors of any type
@@ -315,6 +323,14 @@ def _span(render: Callable[..., str], whole: str, number: int) -> tuple[int, int
     raise Invalid(reason, f"split it into conversations that end with an answer, {MARK}")
 
 
+def _weighted(mask: np.ndarray, weights: Sequence[int]) -> np.ndarray:
+    """Return the mask of the assistant's tokens without the answers of weight 0."""
+    starts = mask & ~np.append(False, mask[:-1])
+    if starts.sum() != len(weights):
+        raise Invalid("the chat template does not mark each answer once, which weights need", "remove the weights")
+    return mask & np.array([0, *weights], dtype=bool)[starts.cumsum()]
+
+
 def _encoded(tokenizer: Any, text: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return the ids of a rendered conversation, and the first character and the end of each, int64 (length,)."""
     parts, offset = [], 0
@@ -329,12 +345,47 @@ def _encoded(tokenizer: Any, text: str) -> tuple[np.ndarray, np.ndarray, np.ndar
     return ids, first, end
 
 
+def _tools(record: Mapping[str, Any]) -> list[Any] | None:
+    tools = record.get("tools")
+    if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
+        raise Invalid("its tools are not a list of objects", "write a JSON schema for each tool")
+    return tools
+
+
+def _called(calls: Any) -> list[Any]:
+    """Return tool calls with their arguments as objects, which templates write as JSON, if they are JSON texts."""
+    if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
+        raise Invalid("its tool_calls are not a list of objects", "write the name and arguments of each call")
+    parsed = []
+    for call in calls:
+        function = call.get("function")
+        text = function.get("arguments") if isinstance(function, dict) else None
+        if isinstance(text, str) and isinstance(arguments := json_object(text.encode()), dict):
+            call = {**call, "function": {**function, "arguments": arguments}}
+        parsed.append(call)
+    return parsed
+
+
+def _turns(record: Mapping[str, Any]) -> Any:
+    """Return the messages of ShareGPT's `conversations`, after its `system` prompt if any."""
+    turns, system = record.get("conversations"), record.get("system")
+    if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
+        return None
+    messages = [{"role": "system", "content": system}] if system else []
+    for turn in turns:
+        speaker = turn.get("from", turn.get("role"))
+        content = turn.get("value", turn.get("content"))
+        role = SPEAKERS.get(speaker, speaker) if isinstance(speaker, str) else speaker
+        messages.append({**turn, "role": role, "content": content})
+    return messages
+
+
 def _messages(record: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the checked messages of a record, with contents as strings. Raises Invalid."""
     if not is_chat(record):
-        raise Invalid('no "messages", "prompt" and "completion", or "text"', FORM)
-    messages = record.get("messages")
-    if messages is None:
+        raise Invalid('no "messages", "conversations", "prompt" and "completion", or "text"', FORM)
+    messages = record["messages"] if "messages" in record else _turns(record)
+    if messages is None and "prompt" in record:
         prompt, completion = (
             [{"role": role, "content": side}] if isinstance(side, str) else side
             for role, side in (("user", record.get("prompt")), ("assistant", record.get("completion")))
@@ -358,8 +409,12 @@ def _messages(record: Mapping[str, Any]) -> list[dict[str, Any]]:
             raise Invalid(f"the content of a message of the role {role} is not text", "keep its text only")
         if not (content or "").strip() and not message.get("tool_calls"):
             raise Invalid(f"a message of the role {role} is empty", "fill it, or remove the conversation")
-        checked.append({**message, "content": content})
+        if (weight := message.get("weight", 0)) not in (0, 1) or (weight and role != "assistant"):
+            problem = f"weight {one_line(repr(weight), 40)} of a message of the role {role}"
+            raise Invalid(problem, "give answers the weight 0 or 1, and other messages none")
+        calls = {"tool_calls": _called(message["tool_calls"])} if message.get("tool_calls") else {}
+        checked.append({**message, "content": content, **calls})
         before = role
-    if all(message["role"] != "assistant" for message in checked):
+    if all(message["role"] != "assistant" or message.get("weight") == 0 for message in checked):
         raise Invalid("no message of the role assistant, whose tokens are learned", "add the answer to learn")
     return checked

@@ -65,8 +65,6 @@ ZERO = Unfit("byte 0, which stands between documents", damaged=True)
 
 def json_hint(line: bytes) -> str:
     """Return what to do about a line that is not a JSON object."""
-    if b"\0" in line:
-        return f"convert the file: iconv -f utf-16{'be' if line.startswith(bytes(1)) else 'le'} -t utf-8"
     try:
         text = line.decode("utf-8-sig").strip()
     except UnicodeDecodeError:

@@ -67,7 +67,8 @@ SIGNATURES = {
     "a Zstandard file": (0, b"\x28\xb5\x2f\xfd"), "a zip archive": (0, b"PK\3\4"), "a tar archive": (257, b"ustar"),
     "a 7z archive": (0, b"7z\xbc\xaf\x27\x1c"), "a RAR archive": (0, b"Rar!\x1a\x07"), "a PDF file": (0, b"%PDF-"),
     "a Parquet file": (0, b"PAR1"), "an Arrow file": (0, b"ARROW1"),
-    "text in UTF-16": (0, b"\xff\xfe"), "text in UTF-16, big endian": (0, b"\xfe\xff"),
+    "text in UTF-32": (0, b"\xff\xfe\0\0"), "text in UTF-16": (0, b"\xff\xfe"),
+    "text in UTF-16, big endian": (0, b"\xfe\xff"),
 }  # fmt: skip
 """Offset and bytes of the signatures of files that are not plain text."""
 
@@ -323,8 +324,13 @@ def _require_text(part: Part, start: bytes) -> None:
     for kind, (offset, signature) in SIGNATURES.items():
         if start.startswith(signature, offset):
             hint = "Unpack it: .gz, .bz2, .xz, .zst and .zip are read as they are if their names end so"
-            hint = "Convert it: iconv -f utf-16 -t utf-8" if "UTF-16" in kind else EXTRACT if "PDF" in kind else hint
+            coding = kind[8:14].lower()  # of "text in UTF-16"
+            hint = f"Convert it: iconv -f {coding} -t utf-8" if "UTF" in kind else EXTRACT if "PDF" in kind else hint
             raise DataError(str(part), f"this is {kind}, not plain text", hint)
+    even, odd = (start[first:512:2].count(0) for first in (0, 1))
+    if len(start) > 16 and not min(even, odd) and 2 * max(even, odd) > len(start[1:512:2]):
+        problem = "every second byte is 0, as in UTF-16"
+        raise DataError(str(part), problem, f"Convert it: iconv -f utf-16{'le' if odd else 'be'} -t utf-8")
 
 
 def refuse_bomb(what: Part | Path | str, size: int, compressed: int) -> None:

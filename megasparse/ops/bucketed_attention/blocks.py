@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megasparse.ops.bucketed_attention.definition import BucketedAttentionSpec, Codes, split_codes
 from megasparse.ops.bucketed_attention.layouts import (
     LOWEST,
     SCORE_ELEMENTS,
@@ -24,6 +23,7 @@ from megasparse.ops.bucketed_attention.layouts import (
     TileBlock,
 )
 from megasparse.ops.bucketed_attention.sorted_layout import SortedLayout
+from megasparse.ops.bucketed_attention.spec import BucketedAttentionSpec, Codes, split_codes
 from megasparse.ops.operator import Function, at_least_fp32
 from megasparse.ops.random import PairDropout
 

@@ -26,8 +26,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megasparse.ops.bucketed_attention.definition import BucketedAttentionSpec, RankedTiles, Window
 from megasparse.ops.bucketed_attention.ranges import key_range
+from megasparse.ops.bucketed_attention.spec import BucketedAttentionSpec, RankedTiles, Window
 from megasparse.ops.random import PairDropout
 
 SCORE_ELEMENTS = 1 << 18  # scores per block: 1 MB of fp32

@@ -6,7 +6,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megasparse.ops.bucketed_attention.definition import BucketedAttentionSpec, Window
 from megasparse.ops.bucketed_attention.layouts import (
     EXACT,
     SCORE_ELEMENTS,
@@ -16,6 +15,7 @@ from megasparse.ops.bucketed_attention.layouts import (
     sorted_groups,
     tile_size,
 )
+from megasparse.ops.bucketed_attention.spec import BucketedAttentionSpec, Window
 
 
 class SortedLayout(NamedTuple):

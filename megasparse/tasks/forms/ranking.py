@@ -1,12 +1,16 @@
-"""Tasks that rank the items shown to a user, given the items chosen before: NRMS (Wu et al. 2019).
+"""Tasks that rank the items shown to a user, given the items chosen before: NRMS (Wu et al. 2019), and FIM (Wang et al.
+2020), a baseline of Smart Bird.
 
-A pretrained body encodes news, and attention over clicked news encodes users. B impressions, N distinct news of a
-batch, L length, H clicked news, C candidates, M clicks, E width.
+A pretrained body encodes news. Attention over clicked news encodes users, or each candidate is matched with each
+clicked news word by word. B impressions, N distinct news of a batch, L length, H clicked news, C candidates, M clicks,
+E width.
 """
 
 import zlib
-from collections.abc import Iterator, Sequence
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -19,6 +23,7 @@ from megasparse.attention.heads import MultiHeadAttention, Padding
 from megasparse.config.finetuning import HeadConfig, RecommendationConfig
 from megasparse.config.schema import ModelConfig, PositionsConfig
 from megasparse.errors import ConfigError
+from megasparse.ops.operator import at_least_fp32
 from megasparse.ops.random import RngContext, derive, random_bits
 from megasparse.settings.checks import check_model, check_targets
 from megasparse.tasks.batches import EncodedExample, Movable, Padded, Segments, collate, first, side_by_side
@@ -27,6 +32,8 @@ from megasparse.tasks.form import Form, draw_normal, dropped
 from megasparse.tasks.task import Example
 
 HISTORY_LAYER = -2  # layer number for random draws of the attention over clicked news; not a layer of the body
+FILTERS, DILATIONS, CUBES = 150, (1, 2, 3), (32, 16)
+"""FIM's own sizes: convolutions of words, each of width 3, and of matching images, 3 × 3 × 3."""
 NEGATIVES = 4  # news of the same impression without a click, as negatives of a clicked one; NRMS' value
 
 
@@ -64,26 +71,19 @@ class AdditivePooling(nn.Module):
         return (weights.unsqueeze(-1) * torch.where(mask.unsqueeze(-1), x.float(), 0.0)).sum(1)
 
 
-class NewsRecommender(nn.Module):
-    """Model that scores candidates by the product u·r of a user's and a news' vector.
+Score = Callable[[Tensor, Tensor], Tensor]
+"""Scores (M, C) of users, rows of impressions (M,), for candidates, rows of news (M, C)."""
 
-    r: additive pooling of the body's states of a title. u: multi-head self-attention over the vectors r of clicked
-    news, then additive pooling; a learned vector, initially 0, for users without clicks. Dropout precedes both
-    poolings. `head.hidden` is the width of the additive attentions.
-    """
+
+class Recommender(nn.Module):
+    """Base of models that score candidates for users, from the body's states of news."""
 
     varying_token_counts = True
 
-    def __init__(self, body: Backbone, config: RecommendationConfig, head: HeadConfig, seed: int):
+    def __init__(self, body: Backbone, head: HeadConfig):
         super().__init__()
         self.body, self.rate = body, head.dropout
-        hidden, model = head.hidden or body.width, history_model(body.width, config)
-        self.news_pooling = AdditivePooling(body.width, hidden, seed, "news")
-        self.user_pooling = AdditivePooling(body.width, hidden, seed, "user")
-        self.attention = MultiHeadAttention(model, 0, derive(seed, "attention over clicked news"))
-        self.unknown_user = nn.Parameter(torch.zeros(body.width))
-        weights = (self.attention.mechanism(kind).task_weight for kind in self.attention.split)
-        self.task_weight = min(body.task_weight, *weights)
+        self.task_weight = body.task_weight
 
     def forward(self, batch: Any, rng: RngContext, divisor: float | None = None) -> tuple[Tensor, dict[str, Any]]:
         """Return the objective, auxiliary losses included, and the statistics of tasks/form.py.
@@ -95,14 +95,14 @@ class NewsRecommender(nn.Module):
         """
         if rng.training:
             rows, chosen = drawn_negatives(batch, rng, NEGATIVES)
-            vectors, users, auxiliary = self._read(batch, chosen, rng)
-            scores = (users[rows].unsqueeze(1) * vectors[chosen]).sum(-1)
+            score, auxiliary = self._read(batch, chosen, rng)
+            scores = score(rows, chosen)
             costs = -scores.log_softmax(-1)[:, 0]
             loss, count = costs.sum() / (divisor or len(costs)), torch.tensor(len(costs), device=costs.device)
             return self.task_weight * loss + auxiliary, {"nats": costs.sum().detach(), "tokens": count}
         real = first(batch.shown, batch.candidates.shape[1])
-        vectors, users, auxiliary = self._read(batch, batch.candidates[real], rng)
-        scores = (users.unsqueeze(1) * vectors[batch.candidates]).sum(-1)
+        score, auxiliary = self._read(batch, batch.candidates[real], rng)
+        scores = score(torch.arange(len(real), device=real.device), batch.candidates)
         predicted = [row[:count] for row, count in zip(scores, batch.shown.tolist(), strict=True)]
         statistics: dict[str, Any] = {"predicted": predicted}
         loss, count = scores.new_zeros(()), scores.new_tensor(float(len(scores)))
@@ -119,8 +119,10 @@ class NewsRecommender(nn.Module):
         count: Tensor = batch.clicked.sum()
         return count
 
-    def _read(self, batch: Any, candidates: Tensor, rng: RngContext) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the vectors of the news (N, E), 0 if not needed, the users' (B, E), and the auxiliary losses."""
+    def _states(self, batch: Any, candidates: Tensor, rng: RngContext) -> tuple[Tensor, Tensor, Padded, Tensor]:
+        """Return the numbers of the needed news, their states after dropout (N, L, E), the news, and the auxiliary
+        loss.
+        """
         mask, news, popular = first(batch.clicks, batch.history.shape[1]), batch.news, None
         needed = torch.cat([batch.history[mask], candidates.flatten()]).unique()
         if rng.training:  # a sketch learns which news any user of the batch has clicked, now or before: 1, others 0
@@ -131,11 +133,38 @@ class NewsRecommender(nn.Module):
         read = Padded(news.tokens[needed], news.types[needed], news.lengths[needed])
         rng_of_news = replace(rng, samples=batch.numbers[needed])
         states, auxiliary = self.body(read, rng_of_news, popular)
-        real = first(read.lengths, read.tokens.shape[1])
-        pooled = self.news_pooling(dropped(states, self.rate, rng_of_news, "news dropout"), real)
-        vectors = pooled.new_zeros(len(news.tokens), self.body.width).index_copy(0, needed, pooled)
+        return needed, dropped(states, self.rate, rng_of_news, "news dropout"), read, auxiliary
+
+    @abstractmethod
+    def _read(self, batch: Any, candidates: Tensor, rng: RngContext) -> tuple[Score, Tensor]:
+        """Return a function that scores the candidates, and the auxiliary losses."""
+
+
+class NewsRecommender(Recommender):
+    """Model that scores candidates by the product u·r of a user's and a news' vector.
+
+    r: additive pooling of the body's states of a title. u: multi-head self-attention over the vectors r of clicked
+    news, then additive pooling; a learned vector, initially 0, for users without clicks. Dropout precedes both
+    poolings. `head.hidden` is the width of the additive attentions.
+    """
+
+    def __init__(self, body: Backbone, config: RecommendationConfig, head: HeadConfig, seed: int):
+        super().__init__(body, head)
+        hidden, model = head.hidden or body.width, history_model(body.width, config)
+        self.news_pooling = AdditivePooling(body.width, hidden, seed, "news")
+        self.user_pooling = AdditivePooling(body.width, hidden, seed, "user")
+        self.attention = MultiHeadAttention(model, 0, derive(seed, "attention over clicked news"))
+        self.unknown_user = nn.Parameter(torch.zeros(body.width))
+        weights = (self.attention.mechanism(kind).task_weight for kind in self.attention.split)
+        self.task_weight = min(body.task_weight, *weights)
+
+    def _read(self, batch: Any, candidates: Tensor, rng: RngContext) -> tuple[Score, Tensor]:
+        needed, states, read, auxiliary = self._states(batch, candidates, rng)
+        pooled = self.news_pooling(states, first(read.lengths, states.shape[1]))
+        vectors = pooled.new_zeros(len(batch.numbers), self.body.width).index_copy(0, needed, pooled)
+        mask = first(batch.clicks, batch.history.shape[1])
         users, further = self._users(vectors[batch.history], mask, rng)
-        return vectors, users, auxiliary + further
+        return lambda rows, chosen: (users[rows].unsqueeze(1) * vectors[chosen]).sum(-1), auxiliary + further
 
     def _users(self, clicked: Tensor, mask: Tensor, rng: RngContext) -> tuple[Tensor, Tensor]:
         """Return the users' vectors (B, E) fp32, and the auxiliary loss. clicked: (B, H, E). mask: (B, H)."""
@@ -147,6 +176,71 @@ class NewsRecommender(nn.Module):
         users = self.user_pooling(dropped(out.float(), self.rate, rng, "user dropout"), visible)
         users = torch.where(mask.any(-1, keepdim=True), users, self.unknown_user.float())
         return users, users.new_zeros(()) if auxiliary is None else auxiliary
+
+
+class MatchingRecommender(Recommender):
+    """FIM: the words of a candidate are matched with those of each clicked news, at several levels.
+
+    Level 0 are the body's states (FIM: word vectors); each further level is a dilated convolution of the one before,
+    ReLU and layer normalisation. Products of all words of two news, divided by √width, are an image per level. The
+    images of a user's clicked news are a volume that convolutions, each with ReLU and a maximum over 3 × 3 × 3, reduce
+    to a score. Missing words and news are 0.
+    """
+
+    def __init__(self, body: Backbone, config: RecommendationConfig, head: HeadConfig, length: int, seed: int):
+        super().__init__(body, head)
+        self.history, self.length = config.history, length
+        widths, channels = (body.width, *[FILTERS] * len(DILATIONS)), (1 + len(DILATIONS), *CUBES)
+        self.words = nn.ModuleList(
+            nn.Conv1d(a, b, 3, padding=d, dilation=d) for (a, b), d in zip(pairwise(widths), DILATIONS, strict=True)
+        )
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for width in widths[1:])
+        self.cubes = nn.ModuleList(nn.Conv3d(a, b, 3, padding=1) for a, b in pairwise(channels))
+        volume = -(-config.history // 9) * (-(-length // 9)) ** 2
+        self.output = nn.Linear(CUBES[-1] * volume, 1)
+        for name, weight in self.named_parameters():
+            if weight.dim() > 1 and not name.startswith("body."):
+                draw_normal(weight, weight[0].numel() ** -0.5, seed, "initial matching", name)
+        for layer in (*self.words, *self.cubes, self.output):
+            nn.init.zeros_(layer.bias)
+
+    def levels(self, states: Tensor, lengths: Tensor) -> list[Tensor]:
+        """Return the levels of news (N, length, width), from the body's states (N, L, E)."""
+        mask = first(lengths, self.length).unsqueeze(-1)
+        x = F.pad(states.to(self.output.weight.dtype), (0, 0, 0, self.length - states.shape[1])).masked_fill(~mask, 0.0)
+        levels = [x]
+        for convolution, norm in zip(self.words, self.norms, strict=True):
+            x = norm(convolution(x.mT).relu().mT).masked_fill(~mask, 0.0)
+            levels.append(x)
+        return levels
+
+    def match(self, candidates: Sequence[Tensor], clicked: Sequence[Tensor]) -> Tensor:
+        """Return the scores (C,) of candidates for a user. Both by level: (C, length, E), (H, length, E)."""
+        pairs = zip(candidates, clicked, strict=True)
+        x = torch.stack([torch.einsum("cie,hje->chij", a, b) / a.shape[-1] ** 0.5 for a, b in pairs], dim=1)
+        for convolution in self.cubes:
+            x = F.max_pool3d(convolution(x).relu(), 3, ceil_mode=True)
+        scores: Tensor = at_least_fp32(self.output(x.flatten(1)).squeeze(-1))
+        return scores
+
+    def _read(self, batch: Any, candidates: Tensor, rng: RngContext) -> tuple[Score, Tensor]:
+        needed, states, read, auxiliary = self._states(batch, candidates, rng)
+        place = needed.new_zeros(len(batch.numbers)).index_copy(
+            0, needed, torch.arange(len(needed), device=needed.device)
+        )
+        levels = self.levels(states, read.lengths)
+        mask = first(batch.clicks, batch.history.shape[1])[..., None, None]
+        missing = self.history - mask.shape[1]
+
+        def score(rows: Tensor, chosen: Tensor) -> Tensor:
+            scores = []
+            for row, numbers in zip(rows.tolist(), place[chosen], strict=True):
+                history = [level[place[batch.history[row]]].masked_fill(~mask[row], 0.0) for level in levels]
+                clicked = [F.pad(level, (0, 0, 0, 0, 0, missing)) for level in history]
+                scores.append(self.match([level[numbers] for level in levels], clicked))
+            return torch.stack(scores)
+
+        return score, auxiliary
 
 
 def history_model(width: int, config: RecommendationConfig) -> ModelConfig:
@@ -231,7 +325,10 @@ class RankingForm(Form):
         if self.config.head.pooling is not None:
             problem = f'"{self.config.head.pooling}", but news are pooled by additive attention'
             raise ConfigError("head.pooling", problem, "Remove it")
-        return NewsRecommender(body, self.config.task.recommendation, self.config.head, self.config.run.seed)
+        task, seed = self.config.task, self.config.run.seed
+        if task.recommendation.user == "matching":
+            return MatchingRecommender(body, task.recommendation, self.config.head, task.max_length, seed)
+        return NewsRecommender(body, task.recommendation, self.config.head, seed)
 
     def collate(self, examples: Sequence[Any]) -> Impressions:
         """Batch the examples, each distinct text once."""

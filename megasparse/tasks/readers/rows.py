@@ -146,7 +146,7 @@ def _by_column(file: Path, rows: Rows, columns: Sequence[str] | None, hint: str)
             yield location, fields
         elif columns is None:
             columns = [name.strip() for name in fields]
-            if repeated := _repeated(columns):
+            if repeated := [name for name, number in Counter(columns).items() if number > 1]:
                 problem = f'the column name "{repeated[0][:80]}" occurs twice'
                 raise DataError(str(location), problem, "Rename one of them in the first line")
         elif len(fields) == len(columns):
@@ -156,10 +156,6 @@ def _by_column(file: Path, rows: Rows, columns: Sequence[str] | None, hint: str)
             yield location, DataError(str(location), problem, hint)
     if columns is None:
         raise DataError(file, "is empty", "Its first line must contain the names of the columns")
-
-
-def _repeated(names: Sequence[str]) -> list[str]:
-    return [name for name, number in Counter(names).items() if number > 1]
 
 
 def json_lines(file: Path) -> Rows:

@@ -87,6 +87,7 @@ class DeepSpeedEngine(Engine):
         # DeepSpeed skips a step on every rank if its gradient is not finite.
         self._engine.backward(objective * torch.nan if poison_gradient else objective)
 
+    @torch.no_grad()  # DeepSpeed gathers into weights that require gradients, which Gloo of torch 2.7 cannot write
     def _update(self, apply_update: bool, norm: float | None) -> tuple[float, bool]:
         if self._stage == 0 and not self._rounded:  # DeepSpeed would apply a NaN gradient in this case
             gradients = [p.grad for p in self._trained.values() if p.grad is not None]

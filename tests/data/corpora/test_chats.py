@@ -115,6 +115,9 @@ def test_the_loss_is_on_the_text_of_the_assistant(tmp_path, name, tokenizer):
     assert texts == [answer.format(text) for text in ANSWERS]
 
 
+CALL = {"function": {"name": "f", "arguments": '{"x": 1}'}}
+
+
 def test_parts_of_text_completions_and_tools_are_the_same_conversation(tmp_path):
     file = model_folder(tmp_path / "model", CHATML)
     expected = tokens_of(file, conversation("How far?", "Far."))
@@ -123,15 +126,33 @@ def test_parts_of_text_completions_and_tools_are_the_same_conversation(tmp_path)
         conversation(parts, ["Far."]),
         {"prompt": "How far?", "completion": "Far."},
         {"prompt": conversation(parts)["messages"], "completion": [{"role": "assistant", "content": "Far."}]},
+        {"conversations": [{"from": "human", "value": "How far?"}, {"from": "gpt", "value": "Far."}]},
+        {"conversations": conversation("How far?", "Far.")["messages"], "system": ""},
     ):
         assert tokens_of(file, record).tolist() == expected.tolist()
-    called = [{"role": "user", "content": "How far?"}, {"role": "assistant", "content": None, "tool_calls": [{"f": 1}]}]
+    called = [{"role": "user", "content": "How far?"}, {"role": "assistant", "content": None, "tool_calls": [CALL]}]
     called += [{"role": "tool", "content": "9"}, {"role": "assistant", "content": "9 miles"}]
     file = model_folder(
         tmp_path / "tools", CHATML.replace("{{ m.content }}", "{{ m.content or m.tool_calls | tojson }}")
     )
     tokens = tokens_of(file, {"messages": called})
-    assert decoded(file, tokens[tokens < UNSCORED]) == '[{"f": 1}]<|im_end|>\n9 miles<|im_end|>\n'
+    call = '[{"function": {"name": "f", "arguments": {"x": 1}}}]'
+    assert decoded(file, tokens[tokens < UNSCORED]) == f"{call}<|im_end|>\n9 miles<|im_end|>\n"
+
+
+@pytest.mark.parametrize("template", ["chatml", "marked answers"])
+def test_answers_of_weight_0_are_read_and_not_learned(tmp_path, template):
+    file = model_folder(tmp_path / "model", TEMPLATES[template][0])
+    record = conversation("How far?", "Far.", "Sure?", "Yes.", "Really?", "No.", system="Hm")
+    whole = tokens_of(file, record)
+    for number, weight in ((2, 0), (4, 1), (6, 0)):
+        record["messages"][number]["weight"] = weight
+    tokens = tokens_of(file, record)
+    assert (tokens % UNSCORED).tolist() == (whole % UNSCORED).tolist()
+    assert decoded(file, tokens[tokens < UNSCORED]).strip() == "Yes.<|im_end|>"
+    turns = [{"from": "human", "value": "How far?"}, {"from": "gpt", "value": "Far."}]
+    expected = tokens_of(file, conversation("How far?", "Far.", system="Hm"))
+    assert tokens_of(file, {"conversations": turns, "system": "Hm"}).tolist() == expected.tolist()
 
 
 def test_plain_texts_are_predicted_whole_with_their_end(tmp_path):
@@ -166,7 +187,25 @@ GOOD = conversation("How far?", "Far.")
 ORDER = "order the roles as system, user, assistant"
 BAD = {
     "not JSON": (b'{"messages": [}', "not JSON", "write one object per line"),
-    "no conversation": ({"dialogue": []}, 'no "messages", "prompt" and "completion", or "text"', 'write {"messages"'),
+    "no conversation": ({"dialogue": []}, 'no "messages", "conversations", "prompt"', 'write {"messages"'),
+    "unknown speaker": ({"conversations": [{"from": "bot", "value": "x"}]}, "unknown role 'bot'", "use system, user"),
+    "no turns": ({"conversations": ["x"]}, "its messages are not a list of objects", 'write {"messages"'),
+    "tools as text": ({**conversation("How far?", "Far."), "tools": "[]"}, "its tools are not a list of objects", ""),
+    "calls as text": (
+        {"messages": [GOOD["messages"][0], {"role": "assistant", "tool_calls": "f()"}]}, "its tool_calls are not a", "",
+    ),
+    "weight of a user": (
+        {"messages": [{"role": "user", "content": "x", "weight": 1}]},
+        "weight 1 of a message of the role user", "give answers",
+    ),
+    "weight .5": (
+        {"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y", "weight": 0.5}]},
+        "weight 0.5 of a message of the role assistant", "give answers the weight 0 or 1",
+    ),
+    "nothing to learn": (
+        {"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y", "weight": 0}]},
+        "no message of the role assistant", "add the answer to learn",
+    ),
     "no list": ({"messages": "hello"}, "its messages are not a list of objects", 'write {"messages"'),
     "no assistant": (conversation("How far?"), "no message of the role assistant", "add the answer to learn"),
     "twice": (

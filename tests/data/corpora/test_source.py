@@ -79,15 +79,24 @@ TAR = bytes(257) + b"ustar\0" + bytes(250)
 PACKED = {
     "x.tar": TAR, "x.tar.gz": gzip.compress(TAR), "x.tgz": gzip.compress(TAR), "x.txt": gzip.compress(b"one"),
     "x.bin": bz2.compress(b"one"), "x.parquet": b"PAR1\0", "be.csv": b"\xfe\xff\0o", "le.txt": "one".encode("utf-16"),
+    "32.txt": "one".encode("utf-32"),
 }  # fmt: skip
 
 
 @together("name", PACKED)
 def test_a_packed_file_is_not_taken_for_text(tmp_path, name):
     (tmp_path / name).write_bytes(PACKED[name])
-    hint = "iconv -f utf-16 -t utf-8" if name in ("le.txt", "be.csv") else "Unpack it"
+    hint = {"le.txt": "iconv -f utf-16 -t", "be.csv": "iconv -f utf-16 -t", "32.txt": "iconv -f utf-32 -t"}
+    hint = hint.get(name, "Unpack it")
     for path in (tmp_path / name, write_zip(tmp_path / "x.zip", {name: PACKED[name]})):
         refusal(partial(open_source, path), match=rf"{name}: this is .*, not plain text\. .*{hint}")
+
+
+@together("coding", ["utf-16le", "utf-16be"])
+def test_utf16_without_a_mark_is_not_taken_for_text(tmp_path, coding):
+    for text in ("plain English words\n" * 90, "Größe – 5 €\n" * 90):
+        (tmp_path / "a.txt").write_bytes(text.encode(coding))
+        refusal(lambda: open_source(tmp_path / "a.txt"), match=rf"every second byte is 0.*iconv -f {coding} -t utf-8")
 
 
 @together("suffix", source_module.DOCUMENTS)

@@ -22,7 +22,13 @@ from megasparse.tasks.batches import EncodedExample, Padded
 from megasparse.tasks.catalog import build_task
 from megasparse.tasks.form import column
 from megasparse.tasks.forms import ranking as forms
-from megasparse.tasks.forms.ranking import Impressions, NewsRecommender, RankingForm, drawn_negatives
+from megasparse.tasks.forms.ranking import (
+    Impressions,
+    MatchingRecommender,
+    NewsRecommender,
+    RankingForm,
+    drawn_negatives,
+)
 from megasparse.tasks.metrics import LOWER_IS_BETTER, METRICS
 from megasparse.tasks.run import TaskRun
 from megasparse.tasks.task import Example, SourceLocation, Task
@@ -375,3 +381,39 @@ def test_a_stopped_run_resumes_with_the_same_losses(tmp_path):
         "evaluation": {"every": 4, "batch": 4},
     }
     assert len(plain(assert_resumes(tmp_path, folder, 5, **sections))) == 8
+
+
+def test_matching_equals_its_definition_with_gradients():
+    """FIM: dilated convolutions of words, products of all words as images, and a volume of the images."""
+    config = RecommendationConfig(user="matching", history=2)
+    model = MatchingRecommender(our_body(), config, HeadConfig(), 5, 0).double()
+    lengths = torch.tensor([5, 3, 1, 4])
+    states = torch.randn(4, 5, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    leaves = [states.clone().requires_grad_() for _ in range(2)]
+    levels = model.levels(leaves[0], lengths)
+    real = torch.arange(5) < lengths[:, None]
+    expected = [leaves[1] * real[..., None]]
+    for number, (convolution, norm) in enumerate(zip(model.words, model.norms, strict=True)):
+        rows = []
+        for news, at in product(range(4), range(5)):
+            x = convolution.bias
+            for tap, place in enumerate((at - number - 1, at, at + number + 1)):
+                x = x + (convolution.weight[..., tap] @ expected[-1][news, place] if 0 <= place < 5 else 0)
+            rows.append(norm(torch.relu(x)) * real[news, at])
+        expected.append(torch.stack(rows).view(4, 5, -1))
+    found = model.match([level[1:3] for level in levels], [level[[0, 3]] for level in levels])
+    volume = torch.zeros(2, 4, 2, 5, 5, dtype=torch.float64)
+    images = []
+    for candidate, level, clicked in product((1, 2), expected, (0, 3)):
+        images.append(level[candidate] @ level[clicked].mT / level.shape[-1] ** 0.5)
+    volume = torch.stack(images).view_as(volume)
+    for convolution in model.cubes:
+        volume = torch.relu(convolution(volume))
+        parts = [x.amax((-1, -2, -3)) for h in volume.split(3, 2) for r in h.split(3, 3) for x in r.split(3, 4)]
+        volume = torch.stack(parts, -1).view(2, -1, *(-(-n // 3) for n in volume.shape[2:]))
+    scores = model.output(volume.flatten(1)).squeeze(-1)
+    torch.testing.assert_close(found, scores)
+    weights = [parameter for name, parameter in model.named_parameters() if not name.startswith("body.")]
+    grads = [torch.autograd.grad(x.square().sum(), [leaf, *weights]) for x, leaf in zip((found, scores), leaves, strict=True)]
+    for one, other in zip(*grads, strict=True):
+        torch.testing.assert_close(one, other)
