@@ -12,7 +12,7 @@ and by LHA's hash functions, which are trained here while the model is frozen. R
 method (LHA Eq. 5) with upper bound and floor, recall of the largest weights, imbalance of the buckets of unbalanced
 hashes, and the error of the output by hash rounds.
 coverage: for a decoder, the fraction of full attention on windows, the best keys, LSH and n-grams, by distance.
-sampling: the error of YOSO's samples of a model's queries, keys and values, by length (its Figure 5): |sampled -
+sampling: YOSO's error when it samples a model's queries, keys and values, by length (its Figure 5): |sampled -
 expected|, both of length 1, without a mask, over all tokens of the first window's start.
 scores: for Smart Bird, the distribution of its sketches' weights and of sampling scores (its Figure 6).
 maps: Pearson's r of two models' full attention, averaged over heads, by layer (Smart Bird's Figure 1).
@@ -419,7 +419,7 @@ def study_coverage(args: argparse.Namespace) -> dict[str, Any]:
 
 @torch.no_grad()
 def sampling_error(call: Call, length: int, hashes: int, bits: int | None) -> float:
-    """Return |sampled - expected| of YOSO's outputs for the first tokens of a call, mean over draws, heads, tokens."""
+    """Return YOSO's |sampled - expected| for the first tokens of a call, mean over draws, heads, tokens."""
     q, k, v = (at_least_fp32(x[:, :, :length]) for x in call.inputs[:3])
     inputs = call.inputs._replace(q=q, k=k, v=v, key_mask=None, segments=None, causal=False)
     spec = dataclasses.replace(call.spec, max_length=length, causal=False)
@@ -440,7 +440,7 @@ def study_sampling(args: argparse.Namespace) -> dict[str, Any]:
     length = protocol["length"]
     lengths = [128 << n for n in range(max(0, (length // 128).bit_length()))]
     cases = list(itertools.product(lengths, CODE_BITS, HASHES))
-    rows = [
+    rows: list[dict[str, Any]] = [
         {"layer": call.context.layer, "tokens": tokens, "code_bits": bits, "hashes": hashes}
         | {"error": sampling_error(call, tokens, hashes, bits)}
         for call in tqdm(recorded, desc="layers", disable=None)
@@ -478,7 +478,7 @@ def study_scores(args: argparse.Namespace) -> dict[str, Any]:
             print(f"layer {call.context.layer} {name}, quantiles {QUANTILES}: {shown}")
         layers[f"layer {call.context.layer}"] = report
     if not layers:
-        raise ConfigError("--checkpoint", f"{args.checkpoint} has no Smart Bird attention", "Give a run with it")
+        raise ConfigError("--checkpoint", f"{args.checkpoint} lacks Smart Bird attention", "Give a run with it")
     return {"layers": layers, "quantiles": QUANTILES, "protocol": protocol}
 
 

@@ -240,11 +240,13 @@ class LHAAttention(BandAttention):
         assigned = assigned or self.assign(inputs, context)
         weights = self.hash(inputs.q, context)
         functions = training_functions(weights, self._joint(inputs), inputs.q)
-        draws = [context.rng.key(context.layer, purpose) for purpose in ("lha sample", "lha keys")]
+        token_key, draw_key = (context.rng.key(context.layer, purpose) for purpose in ("lha sample", "lha keys"))
         features = self.features(inputs.q, context) if self.config.utility == "features" else None
         tensors = (inputs.q.detach(), inputs.k.detach(), assigned.query_codes, assigned.key_codes)
         examples = chain.from_iterable(
-            self._examples([document.take(x) for x in tensors], self._joint(inputs), functions, *draws, features)
+            self._examples(
+                [document.take(x) for x in tensors], self._joint(inputs), functions, token_key, draw_key, features
+            )
             for document in documents(inputs.key_mask, inputs.segments)
         )
         flat = [*weights[0], *weights[1]]

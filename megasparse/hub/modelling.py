@@ -82,9 +82,8 @@ class MegasparseConfig(PretrainedConfig):
 
     @is_decoder.setter
     def is_decoder(self, value: bool) -> None:
-        kind = self.model.get("kind", "decoder")
-        if value != self.is_decoder and kind != "encoder_decoder":  # whose decoder transformers' code may name so
-            raise ValueError(f"is_decoder cannot be {value}: the model is of kind {kind}")
+        if value != self.is_decoder and self.model.get("kind") != "encoder_decoder":  # which contains a decoder
+            raise ValueError(f"is_decoder cannot be {value}: the model is of kind {self.model.get('kind', 'decoder')}")
 
     @property
     def max_position_embeddings(self) -> int:
@@ -221,8 +220,7 @@ class MegasparsePreTrainedModel(PreTrainedModel):
     def from_cache(self, input_ids: Tensor, cache: MegasparseCache, name: str, mask: Tensor | None) -> Tensor:
         """Append tokens (B, n) to the cache. Return the logits (B, n, V) of the token after each.
 
-        name, mask: mask of the new tokens or of all, (B, n) or (B, cached + n). Raises ValueError if it has another
-        shape, if new tokens are padding, or if it hides cached tokens.
+        name, mask: of the new tokens or of all, (B, n) or (B, cached + n). Raises ValueError if it hides tokens.
         """
         count = input_ids.shape[1]
         if mask is not None:
@@ -230,7 +228,7 @@ class MegasparsePreTrainedModel(PreTrainedModel):
                 refuse_shape(name, mask, (len(input_ids), cache.length + count))
             cached, new = (mask != 0).split([mask.shape[1] - count, count], dim=1)
             hidden = [cached[rows].sum(1) < part.position - self.config.is_decoder for rows, part in cache.groups]
-            if not bool(new.all()) or (cached.shape[1] and bool(torch.cat(hidden).any())):
+            if not new.all() or (cached.shape[1] and torch.cat(hidden).any()):
                 raise ValueError(f"{name}: a cache cannot contain padding: set use_cache=False")
         length = max(part.position for _, part in cache.groups) - self.config.is_decoder
         self.check_length(length + count)

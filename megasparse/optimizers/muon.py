@@ -29,7 +29,8 @@ MOMENTUM, ITERATIONS, EPS = 0.95, 5, 1e-7
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Defaults of torch.optim.Muon."""
 BATCH = 1 << 22
-"""Numbers that a rank orthogonalises at a time, or one matrix if it is larger; bounds the temporaries."""
+"""Numbers that a rank orthogonalises at a time, or one matrix if it is larger, and numbers of tables updated at a time;
+bounds the temporaries."""
 
 TABLES = "embedding.ngrams.tables."
 """Part of the names of n-gram tables."""
@@ -165,9 +166,12 @@ class Muon(AdamW):
                 gradient = gradient.coalesce()
                 rows, gradient = gradient.indices()[0], gradient.values()
                 values, squares = weight[rows], whole[rows]
-            squares.addcmul_(gradient, gradient, value=(1 - beta) * beta**-power)
-            root = (squares * (beta**power / (1 - beta**step))).sqrt_().add_(eps)
-            values.addcdiv_(gradient, root, value=-rate)
+            for value, square, part in zip(
+                *(x.view(-1).split(BATCH) for x in (values, squares, gradient)), strict=True
+            ):
+                square.addcmul_(part, part, value=(1 - beta) * beta**-power)
+                root = (square * (beta**power / (1 - beta**step))).sqrt_().add_(eps)
+                value.addcdiv_(part, root, value=-rate)
             if rows is not None:
                 weight.index_copy_(0, rows, values)
                 whole.index_copy_(0, rows, squares)

@@ -18,7 +18,7 @@ from megasparse.ops.random import RngContext
 from megasparse.planning.flops import model_flops_per_token
 from megasparse.planning.hardware import GPUS
 from megasparse.planning.passes import dummy_records
-from megasparse.planning.plan import Plan
+from megasparse.planning.plan import Plan, duration
 from megasparse.system import usable_cores
 from megasparse.training.engines import build_engine
 from megasparse.training.engines.contract import Engine
@@ -50,9 +50,9 @@ class DryRun:
         """Return the report that --dry-run prints."""
         data, training = config.data, config.training
         micro_batches = training.steps * training.global_batch // training.micro_batch
-        time_of = f"about {_duration(self.seconds * micro_batches)} in one process"
+        time_of = f"about {duration(self.seconds * micro_batches)} in one process"
         if self.ranks > 1:
-            together = _duration(self.rank_seconds * micro_batches / self.ranks)
+            together = duration(self.rank_seconds * micro_batches / self.ranks)
             time_of += f", {together} with torchrun --nproc-per-node {self.ranks}"
         step = f"{training.global_batch} sequences of {data.sequence_length:,} tokens"
         kind = "GPU memory" if self.device.startswith("cuda") else "resident memory, beyond the process before the step"
@@ -66,10 +66,6 @@ class DryRun:
                 f"loss             {self.loss:.3f} nats per token, untrained",
             ]
         )
-
-
-def _duration(seconds: float) -> str:
-    return f"{seconds / 3600:,.1f} hours" if seconds >= 5400 else f"{seconds / 60:.2g} minutes"
 
 
 def dry_run_report(config: Config, gpus: int | None = None) -> Iterator[str]:

@@ -252,8 +252,7 @@ class Plan:
             rows.append(("hardware FLOPs, with recomputation", f"{self.hardware_flops:.3g}"))
             rows.append(("computing a step", f"{_seconds(self.step_seconds)}, {utilisation:.0%} MFU"))
             rows += [(f"  {part}", _seconds(seconds)) for part, seconds in self.seconds.items()]
-            hours = self.step_seconds * training.steps / 3600
-            rows.append((f"{training.steps:,} steps", f"{hours:,.1f} h"))
+            rows.append((f"{training.steps:,} steps", duration(self.step_seconds * training.steps)))
         except ConfigError as problem:
             rows.append(("seconds and FLOPs", str(problem)))
         yield from (f"{name:36} {value}" for name, value in rows)
@@ -270,6 +269,11 @@ def pretraining_pools(config: Config, ranks: Ranks) -> list[MemoryPool]:
     plan = Plan(config, GPUS["A100"], ranks.world_size, local, available_bytes(ranks.device))
     host = plan.memory.host if sum(plan.memory.host.values()) >= plan.building[1] else {"start": plan.building[1]}
     return [*plan.pools, MemoryPool("CPU memory", host, available_bytes(torch.device("cpu")) // local)]
+
+
+def duration(seconds: float) -> str:
+    """Return a time in hours or minutes."""
+    return f"{seconds / 3600:,.1f} hours" if seconds >= 5400 else f"{seconds / 60:.2g} minutes"
 
 
 def _seconds(seconds: float) -> str:

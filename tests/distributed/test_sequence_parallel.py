@@ -19,7 +19,7 @@ from megasparse.files import CONVERSATION_END, UNSCORED
 from megasparse.model.adapters import add_adapters
 from megasparse.model.build import build_model
 from megasparse.model.stack import cut
-from megasparse.ops.bucketed_attention import definition
+from megasparse.ops.bucketed_attention import spec
 from megasparse.ops.random import RngContext
 from megasparse.training.ranks import Ranks, start_ranks
 from tests.helpers import models
@@ -306,7 +306,7 @@ def model_of_few_heads(kind: str, name: str, padded: bool) -> Any:
 
 
 def few_heads_on_ranks(world: int) -> dict[str, Any]:
-    definition.PLACES = 8  # so that each rank has a share of 96 places
+    spec.PLACES = 8  # so that each rank has a share of 96 places
     ranks = start_ranks(RunConfig(device="cpu"), world)
     found = {}
     for case in cases_of_few_heads(world):

@@ -135,6 +135,6 @@ def test_the_script_measures_and_writes(tmp_path, capsys):
     assert sum(scores["raw"]["counts"]) >= sum(scores["inverse_log"]["counts"]) > 0  # a weight of 1 has no finite score
     raw, inverse = (scores[name]["quantiles"] for name in ("raw", "inverse_log"))
     assert inverse == pytest.approx([-1 / math.log(alpha) for alpha in raw], rel=0.05)
-    assert "has no Smart Bird attention" in refused(capsys, study_attention, "scores", *checkpoint)
+    assert "lacks Smart Bird attention" in refused(capsys, study_attention, "scores", *checkpoint)
     assert "--buckets: 3" in refused(capsys, study_attention, "hashes", *checkpoint, "--buckets", 3)
     assert "--checkpoint: is missing" in refused(capsys, study_attention, "hashes")

@@ -24,7 +24,7 @@ from megasparse.planning.dry_run import trial_engine
 from megasparse.planning.flops import hardware_flops_by_part
 from megasparse.planning.hardware import GPUS, hardware, parse_bytes
 from megasparse.planning.passes import PERIODS, ConfiguredPass, count_pass, dummy_records
-from megasparse.planning.plan import RESERVE, Plan
+from megasparse.planning.plan import RESERVE, Plan, duration
 from megasparse.planning.states import BUCKET, MemoryPool, States, Zero, memory, require_fit
 from megasparse.settings.load import build_config, load_config
 from megasparse.training.engines import build_engine
@@ -234,6 +234,7 @@ def test_seconds_by_hand():
     fast = Plan(config, replace(A100, peak=1e18, bandwidth=1e18), 2)
     computing = sum(fast.seconds[part] for part in fast.seconds if part not in ("launches", "optimizer"))
     assert fast.seconds["launches"] + computing == pytest.approx(2 * counted.host)  # the host is slower than the GPU
+    assert [duration(seconds) for seconds in (28.0, 1800.0, 36e4)] == ["0.47 minutes", "30 minutes", "100.0 hours"]
 
 
 @pytest.mark.parametrize("gpu", ["H100", "H200"])

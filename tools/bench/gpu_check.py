@@ -304,8 +304,7 @@ def decoder_config(length: int, layers: int, small: bool) -> Config:
         "positions": {"kind": "rotary", "base": 500000.0}, "attention.pattern": ["full"], "max_length": length,
         "feed_forward_tiles": -(-length // 4096), "loss_tiles": -(-length // 512),
     }  # fmt: skip
-    if small:
-        model |= {"d_model": 64, "d_ff": 128, "heads": 4, "key_heads": 2, "vocabulary": 260, "feed_forward_tiles": 4}
+    model |= {"d_model": 64, "heads": 4, "key_heads": 2, "vocabulary": 260, "feed_forward_tiles": 4} if small else {}
     changes = {"run.engine": "torch", "data.sequence_length": length, "training.global_batch": 1}
     changes |= {f"model.{key}": json.dumps(value) for key, value in model.items()}
     return load_config("decoder_64k", [f"{key}={value}" for key, value in changes.items()])
@@ -317,24 +316,20 @@ def decoder(report: Report, small: bool, length: int, layers: int, steps: int = 
     if not small:
         plan = plan.fitted(available_bytes(torch.device("cpu")))
     planned = {"planned s": plan.step_seconds, "planned GB": (plan.peak - RESERVE) / 1e9}
-    figures = decoder_steps(plan.config, device_of(small), steps)
-    report.add("step", figures | planned, note=", ".join(f"{key} {value}" for key, value in plan.settings.items()))
+    report.add("step", decoder_steps(plan.config, device_of(small), steps) | planned, note=str(plan.settings))
 
 
 def decoder_steps(config: Config, device: torch.device, steps: int) -> dict[str, float]:
     """Return the seconds of the last step, and the peak in GB with the weights, which are created on the device."""
-    ranks = start_ranks(config.run.model_copy(update={"device": device.type}))
-    model = ConfiguredPass(config).model
+    ranks, model = start_ranks(config.run.model_copy(update={"device": device.type})), ConfiguredPass(config).model
     for weight in model.parameters():
-        if weight.requires_grad:
-            weight.data = weight.data.float()
+        weight.data = weight.data.float() if weight.requires_grad else weight.data
     before = reset_peak(device)
 
     def initial(name: str, shape: Sequence[int], start: int, numel: int) -> Tensor:
         return torch.empty(numel, dtype=torch.bfloat16, device=device).normal_(std=0.02)
 
-    make_rng = partial(RngContext, 0, training=True)
-    engine = build_engine(model, config, make_rng, ranks, initial=initial)
+    engine = build_engine(model, config, partial(RngContext, 0, training=True), ranks, initial=initial)
     batch = Batch(dummy_records(config.model, 1, config.data.sequence_length, 0), torch.arange(1))
     reset_peak(device)
     seconds = [step_seconds(engine, batch, step, 1e-4) for step in range(steps)]
@@ -455,10 +450,8 @@ FIRST = (
 """Operators used by the attention and training jobs."""
 LENGTHS = (4096, 8192, 16384, 65536)
 STEPS = {"as configured": 3, "all layers full": 1, "hashed layers full": 1}
-DECODERS = {
-    "64K": (1 << 16, 32, 2, 120), "256K": (1 << 18, 32, 1, 320), "1M, 4 layers": (1 << 20, 4, 1, 450),
-    "1M": (1 << 20, 32, 1, 3300),
-}  # fmt: skip
+DECODERS = {"64K": (1 << 16, 32, 2, 120), "256K": (1 << 18, 32, 1, 320), "1M, 4 layers": (1 << 20, 4, 1, 450)}
+DECODERS["1M"] = 1 << 20, 32, 1, 3300
 """Tokens, layers, steps and the expected seconds of the jobs of a decoder of 8 billion weights."""
 
 

@@ -367,7 +367,7 @@ def _called(calls: Any) -> list[Any]:
 
 
 def _turns(record: Mapping[str, Any]) -> Any:
-    """Return the messages of ShareGPT's `conversations`, after its `system` prompt if any."""
+    """Return ShareGPT's `conversations` as messages, after its `system` prompt if any."""
     turns, system = record.get("conversations"), record.get("system")
     if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
         return None

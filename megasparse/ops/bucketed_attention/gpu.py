@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from megasparse.ops.bucketed_attention import kernels
-from megasparse.ops.bucketed_attention.spec import BucketedAttentionSpec, Codes, split_codes
 from megasparse.ops.bucketed_attention.layouts import sort_keys
 from megasparse.ops.bucketed_attention.ranges import key_range
+from megasparse.ops.bucketed_attention.spec import BucketedAttentionSpec, Codes, split_codes
 from megasparse.ops.counting_sort import counting_sort
 from megasparse.ops.kernels import block, empty_alike, launch, precision, strides, whole_vectors
 from megasparse.ops.operator import Function

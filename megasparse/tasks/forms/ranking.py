@@ -179,7 +179,7 @@ class NewsRecommender(Recommender):
 
 
 class MatchingRecommender(Recommender):
-    """FIM: the words of a candidate are matched with those of each clicked news, at several levels.
+    """FIM: the words of a candidate are matched with the words of each clicked news, at several levels.
 
     Level 0 are the body's states (FIM: word vectors); each further level is a dilated convolution of the one before,
     ReLU and layer normalisation. Products of all words of two news, divided by √width, are an image per level. The

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +31,8 @@ class TorchEngine(Engine):
                 if p.dtype == torch.float32:
                     p.data = p.data.bfloat16()
         self.optimizer = build_optimizer(self._masters, config.optimizer)
-        for module in model.modules():
+        modules: Iterator[Any] = model.modules()
+        for module in modules:
             if hasattr(module, "sparse_gradients"):
                 module.sparse_gradients = isinstance(self.optimizer, Muon)
 

@@ -414,6 +414,7 @@ def test_matching_equals_its_definition_with_gradients():
     scores = model.output(volume.flatten(1)).squeeze(-1)
     torch.testing.assert_close(found, scores)
     weights = [parameter for name, parameter in model.named_parameters() if not name.startswith("body.")]
-    grads = [torch.autograd.grad(x.square().sum(), [leaf, *weights]) for x, leaf in zip((found, scores), leaves, strict=True)]
+    sides = zip((found, scores), leaves, strict=True)
+    grads = [torch.autograd.grad(x.square().sum(), [leaf, *weights]) for x, leaf in sides]
     for one, other in zip(*grads, strict=True):
         torch.testing.assert_close(one, other)
