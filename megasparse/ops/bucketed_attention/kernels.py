@@ -293,7 +293,7 @@ def after(start, low, high):
 
 @triton.jit
 def jumps(start, low, high, KEYS: tl.constexpr, ALIGN: tl.constexpr):
-    """Return the number of tiles from the one at `start` on, if each next one starts `after` it, at a multiple of ALIGN.
+    """Return the number of tiles from the one at `start` on, if each starts `after` the last, at a multiple of ALIGN.
 
     Loops over tiles count them first, because Triton loads tiles ahead in `for` loops only.
     """
