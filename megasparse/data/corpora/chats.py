@@ -366,7 +366,7 @@ def _called(calls: Any) -> list[Any]:
     return parsed
 
 
-def _turns(record: Mapping[str, Any]) -> Any:
+def _turns(record: Mapping[str, Any]) -> list[dict[str, Any]] | None:
     """Return ShareGPT's `conversations` as messages, after its `system` prompt if any."""
     turns, system = record.get("conversations"), record.get("system")
     if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):

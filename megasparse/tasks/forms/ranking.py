@@ -225,7 +225,7 @@ class MatchingRecommender(Recommender):
 
     def _read(self, batch: Any, candidates: Tensor, rng: RngContext) -> tuple[Score, Tensor]:
         needed, states, read, auxiliary = self._states(batch, candidates, rng)
-        place = needed.new_zeros(len(batch.numbers)).index_copy(
+        row_of_news = needed.new_zeros(len(batch.numbers)).index_copy(
             0, needed, torch.arange(len(needed), device=needed.device)
         )
         levels = self.levels(states, read.lengths)
@@ -234,8 +234,8 @@ class MatchingRecommender(Recommender):
 
         def score(rows: Tensor, chosen: Tensor) -> Tensor:
             scores = []
-            for row, numbers in zip(rows.tolist(), place[chosen], strict=True):
-                history = [level[place[batch.history[row]]].masked_fill(~mask[row], 0.0) for level in levels]
+            for row, numbers in zip(rows.tolist(), row_of_news[chosen], strict=True):
+                history = [level[row_of_news[batch.history[row]]].masked_fill(~mask[row], 0.0) for level in levels]
                 clicked = [F.pad(level, (0, 0, 0, 0, 0, missing)) for level in history]
                 scores.append(self.match([level[numbers] for level in levels], clicked))
             return torch.stack(scores)
