@@ -161,13 +161,13 @@ class TiledBlock:
 
     def forward(self, tiles: Iterable[Tensor]) -> Iterator[Tensor]:
         """Yield the tiles of the output stream, without gradients, for tiles of the input."""
-        first, alone = 0, self.part.size == 1
-        if not alone:
+        first, one_rank = 0, self.part.size == 1
+        if not one_rank:
             self._store_all(tiles)
         leaves = [partial(_narrow, of_head) for of_head in self.keys]
         for tile in tiles:
             read = self.attention.read(tile)
-            if alone:
+            if one_rank:
                 self._store(read, first)
             (q,) = self._to_heads(self.layer.queries(read, self.run.rng.first + first))
             attended = torch.cat(self._attend(q.chunk(len(leaves), dim=1), leaves, first), dim=1)
@@ -193,11 +193,11 @@ class TiledBlock:
             first += x.shape[1]
 
     def _backward(self, x: Tensor, d: Tensor, first: int, of_keys: list[GradientSums], sums: GradientSums) -> None:
-        x, position, alone = x.detach().requires_grad_(), self.run.rng.first + first, self.part.size == 1
+        x, position, one_rank = x.detach().requires_grad_(), self.run.rng.first + first, self.part.size == 1
         with torch.enable_grad():
             read = self.attention.read(x)
             projected = [self.layer.queries(read, position)]
-            if alone:
+            if one_rank:
                 projected += self.layer.keys_and_values(read, position)
             (q,) = self._to_heads(projected[0].detach())
             shares = [share.requires_grad_() for share in q.chunk(len(of_keys), dim=1)]
@@ -212,7 +212,7 @@ class TiledBlock:
             d_attended.chunk(len(heads), dim=1), d_q.chunk(len(heads), dim=1), shares, of_keys, strict=True
         ):
             d_share.copy_(head.take([heads.pop(0)], [d_heads], [share])[0])
-        d_keys = self._gradients(of_keys, first, x.shape[1]) if alone else []
+        d_keys = self._gradients(of_keys, first, x.shape[1]) if one_rank else []
         (d_read,) = _take(sums, projected, [self._to_tokens(d_q), *d_keys], [x])
         d.copy_(dx + d_read)
 

@@ -260,7 +260,7 @@ class Renderer:
     def _rendered(self, messages: list[dict[str, Any]], tools: Any) -> tuple[np.ndarray, np.ndarray]:
         """Return the ids of a conversation, and a mask of the assistant's. Names of special tokens in it are text."""
         tokenizer = _chat_tokenizer(self.file)
-        answers = {i: message.pop("weight", 1) for i, message in enumerate(messages) if message["role"] == "assistant"}
+        answers = {i: x.pop("weight", None) != 0 for i, x in enumerate(messages) if x["role"] == "assistant"}
         if tokenizer.chat_template is None:
             folder, hint = Path(self.file).parent, "Use an instruction-tuned model, or add its chat_template.jinja"
             raise ConfigError("data.tokenizer", f"{folder} lacks a chat template, which conversations need", hint)
@@ -323,12 +323,12 @@ def _span(render: Callable[..., str], whole: str, number: int) -> tuple[int, int
     raise Invalid(reason, f"split it into conversations that end with an answer, {MARK}")
 
 
-def _weighted(mask: np.ndarray, weights: Sequence[int]) -> np.ndarray:
+def _weighted(mask: np.ndarray, weights: Sequence[bool]) -> np.ndarray:
     """Return the mask of the assistant's tokens without the answers of weight 0."""
     starts = mask & ~np.append(False, mask[:-1])
     if starts.sum() != len(weights):
         raise Invalid("the chat template does not mark each answer once, which weights need", "remove the weights")
-    return mask & np.array([0, *weights], dtype=bool)[starts.cumsum()]
+    return mask & np.array([False, *weights])[starts.cumsum()]
 
 
 def _encoded(tokenizer: Any, text: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -409,7 +409,7 @@ def _messages(record: Mapping[str, Any]) -> list[dict[str, Any]]:
             raise Invalid(f"the content of a message of the role {role} is not text", "keep its text only")
         if not (content or "").strip() and not message.get("tool_calls"):
             raise Invalid(f"a message of the role {role} is empty", "fill it, or remove the conversation")
-        if (weight := message.get("weight", 0)) not in (0, 1) or (weight and role != "assistant"):
+        if (weight := message.get("weight")) not in (None, 0, 1) or (weight and role != "assistant"):
             problem = f"weight {one_line(repr(weight), 40)} of a message of the role {role}"
             raise Invalid(problem, "give answers the weight 0 or 1, and other messages none")
         calls = {"tool_calls": _called(message["tool_calls"])} if message.get("tool_calls") else {}

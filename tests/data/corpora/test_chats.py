@@ -145,11 +145,12 @@ def test_answers_of_weight_0_are_read_and_not_learned(tmp_path, template):
     file = model_folder(tmp_path / "model", TEMPLATES[template][0])
     record = conversation("How far?", "Far.", "Sure?", "Yes.", "Really?", "No.", system="Hm")
     whole = tokens_of(file, record)
-    for number, weight in ((2, 0), (4, 1), (6, 0)):
-        record["messages"][number]["weight"] = weight
-    tokens = tokens_of(file, record)
-    assert (tokens % UNSCORED).tolist() == (whole % UNSCORED).tolist()
-    assert decoded(file, tokens[tokens < UNSCORED]).strip() == "Yes.<|im_end|>"
+    for learned in (1, None):  # None: a field that other lines have
+        for number, weight in ((2, 0), (3, None), (4, learned), (6, 0)):
+            record["messages"][number]["weight"] = weight
+        tokens = tokens_of(file, record)
+        assert (tokens % UNSCORED).tolist() == (whole % UNSCORED).tolist()
+        assert decoded(file, tokens[tokens < UNSCORED]).strip() == "Yes.<|im_end|>"
     turns = [{"from": "human", "value": "How far?"}, {"from": "gpt", "value": "Far."}]
     expected = tokens_of(file, conversation("How far?", "Far.", system="Hm"))
     assert tokens_of(file, {"conversations": turns, "system": "Hm"}).tolist() == expected.tolist()

@@ -401,7 +401,7 @@ def test_matching_equals_its_definition_with_gradients():
                 x = x + (convolution.weight[..., tap] @ expected[-1][news, place] if 0 <= place < 5 else 0)
             rows.append(norm(torch.relu(x)) * real[news, at])
         expected.append(torch.stack(rows).view(4, 5, -1))
-    found = model.match([level[1:3] for level in levels], [level[[0, 3]] for level in levels])
+    matched = model.match([level[1:3] for level in levels], [level[[0, 3]] for level in levels])
     volume = torch.zeros(2, 4, 2, 5, 5, dtype=torch.float64)
     images = []
     for candidate, level, clicked in product((1, 2), expected, (0, 3)):
@@ -412,9 +412,9 @@ def test_matching_equals_its_definition_with_gradients():
         parts = [x.amax((-1, -2, -3)) for h in volume.split(3, 2) for r in h.split(3, 3) for x in r.split(3, 4)]
         volume = torch.stack(parts, -1).view(2, -1, *(-(-n // 3) for n in volume.shape[2:]))
     scores = model.output(volume.flatten(1)).squeeze(-1)
-    torch.testing.assert_close(found, scores)
+    torch.testing.assert_close(matched, scores)
     weights = [parameter for name, parameter in model.named_parameters() if not name.startswith("body.")]
-    sides = zip((found, scores), leaves, strict=True)
+    sides = zip((matched, scores), leaves, strict=True)
     grads = [torch.autograd.grad(x.square().sum(), [leaf, *weights]) for x, leaf in sides]
     for one, other in zip(*grads, strict=True):
         torch.testing.assert_close(one, other)
