@@ -4,15 +4,13 @@ import math
 from typing import Any, Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from megasparse.attention.band import BandAttention, BandCache, check_band
+from megasparse.attention.band import SHIFTED, BandAttention, check_band, check_shifted_keys
 from megasparse.attention.contract import AttentionContext, AttentionInputs, AttentionOutput, Buckets, MechanismSpec
 from megasparse.attention.flops import Flops
 from megasparse.config.attention import MechanismSection, mechanism
-from megasparse.config.messages import show
-from megasparse.config.schema import ModelConfig, heads_of_layer
+from megasparse.config.schema import ModelConfig
 from megasparse.config.section import Count, Positive
 from megasparse.errors import ConfigError
 from megasparse.ops.bucketed_attention import Codes, Window
@@ -57,7 +55,7 @@ class LSHAttentionConfig(MechanismSection):
 
     @property
     def causal_only(self) -> str | None:  # type: ignore[override]
-        return "with shifted_keys it attends to the tokens that followed earlier ones" if self.shifted_keys else None
+        return SHIFTED if self.shifted_keys else None
 
     def check(self, key: str, model: ModelConfig) -> None:
         if self.chunk > model.max_length:
@@ -74,19 +72,9 @@ class LSHAttentionConfig(MechanismSection):
                 'Set window to "band", or shared_qk to true',
             )
         check_band(key, self.window, False, self.sinks)  # local = true is allowed with chunks too
-        if self.shifted_keys:
-            self._check_shifted_keys(f"{key}.shifted_keys", model)
+        check_shifted_keys(key, self, model, shared_qk=True)
         _check_buckets(f"{key}.buckets", self.buckets)
         _check_buckets(f"{key}.evaluation_buckets", self.evaluation_buckets)
-
-    def _check_shifted_keys(self, key: str, model: ModelConfig) -> None:
-        if not self.shared_qk or self.window != "band":
-            problem = f'true is given, but shared_qk = {show(self.shared_qk)} and window = "{self.window}"'
-            raise ConfigError(key, problem, 'Set shared_qk to true and window to "band"')
-        for layer in range(model.layers if model.positions.kind == "rotary" else 0):
-            if "lsh" in (split := heads_of_layer(model, layer)) and len(split) > 1:
-                problem = f"true removes rotary positions from all heads of layer {layer}: {split}"
-                raise ConfigError(key, problem, "Set it to false, or give lsh all heads of its layers")
 
 
 LARGEST_SINGLE = 128
@@ -174,9 +162,7 @@ class LSHAttention(BandAttention):
         if not self.shared_qk:
             queries, keys = codes.chunk(2)
             return queries, keys
-        if not self.shifted_keys:
-            return codes, None
-        return codes, F.pad(codes, (1, -1)).masked_fill(~inputs.continues()[:, None, None], 0)
+        return codes, None
 
     def _hashed(self, inputs: AttentionInputs, context: AttentionContext) -> tuple[Tensor, Tensor, list[int]]:
         """Return the vectors to hash, with separate QK queries and keys (2·B, H, L, D), the rotations and factors."""
@@ -199,38 +185,13 @@ class LSHAttention(BandAttention):
         return self.assign(inputs, context)
 
     def buckets_of(self, inputs: AttentionInputs, context: AttentionContext) -> Buckets:
-        queries, keys = self.assign(inputs, context)
+        _, queries, keys = self.shift(inputs, *self.assign(inputs, context))
         keys = queries if keys is None else keys
         return Buckets(queries.flatten(1, 2), keys.flatten(1, 2), self.buckets)
 
     def forward(self, x: Tensor, inputs: AttentionInputs, context: AttentionContext) -> AttentionOutput:
-        queries, keys = context.recompute.keep(lambda: self.assign(inputs, context))
-        return self.attend(self._shifted(inputs), queries, keys, context.part)
-
-    def _shifted(self, inputs: AttentionInputs) -> AttentionInputs:
-        if not self.shifted_keys:
-            return inputs
-        k = F.pad(inputs.k, (0, 0, 1, -1)).masked_fill(~inputs.continues()[:, None, :, None], 0.0)
-        return inputs._replace(k=k)
-
-    def fill_cache(self, x: Tensor, inputs: AttentionInputs, cache: BandCache, context: AttentionContext) -> None:
-        super().fill_cache(x, self._shifted(inputs), cache, context)
-        if self.shifted_keys:
-            cache.next_key = inputs.k[:, :, -1:].clone()
-            cache.next_codes = self.assign(inputs._replace(q=inputs.q[:, :, -1:]), context)[0]
-
-    def decode(
-        self, x: Tensor, inputs: AttentionInputs, cache: BandCache, position: int, context: AttentionContext
-    ) -> Tensor:
-        queries, keys = self.assign(inputs, context)
-        shifted = self._shifted(inputs)  # a first token: its key and buckets are 0
-        if self.shifted_keys:
-            if cache.next_key is not None:
-                shifted = inputs._replace(k=cache.next_key)
-                keys = cache.next_codes
-            cache.next_key = inputs.k
-            cache.next_codes = queries
-        return self.decode_codes(shifted, cache, position, queries, keys)
+        codes = context.recompute.keep(lambda: self.assign(inputs, context))
+        return self.attend(*self.shift(inputs, *codes), context.part)
 
     def exact(self) -> "LSHAttention | None":
         if not self.shifted_keys:
