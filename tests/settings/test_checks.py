@@ -88,7 +88,7 @@ def scaled(positions: str, kind: str, **settings: float) -> list[str]:
         (
             using("lha", "shifted_keys=true", "joint=false"),
             f"{ATTENTION}.lha.shifted_keys",
-            ["joint = false", "to true"],
+            ["joint = false"],
         ),
         ([f"{SHIFTED}=true", *by('"lsh"'), *ENCODER], f"{ATTENTION}.pattern[0]", ["see both ways: with shifted_keys"]),
         ([f"{SHIFTED}=true", *by('{"local": 2, "lsh": 2}'), "model.positions.kind=rotary"], SHIFTED, ["layer 0"]),
