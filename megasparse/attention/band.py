@@ -308,8 +308,8 @@ class BandAttention(Attention):
 
     def fill_cache(self, x: Tensor, inputs: AttentionInputs, cache: BandCache, context: AttentionContext) -> None:
         queries, keys = self.band_codes(inputs, 0, context)
-        shifted, *codes = self.shift(inputs, queries, keys)
-        cache.fill(shifted, *self._cached_codes(0, *codes))
+        shifted, _, keys = self.shift(inputs, queries, keys)
+        cache.fill(shifted, *self._cached_codes(0, queries, keys))
         if self.shifted_keys:
             cache.next_key = inputs.k[:, :, -1:].clone()
             cache.next_codes = queries[..., -1:].clone()
