@@ -152,7 +152,7 @@ class BandAttention(Attention):
     local: bool = False
     """True if each head also attends to a window, see `with_window`."""
     shifted_keys: bool = False
-    """True if each token has the key and the buckets of the previous one, see `shift`."""
+    """True if each token gets the key and the buckets of the previous one, see `shift`."""
     sinks: int = 0
     """Number of first tokens that all later tokens attend to, in the same softmax; excluded from buckets and window."""
 
