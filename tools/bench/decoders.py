@@ -368,7 +368,9 @@ def table(rows: list[dict[str, Any]]) -> str:
         spread = f" ({min(means):.3f} … {max(means):.3f})" if len(means) > 1 else ""
         nats = sum(means) / max(1, len(means))
         hits = " | ".join(answered.get(task, "") for task in TASKS)
-        lines.append(f"| {name} | {keys:.0f} | {captured:.3f} | {nats:.3f}{spread} | {interval} | {seconds:.0f} | {hits} |")
+        lines.append(
+            f"| {name} | {keys:.0f} | {captured:.3f} | {nats:.3f}{spread} | {interval} | {seconds:.0f} | {hits} |"
+        )
     return "\n".join(lines)
 
 
