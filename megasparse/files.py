@@ -99,6 +99,18 @@ def strict_json(text: str) -> Any:
         raise ValueError("nested too deeply") from None
 
 
+def syntax_hint(text: str, position: int) -> str:
+    """Return what to do about a syntax error of JSON at a position, "" if that is not clear."""
+    after = text[position:].lstrip()
+    if (re.match(r"[}\]]", after) and text[:position].rstrip().endswith(",")) or re.match(r",\s*[}\]]", after):
+        return "Remove the comma before the closing bracket"
+    if after.startswith(("//", "#", "/*")):
+        return "Remove the comment: JSON does not allow comments"
+    if after.startswith("'"):
+        return "Write texts and keys in double quotes"
+    return "" if after else "The text ends too early: close the brackets and quotes"
+
+
 def json_object(text: bytes) -> dict[str, Any]:
     """Return the JSON object in a text; an empty one if the text is damaged or another value."""
     with suppress(ValueError, RecursionError):

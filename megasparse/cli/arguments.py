@@ -76,7 +76,8 @@ def require_config(args: argparse.Namespace, task: bool = False) -> Any:
         raise ConfigError("--config", problem, "Give one, such as quickstart or FILE.json")
     if getattr(args, "start", None) is not None:
         require_model(args.start, checkpoints=True)
-    from megasparse.settings.load import Config, FinetuneConfig, load_settings
+    from megasparse.config.finetuning import FinetuneConfig
+    from megasparse.settings.load import Config, load_settings
 
     return load_settings(args.config or args.name, args.set, FinetuneConfig if task else Config, mechanisms=False)
 
@@ -88,7 +89,8 @@ def require_checkpoint(folder: str, overrides: Sequence[str] = ()) -> None:
     checkpoint = find_checkpoint(Path(folder))
     if not overrides:
         return
-    from megasparse.settings.load import Config, FinetuneConfig, build_settings
+    from megasparse.config.finetuning import FinetuneConfig
+    from megasparse.settings.load import Config, build_settings
 
     values = read_manifest(checkpoint)["config"]
     build_settings(values, overrides, FinetuneConfig if "task" in values else Config, mechanisms=False)

@@ -13,7 +13,7 @@ from megasparse.files import UNSCORED
 class RunConfig(Section):
     directory: Location = "runs/default"
     """Folder of everything the run writes: config.json, metrics.jsonl, tensorboard/, checkpoints/."""
-    seed: Count = 0
+    seed: Annotated[int, Field(ge=0, lt=1 << 63)] = 0
     """Every random draw of the run (weights, order of the data, dropout, rotations) is a function of this number."""
     engine: Literal["deepspeed", "torch"] = "deepspeed"
     """`deepspeed`: ZeRO on any number of ranks. `torch`: the same loop on plain torch in one process."""

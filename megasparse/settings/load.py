@@ -8,7 +8,6 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from megasparse.config.files import ConfigFile, merge, parse_json, read_files
-from megasparse.config.finetuning import FinetuneConfig
 from megasparse.config.messages import as_config_error, dotted, show
 from megasparse.config.schema import Config, RunSettings
 from megasparse.errors import ConfigError
@@ -58,23 +57,11 @@ def load_settings(
         ConfigError: A file, key, value or override is invalid. One line: the key, the value, the hint.
     """
     files = read_files(path)
-    for file in files[1:]:
-        _check_kind(files[0], file, kind)
     try:
         values = merge(files if base is None else [*files, ConfigFile(files[-1].path, dict(base))])
         return build_settings(values, overrides, kind, mechanisms)
     except ConfigError as error:
         raise _with_file(error, files, overrides) from None
-
-
-def _check_kind(file: ConfigFile, base: ConfigFile, kind: type[RunSettings]) -> None:
-    """Raise ConfigError if `file` extends a configuration of another kind of run."""
-    kinds: dict[type[RunSettings], str] = {Config: "pretraining", FinetuneConfig: "fine-tuning"}
-    for other, name in kinds.items():
-        foreign = sorted(base.values.keys() & other.model_fields.keys() - kind.model_fields.keys())
-        if foreign:
-            problem = f"{base.path} is for {name} (it contains the section {show(foreign[0])}), not for {kinds[kind]}"
-            raise ConfigError(f"{file.path} extends", problem, "Extend a configuration of the same kind of run")
 
 
 def _with_file(error: ConfigError, files: Sequence[ConfigFile], overrides: Sequence[str]) -> ConfigError:

@@ -1,7 +1,7 @@
 """Conversations for decoders: rendered by the model's chat template, with a loss on the assistant's tokens only.
 
 A token in the shards is its id, plus a mark if it is not predicted (`files.UNSCORED`). Each conversation ends with the
-token that starts the next one, marked as `files.CONVERSATION_END`: the model reads it as the first token of a sequence.
+token that starts the next one, marked as `files.CONVERSATION_END`.
 """
 
 import json
@@ -92,7 +92,7 @@ class Chats(JsonLinesCorpus):
         return RecordSource.examine(locations, parts, _renderer(settings), settings, workers, **options)
 
     def about(self, source: Source, settings: CorpusSettings) -> dict[str, Any]:
-        """Return also the number of conversations that are cut, and `model.document_separator`. Report the numbers."""
+        """Add the number of conversations that are cut, and `model.document_separator`, and report the numbers."""
         facts, length = super().about(source, settings), settings["length"]
         assert isinstance(source, RecordSource)
         cut = sum(int((lengths > ChatEncoder.width * length).sum()) for lengths in source.lengths())
@@ -108,7 +108,6 @@ class Chats(JsonLinesCorpus):
         return ChatEncoder(settings["tokenizer"], settings["length"])
 
     def splits(self, source: Source, settings: CorpusSettings) -> CorpusSplits:
-        """Return the splits, each with its records."""
         assert isinstance(source, RecordSource)
         filler = UNSCORED + _renderer(settings).start
         texts = chain.from_iterable(map(source.texts, range(len(source.parts))))
@@ -130,8 +129,8 @@ class ChatEncoder(PieceEncoder):
 
 
 def packed(conversations: Iterable[np.ndarray], length: int, filler: int) -> Iterator[bytes]:
-    """Yield records of `length` tokens. A conversation goes whole into the fullest record that has room for it; the
-    rest of a record is `filler`. Conversations longer than a record are cut at their end.
+    """Yield records of `length` tokens, whose rest is `filler`. A conversation goes whole into the fullest record that
+    has room for it; longer ones than a record are cut at their end.
     """
     records: list[tuple[int, list[np.ndarray]]] = []
 
@@ -170,7 +169,6 @@ def _renderer(settings: CorpusSettings) -> "Renderer":
 
 
 def _first_token(tokenizer: str) -> int:
-    """Return the first token of a tokenizer's texts: its `bos_token`, or `eos_token`. Raises ConfigError."""
     package = _chat_tokenizer(tokenizer)
     token = package.eos_token_id if package.bos_token_id is None else package.bos_token_id
     if token is None:
@@ -306,7 +304,7 @@ class Renderer:
 
 
 def _span(render: Callable[..., str], whole: str, number: int) -> tuple[int, int]:
-    """Return the characters of `whole` that the assistant's message of this number adds to the prompt before it.
+    """Return the characters of `whole` that the assistant's message of this number adds.
 
     If a template drops the reasoning of earlier answers, the rest is the end of the turn as rendered in last place.
     """
@@ -353,7 +351,7 @@ def _tools(record: Mapping[str, Any]) -> list[Any] | None:
 
 
 def _called(calls: Any) -> list[Any]:
-    """Return tool calls with their arguments as objects, which templates write as JSON, if they are JSON texts."""
+    """Return tool calls with arguments in JSON parsed, as templates expect them."""
     if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
         raise Invalid("its tool_calls are not a list of objects", "write the name and arguments of each call")
     parsed = []
@@ -367,7 +365,7 @@ def _called(calls: Any) -> list[Any]:
 
 
 def _turns(record: Mapping[str, Any]) -> list[dict[str, Any]] | None:
-    """Return ShareGPT's `conversations` as messages, after its `system` prompt if any."""
+    """Return ShareGPT's `conversations` as messages."""
     turns, system = record.get("conversations"), record.get("system")
     if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
         return None

@@ -20,12 +20,10 @@ class DrawnCorpus(Corpus):
     """Base of corpora whose sequences are drawn: a pure function of the settings."""
 
     LENGTH: ClassVar[int]
-    """Default bytes of a sequence."""
     LENGTH_HELP: ClassVar[str] = "of a sequence"
     SEQUENCES: ClassVar[int]
-    """Default number of training sequences."""
     HELD_OUT: ClassVar[int]
-    """Sequences of validation and of test, each."""
+    """Sequences of validation, and of test."""
 
     OPTIONS: ClassVar[Options] = {}
 
@@ -43,7 +41,7 @@ class DrawnCorpus(Corpus):
 
     @abstractmethod
     def draw(self, settings: CorpusSettings) -> Draw:
-        """Return a function that draws a sequence of `sample_bytes` bytes. Raises ConfigError for bad settings."""
+        """Return a function that draws a sequence of `sample_bytes` bytes."""
 
     def splits(self, source: Source, settings: CorpusSettings) -> CorpusSplits:
         draw, sequences, seed = self.draw(settings), settings["sequences"], settings["seed"]

@@ -50,7 +50,6 @@ class Cifar10(Corpus):
         return {"verified": verify_official(source, self.MD5)}
 
     def splits(self, source: Source, settings: CorpusSettings) -> CorpusSplits:
-        """Return train 45,000, validation 5,000 and test 10,000 images."""
         names = {name for name, _ in self._batches(source)}
         if not names:
             return images.labelled(source, images.hold_out(images.splits_by_folder(source), self.VALIDATION_EVERY))
@@ -67,7 +66,6 @@ class Cifar10(Corpus):
         return ((name, [stream]) for name, stream in streams.items())
 
     def _images(self, source: Source, ranges: Sequence[tuple[str, int, int]]) -> Iterator[bytes]:
-        """Yield the images start..stop of batches."""
         for name, start, stop in ranges:
             content = next(content() for batch, content in self._batches(source) if batch == name)
             planes = np.frombuffer(content, dtype=np.uint8).reshape(RECORDS, RECORD)[start:stop, 1:]
@@ -87,7 +85,7 @@ class Cifar10(Corpus):
 
 
 def _is_batch(name: str, shown: str, size: int) -> bool:
-    """Return True for a batch. Raises DataError for a pickled batch, and for one of another size."""
+    """True for a batch. Raises DataError for a pickled one, and for another size."""
     name = PurePosixPath(name).name
     if PICKLED.match(name):
         problem = "this batch is a pickle, which could run anything when it is read"
@@ -105,7 +103,7 @@ ARRAY = "data.npy"
 
 
 NumberBatch = tuple[Path, str]
-"""(file, name) of a batch of images in an npz file or in a zip archive of them."""
+"""(file, name) of a batch in an npz file or in a zip archive of them."""
 
 
 class ImageNet64(Corpus):
@@ -153,7 +151,7 @@ class ImageNet64(Corpus):
         return {"downsampling": official or requested, "verified": verified}
 
     def splits(self, source: Source, settings: CorpusSettings) -> CorpusSplits:
-        """Images whose folders name no split are divided by --split, as in the corpus `images`."""
+        """Divide images whose folders name no split by --split, as in the corpus `images`."""
         batches = self._batches(source)
         if not batches:
             if not (labels := images.shared_out(source, settings)):
@@ -175,7 +173,7 @@ class ImageNet64(Corpus):
         return ((name, [stream]) for name, stream in streams.items())
 
     def _batches(self, source: Source) -> list[NumberBatch]:
-        """Return the batches of numbers of a source, sorted. Raises DataError for pickled batches and other files."""
+        """Return the sorted batches of a source. Raises DataError for pickled ones and other files."""
         batches: list[NumberBatch] = []
         others: list[Part] = []
         for part in source.parts:
@@ -209,10 +207,7 @@ def _rows(batches: Sequence[NumberBatch], select: Callable[[np.ndarray], np.ndar
 
 
 def npz_batches(path: Path) -> list[str]:
-    """Return the names of the npz batches in a zip archive, none if it holds images; of an npz file its own.
-
-    Raises DataError if there is neither.
-    """
+    """Return the names of the npz batches in a zip archive, none if it holds images; of an npz file its own."""
     with reading(path), open_file(path) as file, ZipFile(file) as archive:
         names = archive.namelist()
     if ARRAY in names:
@@ -255,7 +250,7 @@ def npz_rows(path: Path, batch: str, numbers: int) -> Iterator[bytes]:
 def verify_official(source: Source, published: Mapping[str, str]) -> list[str]:
     """Return the names of the official files. Raises DataError for another file of such a name.
 
-    published: md5 (32 digits) or sha256 by name of the file.
+    published: md5 or sha256 by name of the file.
     """
     verified = []
     for part in source.parts:

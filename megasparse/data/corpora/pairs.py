@@ -95,10 +95,9 @@ class Pairs(Corpus):
 
 
 class PairEncoder(PaddedEncoder):
-    """Pieces of documents to records. Each sentence is read with a space before it."""
+    """Encode documents as records. Each sentence is read with a space before it."""
 
     def __init__(self, tokenizer: str, length: int, seed: int):
-        """Raise ConfigError for a tokenizer without special tokens, a length below 5, a negative seed."""
         super().__init__(tokenizer)
         self._arguments = (tokenizer, length, seed)
         self.record, self.seed = length, seed
@@ -107,7 +106,7 @@ class PairEncoder(PaddedEncoder):
         check_seed(seed)
 
     def encode(self, piece: bytes) -> Encoded:
-        """Encode documents as sentences.py separates them, each cut by draws of (seed, its text)."""
+        """Encode documents, each cut by draws of (seed, its text)."""
         begin, separator, _, _ = self.special
         records = []
         for document in documents(piece):
@@ -129,7 +128,7 @@ class Words:
 
 
 def segments(sentences: Sequence[np.ndarray], room: int, words: Words) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Segments A and B of the records of a document, of up to `room` tokens together.
+    """Yield the segments A and B of a document's records, of up to `room` tokens together.
 
     sentences: tokens of each. Takes as many as fill the record at the document's mean length; if they do not fit, it
     drops the first or last, at random.
@@ -236,7 +235,6 @@ class Parallel(Corpus):
         return ParallelEncoder(settings["tokenizer"], settings["source_length"], settings["target_length"])
 
     def about(self, source: Source, settings: CorpusSettings) -> dict[str, Any]:
-        """Return the lines of each split."""
         source.require_text()
         files = _files(source, settings["roles"])
         lines_of: dict[str, int] = {}
@@ -256,7 +254,6 @@ class Parallel(Corpus):
         return {"lines": lines_of}
 
     def splits(self, source: Source, settings: CorpusSettings) -> CorpusSplits:
-        """One document a split; a piece is lines of the source and of the target in turn."""
         counts = self.about(source, settings)["lines"]
         files = _files(source, settings["roles"])
         apart = len({role.split()[0] for role in files}) > 1
@@ -268,8 +265,6 @@ class Parallel(Corpus):
 
 
 class ParallelEncoder(PaddedEncoder):
-    """Lines of the source and of the target in turn to records."""
-
     def __init__(self, tokenizer: str, source_length: int, target_length: int):
         super().__init__(tokenizer)
         self._arguments = (tokenizer, source_length, target_length)
@@ -312,7 +307,6 @@ def _sentence_lines(parts: Iterable[Part]) -> Iterator[bytes]:
 
 
 def _pair_pieces(pairs: Iterable[tuple[bytes, bytes]]) -> Iterator[bytes]:
-    """Up to about 1 MiB of pairs at a time."""
     held: list[bytes] = []
     size = 0
     for first, second in pairs:

@@ -78,14 +78,14 @@ class Part:
     """One file of a source, or one member of a zip archive, as `Source.open` found it."""
 
     path: Path
-    """Path on disk of the file, or of the archive."""
+    """The file, or the archive."""
     member: str | None
     name: str
-    """Path below its location, with slashes: `train/1.txt`; the name of a file that is the location."""
+    """Path below its location, `train/1.txt`; for a file that is the location, its name."""
     raw: bool
     """Neither decompressed nor opened as an archive."""
     size: int = 0
-    """Bytes of its content, as `pieces` yields it."""
+    """Bytes of its content."""
     crc32: int = 0
     not_utf8: int | None = None
     """Offset of the first byte that is not UTF-8; None if all are, or if `raw`."""
@@ -132,7 +132,7 @@ class Source:
         kind: Kind = "stream",
         parts: Sequence[Part] | None = None,
     ) -> "Source":
-        """Find (or download into `downloads`) every file, and read all of it once to know its size and digests.
+        """Find (or download into `downloads`) every file, and read it once for its size and digests.
 
         kind: "stream", one stream of bytes (an archive of several files requires `member`); "files", separate files and
         members of archives; "raw", files without decompression. parts: use these of `find_parts`. Raises DataError for
@@ -174,7 +174,7 @@ class Source:
         return chain.from_iterable(part.pieces() for part in self.parts)
 
     def require_text(self, zeros: bool = True) -> None:
-        """Raise DataError naming file and offset unless all is UTF-8, and without byte 0 if not `zeros`."""
+        """Raise DataError unless all is UTF-8, without byte 0 if not `zeros`."""
         for part in self.parts:
             if part.not_utf8 is not None:
                 hint = f"{CONVERT}; as one stream of bytes the corpus `text` takes it as it is"
@@ -352,7 +352,7 @@ def reason(error: Exception) -> str:
 
 
 def _members(file: Path, names: list[str], member: str | None) -> list[str]:
-    """Return the member of that name, all that match it as a pattern, or without a name the only one."""
+    """Return the member of that name, all that match the pattern, or without a name the only one."""
     if member is None and len(names) == 1:
         return names
     if member is None:

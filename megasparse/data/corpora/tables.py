@@ -72,7 +72,6 @@ class JsonLinesCorpus(RecordCorpus):
     def examine(
         self, locations: Sequence[str], parts: Sequence[Part], settings: CorpusSettings, workers: int, **options: Any
     ) -> RecordSource:
-        """Read all files once, see `RecordSource.examine`."""
         return RecordSource.examine(locations, parts, json_texts, settings, workers, **options)
 
 
@@ -175,7 +174,6 @@ def parquet_texts(part: Part, column: str) -> Records:
 
 
 def dataset_texts(part: Part, column: str) -> Records:
-    """Yield the texts of a file of any of the formats that a dataset has."""
     suffix = PurePosixPath(part.path.name).suffix.lower()
     if suffix == ".arrow":
         return _from_values(part, _arrow_values(part.path, column))
@@ -221,7 +219,7 @@ def _parquet_values(path: Path, column: str) -> Iterator[bytes | None]:
 
 
 def _arrow_values(path: Path, column: str) -> Iterator[bytes | None]:
-    """Yield the values of a column of texts in an Arrow file, of the stream or the file format, None for null."""
+    """Yield the values of a column, None for null, of an Arrow file of the stream or the file format."""
     pyarrow = arrow()
     with _reading(path), open_file(path) as file:
         file.seek(8 if file.read(6) == b"ARROW1" else 0)  # the file format is a stream between two frames
@@ -245,7 +243,7 @@ def _require_texts(path: Path, schema: Any, column: str) -> None:
 
 
 def _is_text(kind: Any) -> bool:
-    """True for a type of texts, and the type of a column of nulls."""
+    """True for texts, and for a column of nulls."""
     names = ("string", "large_string", "string_view", "binary", "large_binary", "binary_view", "null")
     return any(getattr(arrow().types, f"is_{name}")(kind) for name in names)
 
@@ -271,7 +269,6 @@ def _values(column: Any) -> Iterator[bytes | None]:
 
 @contextmanager
 def _reading(path: Path) -> Iterator[None]:
-    """Convert exceptions of pyarrow for a damaged file to DataError."""
     try:
         yield
     except (arrow().ArrowException, OSError, MemoryError, ValueError, LookupError) as error:
@@ -296,7 +293,7 @@ def split_of(name: str) -> str | None:
 
 
 def revision(location: str) -> str | None:
-    """Return the commit of the Hub that a dataset is from, as its URL, its path or its description states it."""
+    """Return the commit of the Hub that a dataset is from, as its URL, path or description states it."""
     if named := REVISION.search(location) or REVISION.search(str(Path(location).resolve())):
         return named[0]
     for info in sorted(Path(location).glob(f"**/{INFO}")):

@@ -76,7 +76,7 @@ class Enwik8(TextCorpus):
     SPLITS: ClassVar = {"train": 90_000_000, "validation": 5_000_000, "test": 5_000_000}
 
     def splits(self, source: Source, settings: CorpusSettings) -> CorpusSplits:
-        """With other tokenizers than bytes a border inside a character moves to its end."""
+        """Cut by byte. With other tokenizers than bytes a border inside a character moves to its end."""
         official = sum(self.SPLITS.values())
         if source.total_bytes != official:
             hint = "Give the official enwik8 or enwik8.zip; a part of it can be prepared as the corpus `text`"
@@ -170,7 +170,6 @@ class PG19(TextCorpus):
     MOST_METADATA = 1 << 26  # bytes: the official file has 3 million
 
     def about(self, source: Source, settings: CorpusSettings) -> dict[str, Any]:
-        """Return numbers of books, and titles and dates."""
         source.require_text(zeros=not as_bytes(settings))
         books = self._books(source)
         counts = {name: len(parts) for name, parts in books.items()}
@@ -194,7 +193,6 @@ class PG19(TextCorpus):
             yield name, (text_pieces(part.pieces()) for part in books.values())
 
     def _books(self, source: Source) -> dict[str, dict[int, Part]]:
-        """Return the books of each official split that is there, by number."""
         books: dict[str, dict[int, Part]] = {name: {} for name in NAMES}
         for part in source.parts:
             path = part.path if part.member is None else PurePath(part.member)
@@ -215,7 +213,6 @@ class PG19(TextCorpus):
         return {name: dict(sorted(parts.items())) for name, parts in books.items() if parts}
 
     def _rows(self, part: Part) -> dict[int, tuple[str, str]]:
-        """Return title and date by number of the book."""
         if part.size > self.MOST_METADATA:
             raise DataError(str(part), f"{part.size:,} bytes are too many for metadata", "Give the official file")
         lines = b"".join(part.pieces()).decode().splitlines()
@@ -259,8 +256,8 @@ class WikiText103(TextCorpus):
     }
 
     def about(self, source: Source, settings: CorpusSettings) -> dict[str, Any]:
-        """Return the kind of the files, and if all three are official. A file with the official number of lines but
-        another checksum is an error.
+        """Return the kind of the files, and if all three are official. Another checksum of a file with the official
+        number of lines is an error.
         """
         source.require_text()
         kind, files = self._files(source)
@@ -284,7 +281,7 @@ class WikiText103(TextCorpus):
             yield name, [text_pieces(part.pieces())]
 
     def _files(self, source: Source) -> tuple[str, dict[str, Part]]:
-        """Return "tokens" or "raw", and the file of each split that is there."""
+        """Return "tokens" or "raw", and the file of each split."""
         parts: dict[str, dict[str, Part]] = {kind: {} for kind in self.SHA1}
         for part in source.parts:
             if match := self.FILE.fullmatch(part.name):

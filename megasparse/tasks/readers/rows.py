@@ -167,8 +167,7 @@ def json_lines(file: Path) -> Rows:
             try:
                 line = strict_json(line)
             except ValueError as error:
-                hint = json_hint(line.encode())
-                line = DataError(str(location), f"not JSON ({error})", hint[0].upper() + hint[1:])
+                line = DataError(str(location), f"not JSON ({error})", json_hint(line.encode()))
         if not isinstance(line, dict | DataError):
             hint = 'Write one object per line: {"text": "...", "label": "..."}; for an array jq -c \'.[]\' does'
             line = DataError(str(location), "not a JSON object", hint)
