@@ -54,9 +54,9 @@ def without_secrets(text: str) -> str:
     return QUERY.sub(r"\1", re.sub(r"""(?<=://)[^/\s'"]*@""", "", text))
 
 
-def report_line(path: str | os.PathLike[str], line: str) -> None:
+def report_line(path: object, line: str) -> None:
     """Print a line about a file, a folder or a URL on stderr."""
-    print(f"{one_line(without_secrets(os.fspath(path)))}: {line}", file=sys.stderr)
+    print(f"{one_line(without_secrets(str(path)))}: {line}", file=sys.stderr)
 
 
 class UserError(Exception):
@@ -82,9 +82,9 @@ class ConfigError(UserError):
 class FileError(UserError):
     """A problem with a file, a folder or a URL."""
 
-    def __init__(self, path: str | os.PathLike[str], problem: str, hint: str):
-        super().__init__(f"{os.fspath(path)}: {problem}. {hint}")
-        self.path, self.problem, self.hint = os.fspath(path), problem, hint
+    def __init__(self, path: object, problem: str, hint: str):
+        super().__init__(f"{path}: {problem}. {hint}")
+        self.path, self.problem, self.hint = str(path), problem, hint
 
 
 class DataError(FileError):

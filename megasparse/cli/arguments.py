@@ -19,10 +19,11 @@ if TYPE_CHECKING:
 
 def add_config(parser: argparse.ArgumentParser) -> None:
     """Add options for a configuration by name or file, --set and --print-config."""
-    parser.add_argument("name", nargs="?", metavar="CONFIG", help="a name from `megasparse configs`, or a JSON file")
-    parser.add_argument("--config", metavar="FILE", help="CONFIG as an option")
+    add = parser.add_argument
+    add("name", nargs="?", metavar="CONFIG", help="a name from `megasparse configs`, or a JSON file")
+    add("--config", metavar="FILE", help="CONFIG as an option")
     add_overrides(parser)
-    parser.add_argument("--print-config", action="store_true", help="print the complete configuration and exit")
+    add("--print-config", action="store_true", help="print the complete configuration and exit")
 
 
 def add_checkpoint(parser: argparse.ArgumentParser) -> None:
@@ -31,9 +32,10 @@ def add_checkpoint(parser: argparse.ArgumentParser) -> None:
 
 def add_coding(parser: argparse.ArgumentParser, output: str) -> None:
     """Add options for a file, the checkpoint that codes it, and the result. output: help text of --output."""
-    parser.add_argument("file", type=Path, metavar="FILE")
+    add = parser.add_argument
+    add("file", type=Path, metavar="FILE")
     add_checkpoint(parser)
-    parser.add_argument("--output", type=Path, metavar="FILE", help=output)
+    add("--output", type=Path, metavar="FILE", help=output)
 
 
 def add_overrides(parser: argparse.ArgumentParser) -> None:
@@ -42,11 +44,12 @@ def add_overrides(parser: argparse.ArgumentParser) -> None:
 
 def add_training(parser: argparse.ArgumentParser) -> None:
     """Add options for a configuration, and for the start and end of a run."""
+    add = parser.add_argument
     add_config(parser)
-    parser.add_argument("--resume", default="auto", metavar="auto|never|PATH", help="checkpoint to resume from")
-    parser.add_argument("--allow-changed-config", action="store_true", help="resume although the configuration differs")
-    parser.add_argument("--stop-at", type=whole, metavar="STEP", help="save and stop after this step")
-    parser.add_argument("--dry-run", action="store_true", help="measure memory and time; write nothing")
+    add("--resume", default="auto", metavar="auto|never|PATH", help="checkpoint to resume from")
+    add("--allow-changed-config", action="store_true", help="resume although the configuration differs")
+    add("--stop-at", type=whole, metavar="STEP", help="save and stop after this step")
+    add("--dry-run", action="store_true", help="measure memory and time; write nothing")
 
 
 def add_start(parser: argparse.ArgumentParser) -> None:

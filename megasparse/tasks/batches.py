@@ -79,7 +79,7 @@ class ExampleCounts:
         """Count an empty text. Raises DataError if the configuration treats these as errors."""
         if self.config.empty == "refuse":
             hint = 'Remove it, or keep and count such examples: --set task.empty="keep"'
-            raise DataError(str(location), problem, hint)
+            raise DataError(location, problem, hint)
         self.empty, self.first_empty = self.empty + 1, self.first_empty or location
 
     def is_cut(self, length: int, location: SourceLocation) -> bool:
@@ -89,7 +89,7 @@ class ExampleCounts:
             return False
         if self.config.too_long == "refuse":
             problem = f"{length:,} tokens are more than {self.key} = {self.limit:,}"
-            raise DataError(str(location), problem, 'Raise it, or truncate such texts: --set task.too_long="cut"')
+            raise DataError(location, problem, 'Raise it, or truncate such texts: --set task.too_long="cut"')
         self.cut, self.first_cut = self.cut + 1, self.first_cut or location
         return True
 

@@ -135,11 +135,11 @@ class RowTask(Task):
                 return FUNCTIONS[column](row)
             except (KeyError, TypeError, ValueError, AttributeError) as error:  # a dataset has values of any type
                 missing = f"missing column {error}" if isinstance(error, KeyError) else str(error)
-                raise DataError(str(location), missing, HINT) from None
+                raise DataError(location, missing, HINT) from None
         value = field(row, column, location, "task.text" if self.configured else "")
         if not isinstance(value, str):
             problem = f'{json.dumps(value, ensure_ascii=False)[:80]} in the column "{column}" is not a text'
-            raise DataError(str(location), problem, "Write a text in quotation marks")
+            raise DataError(location, problem, "Write a text in quotation marks")
         return value
 
     def _label(self, row: dict[str, Any], location: SourceLocation) -> Any:
@@ -161,7 +161,7 @@ class RowTask(Task):
             kind, hint = "similarity from 0 to 5", "Correct it"
             if self.configured:
                 kind, hint = "float32 number", "Write one, such as 3.5; or predict classes: --set task.labels=null"
-            raise DataError(str(location), f'"{text[:80]}" in the column "{name}" is not a {kind}', hint)
+            raise DataError(location, f'"{text[:80]}" in the column "{name}" is not a {kind}', hint)
         return number
 
 
@@ -179,9 +179,9 @@ def label_text(value: Any, column: str, location: SourceLocation) -> str:
     """Return the class that a label names: of JSON values the JSON, without quotation marks."""
     if value is None or isinstance(value, dict | list):
         problem = f'{json_text(value)[:80]} in the column "{column}" is not a label'
-        raise DataError(str(location), problem, "Write a text, a number, true or false")
+        raise DataError(location, problem, "Write a text, a number, true or false")
     if not (text := as_class(json_text(value))):
-        raise DataError(str(location), f'no label in the column "{column}"', "Write one, or remove the row")
+        raise DataError(location, f'no label in the column "{column}"', "Write one, or remove the row")
     return text
 
 
@@ -332,7 +332,7 @@ def sts_rows(file: Path) -> Rows:
         fields = line.split("\t") if isinstance(line, str) else []
         if fields and len(fields) not in (7, 9):
             problem = f"{len(fields)} fields instead of 7, or 9 with licences"
-            line = DataError(str(location), problem, HINT)
+            line = DataError(location, problem, HINT)
         elif fields:
             line = dict(zip(("score", "sentence1", "sentence2"), fields[4:7], strict=True))
         yield location, line
@@ -354,7 +354,7 @@ def xml_pairs(file: Path) -> Rows:
         location, texts = SourceLocation(file, number), {part.tag: part.text or "" for part in pair}
         wrong = len(texts) < len(pair) or any(len(part) for part in pair) or "id" not in pair.attrib
         problem = "a pair without an id, or with a repeated or nested element"
-        yield location, DataError(str(location), problem, HINT) if wrong else {**pair.attrib, **texts}
+        yield location, DataError(location, problem, HINT) if wrong else {**pair.attrib, **texts}
 
 
 def review_files(path: Path) -> Rows:

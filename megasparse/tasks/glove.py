@@ -1,8 +1,8 @@
 """Initial weights from the vectors of a GloVe file (Pennington et al. 2014). E width, V vocabulary, n vectors."""
 
-import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -10,10 +10,8 @@ from torch import Tensor, nn
 
 from megasparse.attention.contract import Attention
 from megasparse.errors import DataError
-from megasparse.files import open_file
 from megasparse.model.embedding import Embedding
-
-_LONGEST_LINE = 1 << 20  # bytes, more than in any GloVe file
+from megasparse.tasks.readers.rows import lines, parse_number, strict
 
 
 def read_glove(path: str | os.PathLike[str], words: Sequence[str]) -> tuple[Tensor, Tensor]:
@@ -27,50 +25,28 @@ def read_glove(path: str | os.PathLike[str], words: Sequence[str]) -> tuple[Tens
     for row, word in enumerate(words):
         if word:
             rows.setdefault(word, []).append(row)
-    vectors: dict[int, list[float]] = {}
+    vectors: dict[int, list[float | None]] = {}
     width = 0
-    for number, line in _lines(path):
+    for location, line in strict(lines(Path(path))):
+        line = line.rstrip(" ")
         width = width or line.count(" ")
         word, *fields = line.rsplit(" ", width)
         if not width or len(fields) != width:
-            problem = f"line {number} contains {len(fields)} numbers after the word, but the first line {width}"
-            raise DataError(path, problem, "Give a GloVe text file, without a line of sizes before the vectors")
+            problem = f"{len(fields)} numbers after the word, but {width} in the first line"
+            raise DataError(location, problem, "Give a GloVe text file, without a line of sizes before the vectors")
         for row in rows.pop(word, []):
-            vectors[row] = _numbers(path, number, fields)
+            numbers = [parse_number(field) for field in fields]
+            if None in numbers:
+                problem = f'"{fields[numbers.index(None)]}" is not a finite number'
+                raise DataError(location, problem, "Download the file again")
+            vectors[row] = numbers
     if not vectors:
-        raise DataError(
-            path, f"none of the {len(words)} words is in it", "Check that it is in the tokenizer's language"
-        )
+        hint = "Check that it is in the tokenizer's language"
+        raise DataError(path, f"none of the {len(words)} words is in it", hint)
     matrix, present = torch.zeros(len(words), width), torch.zeros(len(words), dtype=torch.bool)
     for row, vector in vectors.items():
         matrix[row], present[row] = torch.tensor(vector), True
     return matrix, present
-
-
-def _lines(path: str | os.PathLike[str]) -> Iterator[tuple[int, str]]:
-    """Yield the lines of a file with their numbers, starting at 1."""
-    if not os.path.isfile(path):
-        raise DataError(path, "there is no such file", "Give the path of a GloVe text file")
-    with open_file(path) as file:
-        for number, line in enumerate(iter(lambda: file.readline(_LONGEST_LINE), b""), start=1):
-            if len(line) == _LONGEST_LINE:
-                raise DataError(path, f"line {number} is longer than 1 MiB", "Give a GloVe text file, uncompressed")
-            try:
-                yield number, line.decode("utf-8").rstrip(" \r\n")
-            except UnicodeDecodeError as error:
-                raise DataError(path, f"line {number} is not UTF-8", "Give a GloVe text file, uncompressed") from error
-
-
-def _numbers(path: str | os.PathLike[str], line: int, fields: list[str]) -> list[float]:
-    numbers = []
-    for field in fields:
-        try:
-            numbers.append(float(field))
-        except ValueError:
-            numbers.append(math.nan)
-        if not math.isfinite(numbers[-1]):
-            raise DataError(path, f'line {line}: "{field}" is not a finite number', "Download the file again")
-    return numbers
 
 
 def pca(matrix: Tensor, components: int) -> Tensor:

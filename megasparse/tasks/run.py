@@ -213,7 +213,7 @@ def labelled(examples: Iterable[Example], name: str, source: str | Path) -> Iter
     for example in examples:
         if example.label is None:
             hint = "Use a labelled file; megasparse predict labels others"
-            raise DataError(str(example.location), "lacks a label to learn from or to compare with", hint)
+            raise DataError(example.location, "lacks a label to learn from or to compare with", hint)
         yield example
     if example is None:
         raise DataError(source, f"contains no {name} examples", "Use files with examples")

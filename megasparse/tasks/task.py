@@ -101,7 +101,7 @@ class Task(ABC):
         assert self.classes is not None
         if label not in self.classes:
             problem = f'"{label[:80]}" is not a label of {self.name}'
-            raise DataError(str(location), problem, did_you_mean(label, self.classes))
+            raise DataError(location, problem, did_you_mean(label, self.classes))
         return self.classes.index(label)
 
 

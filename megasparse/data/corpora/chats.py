@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import chain, groupby
+from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, ClassVar
@@ -26,8 +26,8 @@ from megasparse.data.corpora.corpus import (
     lines,
     option,
 )
-from megasparse.data.corpora.records import EMPTY, Records, RecordSource, Unfit
-from megasparse.data.corpora.source import Part, Source, read
+from megasparse.data.corpora.records import EMPTY, Records, Texts, Unfit
+from megasparse.data.corpora.source import Part, read
 from megasparse.data.corpora.tables import LONGEST_TEXT, SURROGATE, TOO_LONG, JsonLinesCorpus, json_object
 from megasparse.data.encoders import Encoded, PieceEncoder
 from megasparse.data.index_file import SEPARATOR
@@ -84,17 +84,12 @@ class Chats(JsonLinesCorpus):
     START = option("--start-token", type=int, metavar="ID", help=START_HELP)
     OPTIONS: ClassVar = SOURCE | MEMBER | SAMPLE | FILE | LENGTH | START | SPLIT_OPTION
 
-    def examine(
-        self, locations: Sequence[str], parts: Sequence[Part], settings: CorpusSettings, workers: int, **options: Any
-    ) -> RecordSource:
-        """Render all conversations once. Raises DataError if the model lacks a chat template."""
-        settings = {**settings, "deduplicate": False, "column": ""}
-        return RecordSource.examine(locations, parts, _renderer(settings), settings, workers, **options)
+    def texts(self, settings: CorpusSettings) -> Texts:
+        return _renderer(settings)
 
-    def about(self, source: Source, settings: CorpusSettings) -> dict[str, Any]:
+    def about(self, source: Any, settings: CorpusSettings) -> dict[str, Any]:
         """Add the number of conversations that are cut, and `model.document_separator`, and report the numbers."""
         facts, length = super().about(source, settings), settings["length"]
-        assert isinstance(source, RecordSource)
         cut = sum(int((lengths > ChatEncoder.width * length).sum()) for lengths in source.lengths())
         report = f"{sum(facts['documents'].values()):,} conversations, of which {cut:,} are cut to {length:,} tokens"
         if left_out := facts["left_out"]:
@@ -107,11 +102,9 @@ class Chats(JsonLinesCorpus):
     def encoder(self, settings: CorpusSettings) -> "ChatEncoder":  # type: ignore[override]
         return ChatEncoder(settings["tokenizer"], settings["length"])
 
-    def splits(self, source: Source, settings: CorpusSettings) -> CorpusSplits:
-        assert isinstance(source, RecordSource)
+    def splits(self, source: Any, settings: CorpusSettings) -> CorpusSplits:
         filler = UNSCORED + _renderer(settings).start
-        texts = chain.from_iterable(map(source.texts, range(len(source.parts))))
-        for name, group in groupby(texts, key=itemgetter(0)):
+        for name, group in groupby(source.all_texts(), key=itemgetter(0)):
             yield name, [packed((np.frombuffer(text, "<u4") for _, text in group), settings["length"], filler)]
 
 
@@ -228,7 +221,7 @@ class Renderer:
                 except UnicodeEncodeError:
                     yield number, SURROGATE
                 except ConfigError as error:
-                    raise DataError(str(part), f"line {number}: {error.problem}", error.hint) from None
+                    raise DataError(part, f"line {number}: {error.problem}", error.hint) from None
 
     def tokens(self, line: bytes) -> bytes | Unfit:
         """Return the marked tokens, uint32. Raises Invalid, and ConfigError without a chat template."""

@@ -1,7 +1,6 @@
 """CIFAR-10 and ImageNet at 64×64 pixels: the official archives, checked against published checksums, or image files."""
 
 import hashlib
-import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -180,7 +179,7 @@ class ImageNet64(Corpus):
             name = PurePosixPath(part.name).name
             if PICKLED_NPZ.match(name):
                 problem = "this batch is a pickle, which could run anything when it is read"
-                raise DataError(str(part), problem, "Give the npz version: Imagenet64_*_npz.zip, or what is in it")
+                raise DataError(part, problem, "Give the npz version: Imagenet64_*_npz.zip, or what is in it")
             names = npz_batches(part.path) if name.endswith((".npz", ".zip")) else []
             batches += [(part.path, batch) for batch in names]
             others += [] if names else [part]
@@ -225,7 +224,7 @@ def npz_rows(path: Path, batch: str, numbers: int) -> Iterator[bytes]:
 
     Raises DataError for an array of another type (objects among them, which are pickled) or another D than `numbers`.
     """
-    shown = f"{os.fspath(path)}: {batch}" if batch != path.name else os.fspath(path)
+    shown = f"{path}: {batch}" if batch != path.name else str(path)
     with ExitStack() as stack:
         with reading(path):
             archive = stack.enter_context(ZipFile(stack.enter_context(open_file(path))))
@@ -262,6 +261,6 @@ def verify_official(source: Source, published: Mapping[str, str]) -> list[str]:
                 digest.update(piece)
             if (hexdigest := digest.hexdigest()) != published[name]:
                 problem = f"its {kind} is {hexdigest[:12]}…, the official file's is {published[name][:12]}…"
-                raise DataError(str(part), problem, "Get it again; rename it if it is a file of your own")
+                raise DataError(part, problem, "Get it again; rename it if it is a file of your own")
             verified.append(name)
     return verified

@@ -191,7 +191,7 @@ def _members(path: Path, around: tuple[str, ...]) -> Iterator[ImageFile]:
         name = PurePosixPath(member.name)
         if member.isdir() or is_hidden(name.as_posix()):
             continue
-        shown = f"{os.fspath(path)}:{member.name}"
+        shown = f"{path}:{member.name}"
         if not member.isreg() or member.issparse():
             problem = f"at byte {member.offset} this is neither a file nor a folder (a link, or a device)"
             raise DataError(shown, problem, "Pack the files themselves")

@@ -299,7 +299,7 @@ def _sentence_lines(parts: Iterable[Part]) -> Iterator[bytes]:
         last = 0
         for number, line in lines(part.pieces(), PIECE):
             if line is None:
-                raise DataError(str(part), f"line {number} is longer than {PIECE:,} bytes", "Give a sentence a line")
+                raise DataError(part, f"line {number} is longer than {PIECE:,} bytes", "Give a sentence a line")
             yield from repeat(b"", number - last - 1)
             if line:
                 yield line.strip()

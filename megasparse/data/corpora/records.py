@@ -7,6 +7,7 @@ split of its file.
 
 import hashlib
 import json
+from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -31,7 +32,7 @@ from megasparse.data.corpora.corpus import (
     split_sizes,
     text_pieces,
 )
-from megasparse.data.corpora.source import Part, Source
+from megasparse.data.corpora.source import Part, Source, find_parts
 from megasparse.data.index_file import Split, public
 from megasparse.data.workers import Workers
 from megasparse.errors import ConfigError, DataError, SourceError, positive
@@ -187,8 +188,8 @@ class RecordSource(Source):
         least, most = settings.get("min_bytes") or 1, settings.get("max_bytes") or float("inf")
         if least > most:
             raise ConfigError("--min-bytes", f"{least} is above --max-bytes {most}", "Give a smaller one")
-        copies = bool(settings["deduplicate"])
-        reader = RecordReader(tuple(parts), texts, settings["column"], least, most, not as_bytes(settings), copies)
+        copies, column = bool(settings.get("deduplicate")), settings.get("column", "")
+        reader = RecordReader(tuple(parts), texts, column, least, most, not as_bytes(settings), copies)
         with Workers(reader.examine, min(workers, len(parts)), task_pieces=1) as pool:
             numbers = (str(number).encode() for number in range(len(parts)))
             files = list(tqdm(pool.map(numbers), "reading the source", len(parts), unit="file", disable=None))
@@ -199,7 +200,7 @@ class RecordSource(Source):
             position, unfit = first.first_damaged or (0, EMPTY)
             share = f"{damaged:,} of {records:,} records are damaged"
             hint = f"Up to {MOST_DAMAGED:.0%} are left out: {unfit.hint}"
-            raise DataError(str(part), f"{share}, the first is record {position} here: {unfit.reason}", hint)
+            raise DataError(part, f"{share}, the first is record {position} here: {unfit.reason}", hint)
         lengths = np.concatenate([file.lengths for file in files])
         is_copy = np.full(len(lengths), copies)
         if copies:  # of each content the first is none
@@ -244,6 +245,10 @@ class RecordSource(Source):
         if whole.digest() != self.examined[number].sha256:
             raise SourceError(str(self.parts[number]), "it changed while it was read", UNCHANGED)
 
+    def all_texts(self) -> Iterator[tuple[str, bytes]]:
+        """Yield (split, text) of all files."""
+        return chain.from_iterable(map(self.texts, range(len(self.parts))))
+
     def lengths(self) -> list[np.ndarray]:
         """Return the bytes of each text of each file, without copies."""
         return [file.lengths[splits >= 0] for file, splits in zip(self.examined, self.splits, strict=True)]
@@ -265,6 +270,8 @@ class RecordCorpus(TextCorpus):
     """Base of corpora of records; each text is a document with the tokenizer's separator after it."""
 
     DOCUMENTS = True
+    SUFFIXES: ClassVar[Sequence[str]]
+    """Suffixes of the files of a folder."""
 
     OPTIONS: ClassVar = {
         **TOKENIZER,
@@ -273,18 +280,31 @@ class RecordCorpus(TextCorpus):
         **option("--deduplicate", action="store_true", help="leave out exact copies of earlier texts"),
     }
 
-    def about(self, source: Source, settings: CorpusSettings) -> dict[str, Any]:
-        assert isinstance(source, RecordSource)
+    @abstractmethod
+    def texts(self, settings: CorpusSettings) -> Texts:
+        """Return a function that reads the records of a file."""
+
+    def open(
+        self, locations: Sequence[str], member: str | None, downloads: Path, settings: CorpusSettings, workers: int
+    ) -> RecordSource:
+        parts = find_parts(locations, member, downloads, self.KIND, self.SUFFIXES)
+        return self.examine(locations, parts, settings, workers, member=member)
+
+    def examine(
+        self, locations: Sequence[str], parts: Sequence[Part], settings: CorpusSettings, workers: int, **options: Any
+    ) -> RecordSource:
+        """Read all files once, see `RecordSource.examine`."""
+        return RecordSource.examine(locations, parts, self.texts(settings), settings, workers, **options)
+
+    def about(self, source: Any, settings: CorpusSettings) -> dict[str, Any]:
         counts = source.documents()
         require_full(source, counts, f"{sum(counts.values())} documents")
         left_out = source.left_out()
         records = sum(counts.values()) + sum(left_out.values())
         return {**source.facts, "records": records, "documents": counts, "left_out": left_out}
 
-    def splits(self, source: Source, settings: CorpusSettings) -> CorpusSplits:
-        assert isinstance(source, RecordSource)
-        texts = chain.from_iterable(map(source.texts, range(len(source.parts))))
-        for name, group in groupby(texts, key=itemgetter(0)):
+    def splits(self, source: Any, settings: CorpusSettings) -> CorpusSplits:
+        for name, group in groupby(source.all_texts(), key=itemgetter(0)):
             yield name, (text_pieces([text]) for _, text in group)
 
 

@@ -7,7 +7,6 @@ import fnmatch
 import gzip
 import hashlib
 import lzma
-import os
 import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -93,7 +92,7 @@ class Part:
     """Offset of the first byte 0; None without such a byte, or if `raw`."""
 
     def __str__(self) -> str:
-        return os.fspath(self.path) if self.member is None else f"{os.fspath(self.path)}: {self.member}"
+        return str(self.path) if self.member is None else f"{self.path}: {self.member}"
 
     def pieces(self) -> Iterator[bytes]:
         """Yield the content, up to 1 MiB at a time. Raises DataError if it changed since `Source.open`."""
@@ -102,7 +101,7 @@ class Part:
             crc32 = zlib.crc32(piece, crc32)
             yield piece
         if crc32 != self.crc32:
-            raise SourceError(str(self), "it changed while it was read", "Leave it alone and run the command again")
+            raise SourceError(self, "it changed while it was read", "Leave it alone and run the command again")
 
 
 @dataclass(frozen=True)
@@ -178,10 +177,10 @@ class Source:
         for part in self.parts:
             if part.not_utf8 is not None:
                 hint = f"{CONVERT}; as one stream of bytes the corpus `text` takes it as it is"
-                raise DataError(str(part), f"byte {part.not_utf8:,} is not UTF-8", hint)
+                raise DataError(part, f"byte {part.not_utf8:,} is not UTF-8", hint)
             if part.zero is not None and not zeros:
                 problem = f"byte {part.zero:,} is 0, which stands between documents"
-                raise DataError(str(part), problem, "Remove it: no text has it")
+                raise DataError(part, problem, "Remove it: no text has it")
 
 
 def find_parts(
@@ -226,7 +225,7 @@ def is_hidden(name: str, marks: str | tuple[str, ...] = ".") -> bool:
     return any(part.startswith(marks) for part in name.split("/"))
 
 
-def report_left_out(location: str, count: int, left_out: Sequence[str], reason: str) -> None:
+def report_left_out(location: object, count: int, left_out: Sequence[str], reason: str) -> None:
     """Print the number of files that are read, and the files left out, if any."""
     if left_out:
         some = ", ".join(map(one_line, left_out[:3])) + (", …" if len(left_out) > 3 else "")
@@ -237,7 +236,7 @@ def _parts(file: Path, name: str, member: str | None, kind: Kind) -> Iterator[Pa
     """Yield the file, or the members of a zip archive."""
     if kind == "raw" or not _is_archive(file):
         if member is not None:
-            raise ConfigError("--member", f"{os.fspath(file)} is not a zip archive", "Leave --member out")
+            raise ConfigError("--member", f"{file} is not a zip archive", "Leave --member out")
         yield Part(file, None, name, kind == "raw")
         return
     if file.suffix.lower() in DOCUMENTS:
@@ -252,7 +251,7 @@ def _parts(file: Path, name: str, member: str | None, kind: Kind) -> Iterator[Pa
         members = _members(file, members, member)
     hidden = [] if member is not None else [name for name in members if is_hidden(name, ZIP_HIDDEN)]
     chosen = [name for name in members if member is not None or not is_hidden(name, ZIP_HIDDEN)]
-    report_left_out(str(file), len(chosen), hidden, "they are hidden")
+    report_left_out(file, len(chosen), hidden, "they are hidden")
     yield from (Part(file, name, name, False) for name in chosen)
 
 
@@ -326,11 +325,11 @@ def _require_text(part: Part, start: bytes) -> None:
             hint = "Unpack it: .gz, .bz2, .xz, .zst and .zip are read as they are if their names end so"
             coding = kind[8:14].lower()  # of "text in UTF-16"
             hint = f"Convert it: iconv -f {coding} -t utf-8" if "UTF" in kind else EXTRACT if "PDF" in kind else hint
-            raise DataError(str(part), f"this is {kind}, not plain text", hint)
+            raise DataError(part, f"this is {kind}, not plain text", hint)
     even, odd = (start[first:512:2].count(0) for first in (0, 1))
     if len(start) > 16 and not min(even, odd) and 2 * max(even, odd) > len(start[1:512:2]):
         problem = "every second byte is 0, as in UTF-16"
-        raise DataError(str(part), problem, f"Convert it: iconv -f utf-16{'le' if odd else 'be'} -t utf-8")
+        raise DataError(part, problem, f"Convert it: iconv -f utf-16{'le' if odd else 'be'} -t utf-8")
 
 
 def refuse_bomb(what: Part | Path | str, size: int, compressed: int) -> None:
@@ -338,12 +337,12 @@ def refuse_bomb(what: Part | Path | str, size: int, compressed: int) -> None:
     if size > max(BOMB_BYTES, BOMB_RATIO * compressed):
         problem = f"its {compressed:,} bytes unfold to {BOMB_RATIO} times as many and more, too many for a corpus"
         hint = "If you trust it, unpack it yourself; write the texts of Parquet and Arrow files to .jsonl files"
-        raise DataError(str(what), problem, hint)
+        raise DataError(what, problem, hint)
 
 
 def _unreadable(what: Part | Path, error: Exception) -> DataError:
     hint = LONG_WINDOW if "too much memory" in str(error) else INTACT
-    return DataError(str(what), f"cannot be read: {reason(error)}", hint)
+    return DataError(what, f"cannot be read: {reason(error)}", hint)
 
 
 def reason(error: Exception) -> str:

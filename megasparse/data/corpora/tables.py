@@ -24,7 +24,16 @@ from megasparse.data.corpora.corpus import (
     option,
     split_option,
 )
-from megasparse.data.corpora.records import EMPTY, NOT_UTF8, RecordCorpus, Records, RecordSource, Unfit, json_hint
+from megasparse.data.corpora.records import (
+    EMPTY,
+    NOT_UTF8,
+    RecordCorpus,
+    Records,
+    RecordSource,
+    Texts,
+    Unfit,
+    json_hint,
+)
 from megasparse.data.corpora.source import (
     DECOMPRESS,
     Part,
@@ -60,19 +69,12 @@ class JsonLinesCorpus(RecordCorpus):
     HELP = "JSON lines: a field of each is a document"
     EXAMPLE = "--source crawl/ --field text --min-bytes 200 --deduplicate --split 98,1,1 --output data/crawl"
 
+    KIND, SUFFIXES = "files", JSON_SUFFIXES
     FIELD = option("--field", dest="column", default="text", metavar="NAME", help="(default: %(default)s)")
     OPTIONS = SOURCE | MEMBER | SAMPLE | FIELD | RecordCorpus.OPTIONS | SPLIT_OPTION
 
-    def open(
-        self, locations: Sequence[str], member: str | None, downloads: Path, settings: CorpusSettings, workers: int
-    ) -> RecordSource:
-        parts = find_parts(locations, member, downloads, "files", JSON_SUFFIXES)
-        return self.examine(locations, parts, settings, workers, member=member)
-
-    def examine(
-        self, locations: Sequence[str], parts: Sequence[Part], settings: CorpusSettings, workers: int, **options: Any
-    ) -> RecordSource:
-        return RecordSource.examine(locations, parts, json_texts, settings, workers, **options)
+    def texts(self, settings: CorpusSettings) -> Texts:
+        return json_texts
 
 
 class Parquet(RecordCorpus):
@@ -85,13 +87,11 @@ class Parquet(RecordCorpus):
     HELP = "Parquet files: a column of texts, each a document"
     EXAMPLE = "--source crawl/ --column text --min-bytes 200 --split 98,1,1 --output data/crawl"
 
+    KIND, SUFFIXES = "raw", (".parquet",)
     OPTIONS = SOURCE | SAMPLE | COLUMN | RecordCorpus.OPTIONS | SPLIT_OPTION
 
-    def open(
-        self, locations: Sequence[str], member: str | None, downloads: Path, settings: CorpusSettings, workers: int
-    ) -> RecordSource:
-        parts = find_parts(locations, member, downloads, "raw", [".parquet"])
-        return RecordSource.examine(locations, parts, parquet_texts, settings, workers)
+    def texts(self, settings: CorpusSettings) -> Texts:
+        return parquet_texts
 
 
 class HuggingFace(RecordCorpus):
@@ -106,17 +106,21 @@ class HuggingFace(RecordCorpus):
 
     HELP = "a dataset's folder, as datasets or the Hub's client leave it: a column of texts"
     EXAMPLE = "--source ~/.cache/huggingface/datasets/NAME/default/0.0.0/REVISION --column text --output data/name"
+    KIND = "raw"
     SUFFIXES = (".arrow", ".parquet", *(name for name in JSON_SUFFIXES if name.startswith(".jsonl")))
 
     FOLDER = option("--source", nargs=1, required=True, metavar="DIR_OR_URL", help="a folder, or hf://...@REVISION")
     SHARES = split_option("of the training part's bytes for each split (default: its own, or 90,5,5 of its only)")
     OPTIONS = SAMPLE | COLUMN | RecordCorpus.OPTIONS | FOLDER | SHARES
 
+    def texts(self, settings: CorpusSettings) -> Texts:
+        return dataset_texts
+
     def open(
         self, locations: Sequence[str], member: str | None, downloads: Path, settings: CorpusSettings, workers: int
     ) -> RecordSource:
         (location,) = locations
-        parts = find_parts(locations, None, downloads, "raw", self.SUFFIXES)
+        parts = find_parts(locations, None, downloads, self.KIND, self.SUFFIXES)
         # `datasets` keeps results of map and filter next to the dataset
         files = [part for part in parts if not PurePosixPath(part.name).name.startswith(("cache-", "tmp"))]
         if not files:
@@ -135,7 +139,7 @@ class HuggingFace(RecordCorpus):
         report_left_out(location, len(parts), others, f"they are of no split of {', '.join(chosen)}")
         facts = {"revision": revision(location), "other_files": others}
         splits = [of_split[part] or "" for part in parts] if len(chosen) > 1 else ()
-        return RecordSource.examine(locations, parts, dataset_texts, settings, workers, file_splits=splits, facts=facts)
+        return self.examine(locations, parts, settings, workers, file_splits=splits, facts=facts)
 
 
 # The texts of a file

@@ -53,7 +53,7 @@ class Text(TextCorpus):
         if documents or not as_bytes(settings):
             source.require_text(zeros=not (documents and as_bytes(settings)))
         elif part := next((part for part in source.parts if part.not_utf8 is not None), None):
-            report_line(str(part), f"byte {part.not_utf8:,} is not UTF-8, so it is read as bytes. {CONVERT}")
+            report_line(part, f"byte {part.not_utf8:,} is not UTF-8, so it is read as bytes. {CONVERT}")
         starts = list(accumulate((part.size for part in source.parts), initial=0))[:-1]
         if not documents:
             require_full(source, sizes, f"{source.total_bytes} bytes")
@@ -181,7 +181,7 @@ class PG19(TextCorpus):
             rows = self._rows(metadata)
             with_metadata = sum(number in rows for parts in books.values() for number in parts)
             if not with_metadata:
-                raise DataError(str(metadata), "it has none of the books", "Give the one that belongs to them")
+                raise DataError(metadata, "it has none of the books", "Give the one that belongs to them")
             facts["with_metadata"] = with_metadata
             facts["titles"] = {
                 name: [[number, *rows.get(number, (None, None))] for number in parts] for name, parts in books.items()
@@ -201,11 +201,11 @@ class PG19(TextCorpus):
             split, number = SPLIT_NAMES.get(path.parent.name), path.name.partition(".")[0]
             if split is None or not (number.isascii() and number.isdigit()):
                 problem = "this is not a book of PG-19, which are train/NNN.txt, validation/NNN.txt and test/NNN.txt"
-                raise DataError(str(part), problem, "Leave it out; the corpus `text` with --documents takes any files")
+                raise DataError(part, problem, "Leave it out; the corpus `text` with --documents takes any files")
             for other, parts in books.items():
                 if int(number) in parts:
                     problem = f"the book {number} is in {other} as well ({parts[int(number)]})"
-                    raise DataError(str(part), problem, "Keep one of the two")
+                    raise DataError(part, problem, "Keep one of the two")
             books[split][int(number)] = part
         if not any(books.values()):
             problem = "there is no train/NNN.txt, validation/NNN.txt or test/NNN.txt"
@@ -214,17 +214,17 @@ class PG19(TextCorpus):
 
     def _rows(self, part: Part) -> dict[int, tuple[str, str]]:
         if part.size > self.MOST_METADATA:
-            raise DataError(str(part), f"{part.size:,} bytes are too many for metadata", "Give the official file")
+            raise DataError(part, f"{part.size:,} bytes are too many for metadata", "Give the official file")
         lines = b"".join(part.pieces()).decode().splitlines()
         rows: dict[int, tuple[str, str]] = {}
         try:
             for line, row in enumerate(csv.reader(lines, strict=True), 1):
                 if len(row) < 3 or not row[0].strip().isdecimal():
                     problem = f"row {line} is not a book's number, title and date"
-                    raise DataError(str(part), problem, "Give the official file, or leave it out")
+                    raise DataError(part, problem, "Give the official file, or leave it out")
                 rows[int(row[0])] = (row[1], row[2])
         except csv.Error as error:
-            raise DataError(str(part), f"it is not CSV: {error}", "Give the official file, or leave it out") from None
+            raise DataError(part, f"it is not CSV: {error}", "Give the official file, or leave it out") from None
         return rows
 
 
@@ -272,7 +272,7 @@ class WikiText103(TextCorpus):
             sha1, published = digest.hexdigest(), self.SHA1[kind][name]
             if lines == self.LINES[name] and sha1 != published:
                 problem = f"its sha1 is {sha1}, the official file's is {published}"
-                raise DataError(str(part), problem, "Download it again")
+                raise DataError(part, problem, "Download it again")
             official += sha1 == published
         return {"kind": kind, "official": official == len(NAMES)}
 
@@ -287,7 +287,7 @@ class WikiText103(TextCorpus):
             if match := self.FILE.fullmatch(part.name):
                 name, files = SPLIT_NAMES[match[1]], parts[match[2]]
                 if name in files:
-                    raise DataError(str(part), f"{files[name]} is the same split", "Give one of the two")
+                    raise DataError(part, f"{files[name]} is the same split", "Give one of the two")
                 files[name] = part
         kinds = [kind for kind, files in parts.items() if files]
         if len(kinds) != 1:

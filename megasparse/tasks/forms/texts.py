@@ -220,7 +220,7 @@ def sizes_of(examples: Sequence[EncodedText], most: int) -> np.ndarray:
         example, tokens = examples[too_long[0]], sizes[too_long[0]].sum()
         problem = f"{tokens:,} tokens with its answer are more than training.micro_batch = {most:,}"
         hint = f"Raise it to {sizes.sum(1).max()} or more, or lower task.max_length"
-        raise DataError(str(example.location), problem, hint)
+        raise DataError(example.location, problem, hint)
     return sizes
 
 

@@ -90,12 +90,12 @@ class Pathfinder(Task):
     def example(self, row: str, location: SourceLocation, number: str) -> Example:
         if (match := LINE.fullmatch(row)) is None:
             hint = "Write: imgs/0 sample_7.png 7 1"
-            raise DataError(str(location), f'"{row[:80]}" is not a line of metadata', hint)
+            raise DataError(location, f'"{row[:80]}" is not a line of metadata', hint)
         folder, name, label, _ = match.groups()
         path = location.file.parent.parent / folder / name
         if not path.is_file() or not path.stat().st_size:
             hint = "Unpack lra_release again, or delete this line, as Long Range Arena does for empty images"
-            raise DataError(str(location), f"{path} is missing or empty", hint)
+            raise DataError(location, f"{path} is missing or empty", hint)
         colours = image(path)
         if (colours != colours[..., :1]).any():
             raise DataError(path, "the image is not grey", "Convert it to grey")

@@ -44,7 +44,7 @@ class MIND(Task):
         def titles_of(names: list[str], location: SourceLocation) -> tuple[str, ...]:
             if lost := [name for name in names if name not in titles]:
                 hint = "Correct it, or use both files of one official folder"
-                raise DataError(str(location), f'"{lost[0][:80]}" is not in {file.with_name(NEWS)}', hint)
+                raise DataError(location, f'"{lost[0][:80]}" is not in {file.with_name(NEWS)}', hint)
             return tuple(titles[name] for name in names)
 
         def example(row: dict[str, str], location: SourceLocation, number: str) -> Example:
@@ -64,9 +64,9 @@ class MIND(Task):
             name, title = row["id"], row["title"]
             if not title.strip() and self.config.empty == "refuse":
                 hint = 'Add one, or keep and count such news: --set task.empty="keep"'
-                raise DataError(str(location), f'the title of "{name[:80]}" is empty', hint)
+                raise DataError(location, f'the title of "{name[:80]}" is empty', hint)
             if name in titles:
-                raise DataError(str(location), f'"{name[:80]}" occurs twice', "Remove one of them")
+                raise DataError(location, f'"{name[:80]}" occurs twice', "Remove one of them")
             titles[name] = cache.setdefault(title, title)
             return Example((title,), None, location, name)
 
@@ -77,16 +77,16 @@ class MIND(Task):
 def _shown(fields: list[str], location: SourceLocation) -> tuple[list[str], tuple[int, ...] | None]:
     """Parse `N1-0 N2-1` to ids and labels; the labels of `N1 N2` are None."""
     if not fields:
-        raise DataError(str(location), "an impression without any news", "Remove it, or use the official file")
+        raise DataError(location, "an impression without any news", "Remove it, or use the official file")
     if not any("-" in entry for entry in fields):
         return fields, None
     split = [entry.rpartition("-") for entry in fields]
     for entry, (name, _, label) in zip(fields, split, strict=True):
         if not name or label not in ("0", "1"):
             hint = "Write N1-1 for clicked news, N1-0 for others; in a test set N1 for all"
-            raise DataError(str(location), f'the label of "{entry[:80]}" is not 0 or 1', hint)
+            raise DataError(location, f'the label of "{entry[:80]}" is not 0 or 1', hint)
     labels = tuple(int(label) for _, _, label in split)
     if len(set(labels)) == 1:
         problem = "a click on every news shown" if labels[0] else "no click on any news shown"
-        raise DataError(str(location), f"{problem}: no metric is defined", "Remove the impression")
+        raise DataError(location, f"{problem}: no metric is defined", "Remove the impression")
     return [name for name, _, _ in split], labels

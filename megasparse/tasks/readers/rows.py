@@ -53,12 +53,10 @@ def lines(file: Path, ends: bool = False) -> Rows:
                     return
                 if len(raw) > LONGEST_LINE:
                     hint = "Convert the line ends: tr '\\r' '\\n'" if b"\r" in raw else HINT
-                    raise DataError(str(location), f"a line of more than {LONGEST_LINE:,} bytes", hint)
+                    raise DataError(location, f"a line of more than {LONGEST_LINE:,} bytes", hint)
                 if number == 1 and b"\0" in raw and not raw.startswith((b"\xff\xfe", b"\xfe\xff")):
                     coding = "utf-16be" if raw.startswith(b"\0") else "utf-16le"
-                    raise DataError(
-                        str(location), "not UTF-8 (byte 0)", f"Convert the file: iconv -f {coding} -t utf-8"
-                    )
+                    raise DataError(location, "not UTF-8 (byte 0)", f"Convert the file: iconv -f {coding} -t utf-8")
                 line = _decoded(raw, location, "utf-8-sig" if number == 1 else "utf-8")
                 if not ends and isinstance(line, str):
                     line = line.removesuffix("\n").removesuffix("\r")
@@ -74,7 +72,7 @@ def _decoded(raw: bytes, location: SourceLocation, encoding: str = "utf-8") -> s
     except UnicodeDecodeError as error:
         problem = f"not UTF-8 (byte 0x{raw[error.start]:02x} in column {error.start + 1})"
         coding = "utf-16" if raw.startswith((b"\xff\xfe", b"\xfe\xff")) else "latin1"
-        return DataError(str(location), problem, f"Convert the file: iconv -f {coding} -t utf-8")
+        return DataError(location, problem, f"Convert the file: iconv -f {coding} -t utf-8")
 
 
 @contextmanager
@@ -131,9 +129,9 @@ def comma_separated(file: Path, columns: Sequence[str] | None = None) -> Rows:
                 hint = separator_hint if columns is None and location.line == 1 else hint
                 if "new-line" in str(error):
                     hint = "A line ends in CR: convert line ends to LF, as tr '\\r' '\\n' does"
-                raise DataError(str(location), f"not CSV ({error})", hint) from None
+                raise DataError(location, f"not CSV ({error})", hint) from None
             if columns is None and location.line == 1 and row and len(row) == 1 and re.search("[;\t]", row[0]):
-                raise DataError(str(location), f'contains one column, "{row[0][:80]}"', separator_hint)
+                raise DataError(location, f'contains one column, "{row[0][:80]}"', separator_hint)
             if row or (location.line == 1 and row is not None):
                 yield location, row
 
@@ -148,12 +146,12 @@ def _by_column(file: Path, rows: Rows, columns: Sequence[str] | None, hint: str)
             columns = [name.strip() for name in fields]
             if repeated := [name for name, number in Counter(columns).items() if number > 1]:
                 problem = f'the column name "{repeated[0][:80]}" occurs twice'
-                raise DataError(str(location), problem, "Rename one of them in the first line")
+                raise DataError(location, problem, "Rename one of them in the first line")
         elif len(fields) == len(columns):
             yield location, dict(zip(columns, fields, strict=True))
         else:
             problem = f"{len(fields)} fields instead of {len(columns)} ({', '.join(columns)[:100]})"
-            yield location, DataError(str(location), problem, hint)
+            yield location, DataError(location, problem, hint)
     if columns is None:
         raise DataError(file, "is empty", "Its first line must contain the names of the columns")
 
@@ -167,10 +165,10 @@ def json_lines(file: Path) -> Rows:
             try:
                 line = strict_json(line)
             except ValueError as error:
-                line = DataError(str(location), f"not JSON ({error})", json_hint(line.encode()))
+                line = DataError(location, f"not JSON ({error})", json_hint(line.encode()))
         if not isinstance(line, dict | DataError):
             hint = 'Write one object per line: {"text": "...", "label": "..."}; for an array jq -c \'.[]\' does'
-            line = DataError(str(location), "not a JSON object", hint)
+            line = DataError(location, "not a JSON object", hint)
         yield location, line
 
 
@@ -246,7 +244,7 @@ def field(row: dict[str, Any], column: str, location: SourceLocation, key: str =
     hint = did_you_mean(names[0], [name for name in row if isinstance(name, str)])
     if key:
         hint = f"{hint.removesuffix('?')}{'?' if hint.endswith('?') else '.'} Set the name of the column by {key}"
-    raise DataError(str(location), f'missing column "{names[0]}"', hint)
+    raise DataError(location, f'missing column "{names[0]}"', hint)
 
 
 NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", re.ASCII)
@@ -284,7 +282,7 @@ def dated_rows(
             at = datetime.fromisoformat(text.strip())
         except ValueError:
             hint = "Write it as 2016-07-01 13:00:00"
-            raise DataError(str(location), f'"{text.strip()[:80]}" is not a date and time', hint) from None
+            raise DataError(location, f'"{text.strip()[:80]}" is not a date and time', hint) from None
         columns = columns or [name for name in row if name != date]
         numbers = [parse_number(field(row, column, location).strip()) for column in columns]
         if at.tzinfo is not None:  # days in a time zone vary in length
@@ -298,7 +296,7 @@ def dated_rows(
             problem = f'"{row[column].strip()[:80]}" in the column "{column}" is not a float32 number'
             hint = "Write one, such as 3.5, or select other columns: task.forecast.inputs"
         if problem:
-            raise DataError(str(location), problem, hint)
+            raise DataError(location, problem, hint)
         lines.append(location.line or 0)
         dates.append(at)
         values.append([float(number or 0) for number in numbers])

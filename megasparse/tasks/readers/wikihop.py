@@ -53,7 +53,7 @@ class WikiHop(Task):
 
         def example(row: Any, location: SourceLocation, number: str) -> Example:
             def wrong(problem: str, hint: str) -> DataError:
-                return DataError(str(location), f"example {location.line}{problem}", hint)
+                return DataError(location, f"example {location.line}{problem}", hint)
 
             try:
                 question = Question.model_validate(row)
