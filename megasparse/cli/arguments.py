@@ -181,11 +181,6 @@ def config_from(args: argparse.Namespace, kind: "type[Settings]", weights: bool 
         base = base_values(args.start, weights)
     config = load_settings(args.config or args.name, args.set, kind, base)
     if args.print_config:
-        text = config.model_dump_json(indent=2)
-        try:
-            text.encode(sys.stdout.encoding or "utf-8")
-        except UnicodeEncodeError:  # print valid JSON on a terminal in ASCII
-            text = json.dumps(json.loads(text), indent=2)
-        print(text)
+        print(json.dumps(config.model_dump(mode="json"), indent=2))  # in ASCII, for any terminal
         sys.exit(0)
     return config

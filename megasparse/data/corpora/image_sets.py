@@ -24,7 +24,6 @@ IMAGE = 3 * SIDE * SIDE
 RECORD = 1 + IMAGE  # the label, then the planes
 RECORDS = 10_000  # of a batch
 BATCHES = (*(f"data_batch_{i}.bin" for i in range(1, 6)), "test_batch.bin")
-PICKLED = re.compile(r"\A(data_batch_[1-5]|test_batch)\Z")
 
 
 class Cifar10(Corpus):
@@ -84,11 +83,8 @@ class Cifar10(Corpus):
 
 
 def _is_batch(name: str, shown: str, size: int) -> bool:
-    """True for a batch. Raises DataError for a pickled one, and for another size."""
+    """True for a batch. Raises DataError for one of another size."""
     name = PurePosixPath(name).name
-    if PICKLED.match(name):
-        problem = "this batch is a pickle, which could run anything when it is read"
-        raise DataError(shown, problem, "Give the binary version, cifar-10-binary.tar.gz")
     if name in BATCHES and size != RECORDS * RECORD:
         problem = f"this batch has {size:,} bytes, {RECORDS * RECORD:,} are expected"
         raise DataError(shown, problem, "Get it again: it is damaged, or of another data set")

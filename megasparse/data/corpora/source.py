@@ -55,9 +55,7 @@ UNREADABLE = (
     UnicodeDecodeError,
 )
 """Exceptions for a file that is missing, damaged, encrypted, or compressed in an unknown way."""
-INTACT = "Check that it is complete and of the kind its name says"
 CONVERT = "If it is Latin-1, convert it: iconv -f latin1 -t utf-8"
-LONG_WINDOW = "Its window is over 128 MiB: unpack it with zstd -d --long=31"
 EXTRACT = "Extract its text first"
 DOCUMENTS = (".docx", ".xlsx", ".pptx", ".odt", ".ods", ".epub")
 """Suffixes of documents that are zip archives."""
@@ -341,8 +339,9 @@ def refuse_bomb(what: Part | Path | str, size: int, compressed: int) -> None:
 
 
 def _unreadable(what: Part | Path, error: Exception) -> DataError:
-    hint = LONG_WINDOW if "too much memory" in str(error) else INTACT
-    return DataError(what, f"cannot be read: {reason(error)}", hint)
+    return DataError(
+        what, f"cannot be read: {reason(error)}", "Check that it is complete and of the kind its name says"
+    )
 
 
 def reason(error: Exception) -> str:

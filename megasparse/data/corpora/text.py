@@ -1,6 +1,5 @@
 """Corpora of text: any files, enwik8, BookCorpus, PG-19 and WikiText-103. White space separates reference words."""
 
-import csv
 import hashlib
 import re
 from collections import Counter
@@ -101,22 +100,16 @@ class BookCorpus(TextCorpus):
     KIND = "files"
     OPTIONS = TextCorpus.OPTIONS | SPLIT_OPTION
     DOCUMENTS = True
-    SHORT = 10_000
-    """Mean bytes per book, below which a warning is printed."""
     EMPTY_LINE = re.compile(rb"(?m)^[ \t\r\f\v]*\n")
 
     def about(self, source: Source, settings: CorpusSettings) -> dict[str, Any]:
-        """Return the number of books of each split, none of running text. Report books that look like paragraphs."""
+        """Return the number of books of each split, none of running text."""
         source.require_text(zeros=not as_bytes(settings))
         sizes = split_sizes(settings["split"], source.total_bytes)
         books = self._counts(source, sizes)
         if not books:
             report_line(source.name, "no empty line is between books, one running text is split")
-        elif (mean := source.total_bytes // books.total()) < self.SHORT:
-            problem = f"{books.total():,} books of {mean:,} bytes in the mean: an empty line ends a book"
-            hint = "Where it ends a paragraph, prepare the corpus text with --documents: each file is a book"
-            report_line(source.name, f"{problem}. {hint}")
-        if books:
+        else:
             require_full(source, {name: books[name] for name in sizes}, f"{books.total()} books")
         return {"books": dict(books)}
 
@@ -155,38 +148,23 @@ class PG19(TextCorpus):
     """PG-19 (Rae et al. 2020): books of Project Gutenberg from before 1919, in folders train/, validation/ (or valid/)
     and test/.
 
-    Each file NNN.txt is a book (NNN is its number) and a document. index.json lists title and date of each book if
-    metadata.csv (number, title, date, link) is in the source. No checksums are published: `official` means that the
-    numbers of books are the published ones. White space separates reference words; the published counts are
-    1,973,136,207, 3,007,061 and 6,966,499.
+    Each file NNN.txt is a book and a document. No checksums are published: `official` means that the numbers of books
+    are the published ones. White space separates reference words; the published counts are 1,973,136,207, 3,007,061
+    and 6,966,499.
     """
 
-    HELP = "PG-19: a book a file in train/, validation/ and test/, with metadata.csv"
+    HELP = "PG-19: a book a file in train/, validation/ and test/"
     EXAMPLE = "--source deepmind-gutenberg/ --output data/pg19"
     KIND = "files"
     DOCUMENTS = True
     OFFICIAL: ClassVar = {"train": 28_602, "validation": 50, "test": 100}
-    METADATA = "metadata.csv"
-    MOST_METADATA = 1 << 26  # bytes: the official file has 3 million
 
     def about(self, source: Source, settings: CorpusSettings) -> dict[str, Any]:
         source.require_text(zeros=not as_bytes(settings))
-        books = self._books(source)
-        counts = {name: len(parts) for name, parts in books.items()}
-        facts: dict[str, Any] = {"books": counts, "official": counts == self.OFFICIAL}
-        metadata = next((part for part in source.parts if PurePath(part.name).name == self.METADATA), None)
-        others = [part.name for part in source.parts if ".txt" not in part.name and part is not metadata]
+        counts = {name: len(parts) for name, parts in self._books(source).items()}
+        others = [part.name for part in source.parts if ".txt" not in part.name]
         report_left_out(source.name, sum(counts.values()), others, "they are no books")
-        if metadata:
-            rows = self._rows(metadata)
-            with_metadata = sum(number in rows for parts in books.values() for number in parts)
-            if not with_metadata:
-                raise DataError(metadata, "it has none of the books", "Give the one that belongs to them")
-            facts["with_metadata"] = with_metadata
-            facts["titles"] = {
-                name: [[number, *rows.get(number, (None, None))] for number in parts] for name, parts in books.items()
-            }
-        return facts
+        return {"books": counts, "official": counts == self.OFFICIAL}
 
     def splits(self, source: Source, settings: CorpusSettings) -> CorpusSplits:
         for name, books in self._books(source).items():
@@ -212,28 +190,13 @@ class PG19(TextCorpus):
             raise DataError(source.name, problem, "Check --source")
         return {name: dict(sorted(parts.items())) for name, parts in books.items() if parts}
 
-    def _rows(self, part: Part) -> dict[int, tuple[str, str]]:
-        if part.size > self.MOST_METADATA:
-            raise DataError(part, f"{part.size:,} bytes are too many for metadata", "Give the official file")
-        lines = b"".join(part.pieces()).decode().splitlines()
-        rows: dict[int, tuple[str, str]] = {}
-        try:
-            for line, row in enumerate(csv.reader(lines, strict=True), 1):
-                if len(row) < 3 or not row[0].strip().isdecimal():
-                    problem = f"row {line} is not a book's number, title and date"
-                    raise DataError(part, problem, "Give the official file, or leave it out")
-                rows[int(row[0])] = (row[1], row[2])
-        except csv.Error as error:
-            raise DataError(part, f"it is not CSV: {error}", "Give the official file, or leave it out") from None
-        return rows
-
 
 class WikiText103(TextCorpus):
     """WikiText-103 (Merity et al. 2016): wiki.{train,valid,test}.tokens, or .raw, in a folder or the official zip.
 
     Each official split is one stream of lines. Ends of lines are reference words, too, as in the word perplexities of
     the literature (245,569 words in the test split). SHA-1 checksums are those of gluonnlp.data.WikiText103 and
-    WikiText103Raw, numbers of lines those of torchtext.datasets.WikiText103.
+    WikiText103Raw.
     """
 
     HELP = "WikiText-103: wiki.train.tokens, wiki.valid.tokens and wiki.test.tokens, or the official zip"
@@ -241,7 +204,6 @@ class WikiText103(TextCorpus):
     KIND = "files"
     LINE_ENDS = True
     FILE = re.compile(r"(?:.*/)?wiki\.(train|valid|test)\.(tokens|raw)", re.DOTALL)
-    LINES: ClassVar = {"train": 1_801_350, "validation": 3_760, "test": 4_358}
     SHA1: ClassVar = {
         "tokens": {
             "train": "b7497e2dfe77e72cfef5e3dbc61b7b53712ac211",
@@ -256,25 +218,18 @@ class WikiText103(TextCorpus):
     }
 
     def about(self, source: Source, settings: CorpusSettings) -> dict[str, Any]:
-        """Return the kind of the files, and if all three are official. Another checksum of a file with the official
-        number of lines is an error.
-        """
+        """Return the kind of the files, and if all three are official."""
         source.require_text()
         kind, files = self._files(source)
         others = [part.name for part in source.parts if part not in files.values()]
         report_left_out(source.name, len(files), others, "they are no splits of WikiText-103")
-        official = 0
+        digests = {}
         for name, part in files.items():
-            digest, lines = hashlib.sha1(usedforsecurity=False), 0
+            digest = hashlib.sha1(usedforsecurity=False)
             for piece in part.pieces():
                 digest.update(piece)
-                lines += piece.count(b"\n")
-            sha1, published = digest.hexdigest(), self.SHA1[kind][name]
-            if lines == self.LINES[name] and sha1 != published:
-                problem = f"its sha1 is {sha1}, the official file's is {published}"
-                raise DataError(part, problem, "Download it again")
-            official += sha1 == published
-        return {"kind": kind, "official": official == len(NAMES)}
+            digests[name] = digest.hexdigest()
+        return {"kind": kind, "official": digests == self.SHA1[kind]}
 
     def splits(self, source: Source, settings: CorpusSettings) -> CorpusSplits:
         for name, part in self._files(source)[1].items():

@@ -128,7 +128,7 @@ def _load(file: Path, data: bytes) -> tuple[Any, list[bytes]]:
 
 
 def _require_lossless(file: Path, model: Any) -> None:
-    """Refuse a model that does not give back every text. model: a ModelProto. Raises ConfigError."""
+    """Raise ConfigError for a model (a ModelProto) that does not give back every text."""
     spec, kinds = model.normalizer_spec, type(model).SentencePiece
     single = {piece.piece for piece in model.pieces if piece.type == kinds.BYTE}
     for wrong, problem in (
@@ -146,13 +146,8 @@ def _require_lossless(file: Path, model: Any) -> None:
 def train_sentencepiece(lines: Iterator[str], vocabulary: int, model_type: str, character_coverage: float) -> bytes:
     """Return the file of a lossless model of sentencepiece: a pure function of the arguments.
 
-    Args:
-        lines: of text, without their ends.
-        model_type: "unigram" or "bpe".
-        character_coverage: share of the text's characters that get a piece each; others are encoded by their bytes.
-
-    Raises:
-        ConfigError: the vocabulary is too small or too large for the text.
+    lines: of text, without their ends. model_type: "unigram" or "bpe". character_coverage: share of the text's
+    characters that get a piece each. Raises ConfigError if the vocabulary does not fit the text.
     """
     from sentencepiece import SentencePieceTrainer
     from sentencepiece.sentencepiece_model_pb2 import ModelProto  # type: ignore[attr-defined]
@@ -188,12 +183,8 @@ def train_sentencepiece(lines: Iterator[str], vocabulary: int, model_type: str, 
             minloglevel=1,
         )
     except RuntimeError as error:
-        problem, hint = f"sentencepiece: {' '.join(str(error).split())}", "Give another one, or other text"
-        if match := re.search(r"too high.*<= (\d+)", str(error)):
-            problem, hint = f"{vocabulary} pieces are not in so little text", f"Give at most {match[1]}, or more text"
-        elif match := re.search(r"smaller than required_chars\. \d+ vs (\d+)", str(error)):
-            problem, hint = f"{vocabulary} is too small for the characters", f"Give more than {match[1]}"
-        raise ConfigError("--vocabulary", problem, hint) from None
+        problem = f"{vocabulary}: sentencepiece: {' '.join(str(error).split())}"
+        raise ConfigError("--vocabulary", problem, "Give another one, or other text") from None
     if model_type != "unigram":
         return written.getvalue()
     model = ModelProto()

@@ -54,9 +54,6 @@ def lines(file: Path, ends: bool = False) -> Rows:
                 if len(raw) > LONGEST_LINE:
                     hint = "Convert the line ends: tr '\\r' '\\n'" if b"\r" in raw else HINT
                     raise DataError(location, f"a line of more than {LONGEST_LINE:,} bytes", hint)
-                if number == 1 and b"\0" in raw and not raw.startswith((b"\xff\xfe", b"\xfe\xff")):
-                    coding = "utf-16be" if raw.startswith(b"\0") else "utf-16le"
-                    raise DataError(location, "not UTF-8 (byte 0)", f"Convert the file: iconv -f {coding} -t utf-8")
                 line = _decoded(raw, location, "utf-8-sig" if number == 1 else "utf-8")
                 if not ends and isinstance(line, str):
                     line = line.removesuffix("\n").removesuffix("\r")
