@@ -1,7 +1,5 @@
 """Configuration files: strict JSON, shipped configurations, and `extends`.
 
-Duplicate keys and NaN, which Python's JSON parser accepts, are errors.
-
 A file with `"extends": "NAME"` contains only its differences from another one: a file in the same folder, or a shipped
 configuration. Objects are merged key by key; any other value replaces the base's, and null removes it.
 """
@@ -112,7 +110,7 @@ def shipped_configs() -> dict[str, Path]:
 
 
 def find_file(name_or_path: str | Path) -> Path:
-    """Return the path itself if it exists, or else the shipped file with this name ("configs/finetune/reviews.csv")."""
+    """Return the path itself if it exists, or else the shipped file with this name."""
     path, name = Path(name_or_path), str(name_or_path)
     shipped = PACKAGE / name
     return shipped if name.startswith("configs/") and not path.exists() and shipped.is_file() else path
@@ -139,9 +137,7 @@ def find_config(name_or_path: str | Path) -> Path:
 
 
 def parse_json(text: str, name: str) -> Any:
-    """Parse strict JSON. Raises ConfigError with `name` (a file or a command line argument), and the line of syntax
-    errors, comments and trailing commas.
-    """
+    """Parse strict JSON. Raises ConfigError with `name`, and the line of syntax errors."""
     try:
         return strict_json(text)
     except json.JSONDecodeError as error:

@@ -44,17 +44,12 @@ def load_settings(
 ) -> Settings:
     """Read, override and check the configuration of a run.
 
-    Args:
-        path: Path of a JSON file, all of whose keys are optional, or name of a shipped configuration. The key `extends`
-            names a configuration of the same kind that provides the missing values (files.py).
-        overrides: Texts of the form `section.key=value`, applied in order. The value is JSON or an unquoted text.
-        kind: `Config` or `FinetuneConfig`.
-        base: Values that apply to keys missing in all files, such as the model that a run starts from.
-        mechanisms: False returns the default attention and checks only other keys, with the rules of `check_run`. It
-            does not import the mechanisms, which is slow.
+    path: a JSON file, or name of a shipped configuration. overrides: texts of the form `section.key=value`, applied in
+    order; the value is JSON or an unquoted text. kind: `Config` or `FinetuneConfig`. base: values that apply to keys
+    missing in all files, such as the model that a run starts from. mechanisms: False returns the default attention and
+    checks only the rules of `check_run`, without the slow import of the mechanisms.
 
-    Raises:
-        ConfigError: A file, key, value or override is invalid. One line: the key, the value, the hint.
+    Raises ConfigError for an invalid file, key, value or override. One line: the key, the value, the hint.
     """
     files = read_files(path)
     try:
@@ -74,7 +69,6 @@ def _with_file(error: ConfigError, files: Sequence[ConfigFile], overrides: Seque
 
 
 def _keys(values: dict[str, Any], prefix: str = "") -> Iterator[str]:
-    """Yield the dotted key of each value and section."""
     for name, value in values.items():
         key = dotted([name], prefix)
         yield key
@@ -117,7 +111,7 @@ def _without_attention(value: Any) -> Any:
 
 
 def _set(values: dict[str, Any], override: str) -> None:
-    """Apply one `section.key=value`. Create missing sections; raise ConfigError if one of them is not a section."""
+    """Apply one `section.key=value`, creating missing sections."""
     key, equals, text = override.partition("=")
     parts = key.strip().split(".")
     if not equals or not all(parts):

@@ -1,9 +1,8 @@
 """Downstream tasks of one example per row, read from catalog.json: their files, columns, classes and metrics.
 
-Alternative names of columns and classes are separated by |: the official files' name, and the name in the dataset on
-the Hub. GLUE's folders are the ones that its official archive unpacks to; its test files lack public labels. Metrics
-are the benchmark's, in GLUE its main one first (LHA's paper reports accuracy for MRPC and QQP). NAME() is a function of
-FUNCTIONS. A task in a special format is a class, given as module:class in readers/.
+Alternative names of columns and classes are separated by |: the official files' name, and the Hub's. GLUE's test files
+lack public labels. Metrics are the benchmark's, in GLUE its main one first. NAME() is a function of FUNCTIONS. A task
+in a special format is a class, given as module:class in readers/.
 """
 
 import importlib
@@ -53,7 +52,8 @@ class Entry:
 
     files: Sequence[Mapping[str, Any]] = ({"train": "train.tsv", "validation": "dev.tsv", "test": "test.tsv"},)
     """Official files of each split, or alternatives, of which the first that exists is read. Files of the split "" are
-    split by position."""
+    split by position.
+    """
     rows: str = "tab_separated()"  # reader of a file, one of FUNCTIONS
     columns: Sequence[str] | None = None  # names of the columns; None if the files contain them
     mark: str = ""  # separator of the fields if it is not a tab
@@ -117,7 +117,7 @@ class RowTask(Task):
             print(f"{notice}: lines {', '.join(incomplete)}", file=sys.stderr)
 
     def example(self, row: dict[str, Any], location: SourceLocation, number: str) -> Example:
-        """Convert a row. number: index of the row. Raises DataError naming the location."""
+        """Convert a row. number: its index. Raises DataError naming the location."""
         inputs = tuple(self._input(row, column, location) for column in self.text)
         try:
             label = self._label(row, location)
@@ -171,12 +171,12 @@ def json_text(value: Any) -> str:
 
 
 def as_class(text: str) -> str:
-    """Return the name of a class: equal for labels that look alike, which may differ in invisible characters."""
+    """Return the name of a class, equal for labels that look alike but differ in invisible characters."""
     return re.sub(r"^[\s\u200b\ufeff]+|[\s\u200b\ufeff]+$", "", unicodedata.normalize("NFC", text))
 
 
 def label_text(value: Any, column: str, location: SourceLocation) -> str:
-    """Return the class that a label names: of JSON values the JSON, without quotation marks."""
+    """Return the class that a label names; of other JSON values than texts the JSON."""
     if value is None or isinstance(value, dict | list):
         problem = f'{json_text(value)[:80]} in the column "{column}" is not a label'
         raise DataError(location, problem, "Write a text, a number, true or false")
@@ -186,11 +186,11 @@ def label_text(value: Any, column: str, location: SourceLocation) -> str:
 
 
 class Table(RowTask):
-    """A CSV file (quoted as in RFC 4180) or TSV file (no quoting) with column names in its first line, a file of JSON
-    objects, one per line (.jsonl), or a Hugging Face dataset. The label column is optional.
+    """A CSV file (quoted as in RFC 4180), a TSV file (no quoting) with column names in its first line, JSON lines, or a
+    Hugging Face dataset. The label column is optional.
 
-    Labels are classes, given by their text (in JSON, numbers, true and false too; see `as_class`), read from the
-    training file if task.labels is null; or numbers to predict, if task.labels is []; or the answers of `text_table`.
+    Labels are classes, given by their text, read from the training file if task.labels is null; or numbers to predict,
+    if task.labels is []; or the answers of `text_table`.
     """
 
     source_is_file = True
@@ -224,7 +224,6 @@ class Table(RowTask):
             yield self.example(row, location, str(index))
 
     def _classes_of(self, file: Path) -> tuple[str, ...]:
-        """Return the labels in a file, sorted by number if all are numbers, else by text."""
         column = self.config.label
         names = {label_text(field(row, column, at, "task.label"), column, at) for at, row in table_rows(file)}
         if len(names) < 2:
@@ -237,12 +236,10 @@ class Table(RowTask):
 
 class ParallelText(RowTask):
     """A folder of files STEM.SOURCE and STEM.TARGET, each optionally with .gz; or a dataset with these columns.
-    `task.text` is the suffix of the source, `task.label` of the target: ["en"] and "de" translate English. The entry's
-    files are the stems of each split.
+    `task.text` is the suffix of the source, `task.label` of the target. The entry's files are the stems of each split.
 
     Files whose names start with test are test files: a single one is the split "test"; of several, each is a split
-    named by its stem. `read` takes the source's file, and finds the target's next to it. Without one, or for a file
-    with another suffix, examples are unlabelled.
+    named by its stem. Without a target's file next to it, the examples of a source's are unlabelled.
     """
 
     def __init__(self, config: "TaskConfig", entry: Entry):
@@ -308,7 +305,8 @@ class ParallelText(RowTask):
 DIGITS = tuple("0123456789")
 TOKENS = (*DIGITS, "[MIN", "[MAX", "[MED", "[SM", "]")
 """Tokens of ListOps by id. Parentheses are redundant and omitted. Long Range Arena's published input pipeline also
-dropped every bracket, an error by its authors."""
+dropped every bracket, an error by its authors.
+"""
 
 
 def token_ids(row: dict[str, Any]) -> np.ndarray:
@@ -340,7 +338,8 @@ def sts_rows(file: Path) -> Rows:
 
 def xml_pairs(file: Path) -> Rows:
     """Read the <pair>s of an RTE challenge's XML file: attributes, and texts by element. Entity declarations are an
-    error, because with them a small file can expand to a large one."""
+    error, because with them a small file can expand to a large one.
+    """
     data = whole_bytes(file)
     try:
         if b"<!ENTITY" in data:
@@ -358,7 +357,7 @@ def xml_pairs(file: Path) -> Rows:
 
 
 def review_files(path: Path) -> Rows:
-    """Read one review per file: those in neg/ and pos/ by the numbers in their names, or a single one of them."""
+    """Read one review per file: those in neg/ and pos/ by the numbers in their names, or a single one."""
     files = [path]
     if path.is_dir():
         folders = [sorted((path / name).glob("*.txt"), key=lambda file: natural(file.name)) for name in ("neg", "pos")]
@@ -416,7 +415,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "joined_sentences()": lambda row: " ".join(map(str.strip, row["text"].split("<sssss>"))),
     "stripped_text()": lambda row: str(row["text"]).strip(),
 }
-"""Functions that catalog.json names: readers of files, and inputs and labels as functions of a row."""
+"""Functions that catalog.json names: readers of files, and inputs and labels of a row."""
 TASKS: dict[str, Entry | str] = {
     name: entry if isinstance(entry, str) else Entry(**entry)
     for name, entry in json.loads(read_file(Path(__file__).with_suffix(".json"))).items()

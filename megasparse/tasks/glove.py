@@ -17,9 +17,9 @@ from megasparse.tasks.readers.rows import lines, parse_number, strict
 def read_glove(path: str | os.PathLike[str], words: Sequence[str]) -> tuple[Tensor, Tensor]:
     """Read the vectors (V, W) fp32 of `words` from a GloVe file, 0 for missing words, and a mask of words in it, (V,).
 
-    A line contains a word and W numbers, separated by single spaces; W follows from the first line. A word may contain
-    spaces. The first vector of a repeated word is used. Only lines of requested words are parsed. Raises DataError,
-    with the line number, for a different number of fields or a non-finite number; and if no word matches.
+    A line contains a word, possibly with spaces, and W numbers, separated by single spaces. The first vector of a
+    repeated word is used. Only lines of requested words are parsed. Raises DataError for a different number of fields
+    or a non-finite number; and if no word matches.
     """
     rows: dict[str, list[int]] = {}
     for row, word in enumerate(words):
@@ -50,9 +50,8 @@ def read_glove(path: str | os.PathLike[str], words: Sequence[str]) -> tuple[Tens
 
 
 def pca(matrix: Tensor, components: int) -> Tensor:
-    """Return the directions of largest variance of n vectors (n, E), as orthonormal columns (E, components) in float64.
-
-    The largest coordinate of each is positive, so that the result is deterministic.
+    """Return the directions of largest variance of n vectors (n, E), as orthonormal columns (E, components) in float64,
+    the largest coordinate of each positive.
     """
     assert components <= matrix.shape[1], "there are no more directions than coordinates"
     centred = matrix.double() - matrix.double().mean(0)
@@ -65,13 +64,12 @@ def pca(matrix: Tensor, components: int) -> Tensor:
 @torch.no_grad()
 def initialise_from_glove(model: nn.Module, path: str | os.PathLike[str], words: Sequence[str]) -> int:
     """Initialise the token embeddings of a model from a GloVe file, and weights of mechanisms that start from words
-    (Smart Bird section 4.1) from the vectors' principal components. words: the word of each token, "" for tokens that
-    are not words. Returns the number of matched tokens.
+    (Smart Bird section 4.1) from the vectors' principal components. words: the word of each token, "" for none. Returns
+    the number of matched tokens.
 
     A table of width E takes the vectors if their width is E, their first E principal components if they are wider, and
     fills its first columns if they are narrower. Tokens without a vector keep their initial one, scaled to the
-    deviation of the others. The embeddings of a tiny Transformer are filled likewise; the projections of a sketch of
-    the layer's input start as principal directions.
+    deviation of the others. The projections of a sketch of the layer's input start as principal directions.
     """
     matrix, present = read_glove(path, words)
     file_vectors = matrix[present]

@@ -129,7 +129,7 @@ class TaskRun:
     validation: Sequence[EncodedExample]
 
     def batches(self, ranks: Ranks, position: int) -> Steps:
-        """Return this rank's steps from sample number `position` on. Raises ConfigError as `check_shares` does."""
+        """Return this rank's steps from sample number `position` on."""
         training = self.config.training
         check_shares(training.global_batch, training.micro_batch, ranks.world_size)
         kind: Any = TokenBatches if training.batch_unit == "tokens" else ExampleBatches
@@ -142,8 +142,8 @@ class TaskRun:
 def open_run(config: FinetuneConfig, say: Callable[[str], None]) -> TaskRun:
     """Read and encode the examples, and build the model. say: prints the counts of the examples.
 
-    Raises DataError naming file and line of a bad example; ConfigError, CheckpointError and HubError as `build_task`
-    and `open_start` do; UserError if a library for the metrics is missing.
+    Raises DataError naming file and line of a bad example; the errors of `build_task` and `open_start`; UserError if a
+    library for the metrics is missing.
     """
     task = build_task(config.task)
     require_metrics(task.metrics)
@@ -202,7 +202,6 @@ def read_examples(task: Task, config: FinetuneConfig) -> tuple[list[Example], li
 
 
 def read_files(task: Task, files: Sequence[Path]) -> Iterator[Example]:
-    """Read the examples of all files of a split."""
     for file in files:
         yield from task.read(file)
 
@@ -259,10 +258,10 @@ def predict_examples(
     ranks: Ranks,
     pause: Callable[[], object] = lambda: None,
 ) -> list[Prediction]:
-    """Return the model's predictions for all examples, on every rank.
+    """Return the model's predictions for all examples, on every rank. They do not depend on the batch or rank of an
+    example.
 
-    score: a form's model in evaluation, or its engine. The ranks split the batches; each scores the same number.
-    Predictions do not depend on the batch or rank of an example. pause: called before each batch.
+    score: a form's model in evaluation, or its engine. The ranks split the batches. pause: called before each batch.
     """
     order = sorted(range(len(examples)), key=lambda i: -examples[i].length)
     size = config.evaluation.batch
@@ -283,7 +282,6 @@ def predict_examples(
 
 
 def answers(form: Form, examples: Sequence[EncodedExample], table: Sequence[Prediction]) -> list[Any]:
-    """Return the answers that metrics compare with labels."""
     return [form.answer(example, output.values) for example, output in zip(examples, table, strict=True)]
 
 
@@ -409,9 +407,7 @@ def require_form(path: Path) -> None:
 
 
 def write_predictions(path: Path, rows: Sequence[Row]) -> None:
-    """Write a file in the format of its suffix. Raises DataError for a name that a .tsv cannot contain, or that a .json
-    would contain twice.
-    """
+    """Write a file in the format of its suffix. Raises DataError if the format cannot contain a name."""
     require_form(path)
     content = WRITERS[path.suffix](rows)
     with whole_file(path) as stream:

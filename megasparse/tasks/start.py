@@ -207,7 +207,7 @@ def _of_huggingface(config: FinetuneConfig, named: Path, form: Any, labels: int)
 
 
 def _transformer(config: FinetuneConfig, folder: Path, labels: int) -> tuple[Backbone, dict[str, Any]]:
-    """Load a model that remains a transformers model, with its attention replaced if the configuration requests it."""
+    """Load a model that remains a transformers model, with its attention replaced on request."""
     from transformers import AutoModel
     from transformers.utils.logging import disable_progress_bar
 

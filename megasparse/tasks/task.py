@@ -1,8 +1,8 @@
 """Interface of downstream tasks: conversion of official files to examples, with a limit on malformed rows.
 
-Official files without splits are split by position, so that results are reproducible: of every ten examples of a file,
-the first belongs to the test split, the second to validation, the other eight to training. FILE#train, FILE#validation
-and FILE#test name these parts, on command lines too; FILE names the whole file.
+Official files without splits are split by position: of every ten examples of a file, the first belongs to the test
+split, the second to validation, the other eight to training. FILE#train, FILE#validation and FILE#test name these
+parts, on command lines too; FILE names the whole file.
 """
 
 import hashlib
@@ -71,8 +71,7 @@ class Example:
 class Task(ABC):
     """A downstream task. Most are rows of tasks/catalog.py; a task with files in a special format is a subclass.
 
-    `config` is completed from the training file, so that the task can be built without it; `warnings` are about
-    probable mistakes.
+    `config` is completed from the training file, so that the task can be built without it.
     """
 
     name: str

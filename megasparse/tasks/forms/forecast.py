@@ -94,8 +94,9 @@ class ForecastBody(Backbone):
         self.pooled_sketch = any(predicts(side, "pooled") for side in (config, encoder_part(config)))
 
     def forward(self, read: Any, rng: RngContext, classes: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Run the model on Windows. Returns the normalised mean of the decoder's streams at the rows to predict,
-        (B, H, E) fp32, and the sum of auxiliary losses."""
+        """Return the normalised mean of the decoder's streams at the rows to predict, (B, H, E) fp32, and the sum of
+        auxiliary losses. read: Windows.
+        """
         length = read.values.shape[1]
         first, horizon = max(0, length - self.overlap), read.marks.shape[1] - length
         encoder_rows = torch.cat([read.values, read.marks[:, :length]], dim=-1)
@@ -127,7 +128,7 @@ class Forecaster(nn.Module):
 
     def forward(self, windows: Windows, rng: RngContext) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the objective, mean squared error per predicted number plus auxiliary losses, and the statistics of
-        tasks/form.py, with weight H·T per example. `predicted` is (B, H, T) fp32. Without labels the loss is 0.
+        `Form.model`, with weight H·T per example. `predicted` is (B, H, T) fp32. Without labels the loss is 0.
 
         Smart Bird's sketches learn whether an example's targets are above their training mean.
         """
@@ -215,7 +216,7 @@ class ForecastForm(Form):
         return predicted.reshape(-1, len(self.series.targets))
 
     def row(self, example: EncodedExample, predicted: np.ndarray) -> dict[str, Any]:
-        """Return `label` and `predicted` by column, in the units of the file; `name` is the date of the first row."""
+        """Return `label` and `predicted` by column, in the file's units; `name` is the date of the first row."""
         series, rows = self.series, (example.label, self.answer(example, predicted))
         scale, mean = (values[series.target_places] for values in (series.scale, series.mean))
         values = [None if scaled is None else (scaled * scale + mean).T.tolist() for scaled in rows]

@@ -92,7 +92,7 @@ class TextModel(nn.Module):
 
     def forward(self, batch: Texts, rng: RngContext, divisor: float | None = None) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the objective, mean nats per target token (with label smoothing in training) plus auxiliary losses,
-        and the statistics of tasks/form.py, with weight 1 per token, and `accuracy`. Without targets the loss is 0.
+        and the statistics of `Form.model`, with weight 1 per token, and `accuracy`. Without targets the loss is 0.
 
         In evaluation `predicted` contains the token ids (n,) of each example's best hypothesis, without its end, or one
         NaN if the model's probabilities are not finite.
@@ -176,7 +176,6 @@ class TextForm(Form):
         self.answers = ExampleCounts(self.task.config, "answers", "task.generation.target_length", limit)
 
     def encoded(self, example: Example) -> EncodedText:
-        """Encode source and answer. Raises DataError for an empty or too long answer as for an input."""
         sequences, label, location, target = super().encoded(example).sequences, example.label, example.location, None
         if label is not None:
             tokens, answers = self.tokenizer.encode(label).numpy(), self.answers
@@ -205,7 +204,7 @@ class TextForm(Form):
         return Texts(padded([example.source for example in examples]), target, self.rule)
 
     def answer(self, example: EncodedExample, predicted: np.ndarray) -> str:
-        """Return the text of the tokens, stripped of white space; "" if the probabilities were not finite."""
+        """Return the text of the tokens, stripped; "" if the probabilities were not finite."""
         return "".join(self.tokenizer.text(int(token) for token in predicted if np.isfinite(token))).strip()
 
 
@@ -227,8 +226,8 @@ def sizes_of(examples: Sequence[EncodedText], most: int) -> np.ndarray:
 def packed(sizes: np.ndarray, most: int, seed: int, epoch: int) -> list[np.ndarray]:
     """Return the numbers of the examples in each pack of an epoch, every example once. A pure function.
 
-    Examples in random order are sorted in pools, by source length, then target length. A pack takes the next examples
-    as long as its padded sources and targets have at most `most` tokens in total. Packs are then put in random order.
+    Examples in random order are sorted in pools by length. A pack takes the next examples as long as its padded sources
+    and targets have at most `most` tokens in total. Packs are then put in random order.
     """
     order = permutation(len(sizes), seed, epoch)
     packs: list[np.ndarray] = []
@@ -248,9 +247,9 @@ def packed(sizes: np.ndarray, most: int, seed: int, epoch: int) -> list[np.ndarr
 class TokenBatches(ExampleBatches):
     """Endless iterator of `Step`s over examples in memory, one epoch of packs after another, with batches in tokens.
 
-    A step takes the next global_batch/micro_batch packs, whatever the number of ranks; rank r gets every world_size-th,
-    starting at the r-th. The position counts examples, and each keeps the global sample number for its random draws.
-    Raises DataError as `sizes_of` does, and ConfigError if the start is not the end of a batch of these sizes.
+    A step takes the next global_batch/micro_batch packs, whatever the number of ranks. The position counts examples,
+    and each keeps the global sample number for its random draws. Raises DataError as `sizes_of` does, and ConfigError
+    if the start is not the end of a batch of these sizes.
     """
 
     def __init__(self, examples: Sequence[EncodedText], **settings: Any):

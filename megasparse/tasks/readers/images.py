@@ -62,11 +62,11 @@ class Pathfinder(Task):
 
     Official files: one level's folder in lra_release/pathfinder32, with metadata/N.npy and imgs/N/sample_M.png, 32×32
     grey pixels, read row by row. Despite their names, metadata files are text, one line per image: `imgs/N sample_M.png
-    M LABEL` and drawing settings, separated by spaces.
+    M LABEL` and drawing settings.
 
     Tay et al. train on the first 80 % of a level's images, validate on the next 10 % and test on the rest, in the
-    shuffled order of their conversion. Here the split is by metadata files in numeric order; labels were drawn
-    independently per image. Both skip images with an empty file, such as one in curv_baseline.
+    shuffled order of their conversion. Here the split is by metadata files in numeric order. Both skip images with an
+    empty file.
     """
 
     name, metrics, vocabulary, classes = "pathfinder", ("accuracy",), 256, ("0", "1")

@@ -18,10 +18,9 @@ class MIND(Task):
     """The official folders MINDlarge_train, MINDlarge_dev and MINDlarge_test, else MINDsmall's (without a test set),
     else train, dev and test. Each contains behaviors.tsv and the news.tsv that it refers to.
 
-    An example is an impression. Its inputs are the titles of the news clicked before, the latest
-    `task.recommendation.history` of them in the order of the clicks, and the titles of the news shown. Its label marks
-    each news shown as clicked, 1, or not, 0; it is None in the official test set. Equal titles, histories and labels
-    are one object in memory.
+    An example is an impression. Its inputs are the titles of the latest `task.recommendation.history` news clicked
+    before, and of the news shown. Its label marks each news shown as clicked, 1, or not, 0; it is None in the official
+    test set. Equal titles, histories and labels are one object in memory.
     """
 
     name, form, metrics, segments = "mind", "ranking", ("auc", "mrr", "ndcg5", "ndcg10"), 2
@@ -35,8 +34,8 @@ class MIND(Task):
     def read(self, file: Path) -> Iterator[Example]:
         """Read the impressions of a behaviors.tsv.
 
-        Rows are also malformed if a news id is not in the news.tsv of the same folder, a label is not 0 or 1, or a
-        labelled impression contains no click, or only clicks, for which the metrics are undefined.
+        Rows are also malformed if a news id is not in the news.tsv of the same folder, or a labelled impression
+        contains no click, or only clicks, for which the metrics are undefined.
         """
         titles = self._titles(file.with_name(NEWS))
         cache: dict[tuple[Any, ...], tuple[Any, ...]] = {}
@@ -56,7 +55,6 @@ class MIND(Task):
         return examples_of(file, tab_separated(file, BEHAVIOR_COLUMNS), example)
 
     def _titles(self, file: Path) -> dict[str, str]:
-        """Return the titles in a news.tsv, by news id."""
         titles: dict[str, str] = {}
         cache: dict[str, str] = {}
 

@@ -87,7 +87,7 @@ def _opened(file: Path) -> Iterator[Any]:
 
 
 def tab_separated(file: Path, columns: Sequence[str] | None = None, mark: str = "\t") -> Rows:
-    """Read rows of tab-separated fields, in which quotation marks are ordinary characters (GLUE's files).
+    """Read rows of tab-separated fields, in which quotation marks are ordinary characters.
 
     columns: their names; None if they are in the first line. mark: separator of fields; if it is not a tab, the last
     field may contain it.
@@ -102,11 +102,10 @@ def tab_separated(file: Path, columns: Sequence[str] | None = None, mark: str = 
 
 
 def comma_separated(file: Path, columns: Sequence[str] | None = None) -> Rows:
-    """Read rows of a CSV file (RFC 4180: quoted fields may contain commas, quotation marks and line ends).
+    """Read rows of a CSV file (RFC 4180). The location of a row is its first line.
 
-    Fields are separated by semicolons or tabs if the first line has these and no comma. Empty lines are
-    skipped. columns: their names; None if they are in the first row. The location of a row is its first line.
-    Raises DataError for a misplaced quotation mark.
+    Fields are separated by semicolons or tabs if the first line has these and no comma. columns: their names; None if
+    they are in the first row. Raises DataError for a misplaced quotation mark.
     """
     csv.field_size_limit(LONGEST_FIELD)
     separator_hint = "Save it with commas between the fields, or with tabs and the suffix .tsv"
@@ -231,8 +230,7 @@ def whole_text(file: Path) -> str:
 def field(row: dict[str, Any], column: str, location: SourceLocation, key: str = "") -> Any:
     """Return a row's value in a column. Raises DataError if the column is missing.
 
-    column: one name, or alternatives separated by |, of which the first in the row is read. key: key of the
-    configuration that names the column, for the hint.
+    column: one name, or alternatives separated by |. key: key of the configuration that names the column, for the hint.
     """
     names = column.split("|") if not key else [column]
     for name in names:

@@ -33,9 +33,9 @@ OFFICIAL = {"etth1": ("ETTh1.csv", 24 * 30), "ettm1": ("ETTm1.csv", 24 * 30 * 4)
 class Series(Task):
     """Any CSV file with a column of dates at equal steps, and columns of numbers.
 
-    FILE#train, FILE#validation and FILE#test are 70, 10 and 20 % of its rows, in order, as in Informer's
-    Dataset_Custom; of an official file 12, 4 and 4 months. A window predicts only rows of its part, but may read
-    earlier rows. FILE is one example without a label: its last L rows, followed by the forecast.
+    FILE#train, FILE#validation and FILE#test are 70, 10 and 20 % of its rows, as in Informer's Dataset_Custom; of an
+    official file 12, 4 and 4 months. A window predicts only rows of its part, but may read earlier rows. FILE is one
+    example without a label: its last L rows.
 
     The inputs of an example are scaled values (L, C), columns of `forecast.inputs` first, and the time features of all
     rows (L + H, F). The label is the scaled targets (H, T), the name the date of the first predicted row.

@@ -30,8 +30,8 @@ class Question(BaseModel):
 
 class WikiHop(Task):
     """Questions of WikiHop: train.json, dev.json and optionally test.json in the `source` folder, or in its subfolder
-    `wikihop/`. The line of a location is the number of the example in its file, from 1. For the variant with masked
-    candidates, name its files: --source dev.masked.json.
+    `wikihop/`. The line of a location is the number of the example, from 1. For the variant with masked candidates,
+    name its files: --source dev.masked.json.
 
     Longformer (Beltagy et al. 2020) removes spaces before punctuation, shuffles the paragraphs in training, and reads
     paragraphs beyond its length in further windows. Here texts are read unchanged, in order, and truncated.
