@@ -164,7 +164,7 @@ def model_of(mechanism: str, settings: Mapping[str, Any], **model: Any) -> Model
 
 
 def padding_mask(mask: Tensor | None, batch: int, length: int) -> Tensor | None:
-    """Return a padding mask as (B, L) bool, True for real tokens. Raises ValueError if it is not such a mask."""
+    """Return a padding mask as (B, L) bool, True for real tokens. Raises ValueError for another mask."""
     if mask is None:
         return None
     if mask.dim() == 4 and mask.shape[1] == mask.shape[2] == 1:
@@ -225,8 +225,6 @@ class _Heads:
 
 
 class _Mechanism(nn.Module):
-    """A mechanism for all heads."""
-
     def __init__(self, kind: str, config: ModelConfig):
         super().__init__()
         self.split = {kind: config.heads}

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
 
 def add_config(parser: argparse.ArgumentParser) -> None:
-    """Add options for a configuration by name or file, --set and --print-config."""
     add = parser.add_argument
     add("name", nargs="?", metavar="CONFIG", help="a name from `megasparse configs`, or a JSON file")
     add("--config", metavar="FILE", help="CONFIG as an option")
@@ -31,7 +30,6 @@ def add_checkpoint(parser: argparse.ArgumentParser) -> None:
 
 
 def add_coding(parser: argparse.ArgumentParser, output: str) -> None:
-    """Add options for a file, the checkpoint that codes it, and the result. output: help text of --output."""
     add = parser.add_argument
     add("file", type=Path, metavar="FILE")
     add_checkpoint(parser)
@@ -43,7 +41,6 @@ def add_overrides(parser: argparse.ArgumentParser) -> None:
 
 
 def add_training(parser: argparse.ArgumentParser) -> None:
-    """Add options for a configuration, and for the start and end of a run."""
     add = parser.add_argument
     add_config(parser)
     add("--resume", default="auto", metavar="auto|never|PATH", help="checkpoint to resume from")
@@ -53,7 +50,6 @@ def add_training(parser: argparse.ArgumentParser) -> None:
 
 
 def add_start(parser: argparse.ArgumentParser) -> None:
-    """Add --start, the pretrained model that a configuration extends."""
     parser.add_argument(
         "--start",
         metavar="FOLDER",
@@ -68,11 +64,8 @@ def add_start(parser: argparse.ArgumentParser) -> None:
 def require_config(args: argparse.Namespace, task: bool = False) -> Any:
     """Return the configuration that the options of `add_config` name, with default attention.
 
-    task: True for a fine-tuning run.
-
-    Raises:
-        ConfigError: No file or two files are named, or a key, type or override is invalid.
-        HubError or CheckpointError: The model of --start does not exist.
+    task: True for a fine-tuning run. Raises ConfigError if not one file is named, or a key, type or override is
+    invalid; HubError or CheckpointError if the model of --start does not exist.
     """
     if (args.name is None) == (args.config is None):
         problem = "no configuration is given" if args.name is None else f"{args.name} is also given"
@@ -147,7 +140,7 @@ def require_paths(*paths: str | Path | None) -> None:
 def require_model(name: str | Path, checkpoints: bool = False) -> None:
     """Raise HubError unless `name` is a file, a folder with config.json, or a model in transformers' local cache.
 
-    checkpoints: True also accepts a checkpoint or the folder of a run, and raises CheckpointError for other folders.
+    checkpoints: True also accepts a checkpoint or the folder of a run.
     """
     if os.path.isdir(name) and not (Path(name) / "config.json").exists():
         if not checkpoints:
@@ -169,8 +162,6 @@ def config_from(args: argparse.Namespace, kind: "type[Settings]", weights: bool 
     """Return the configuration that `require_config` has checked. With --print-config, print it and exit.
 
     weights: False reads only config.json of a decoder in --start.
-
-    Raises the errors of `load_settings`.
     """
     from megasparse.settings.load import load_settings
 
