@@ -153,8 +153,7 @@ class AttentionLayer(MultiHeadAttention):
         position_ids: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         if x.dim() != 3 or x.shape[2] != self.d_model or x.shape[1] > self.max_length:
-            expected = f"(batch, length, {self.d_model}) with a length of {self.max_length} (max_length) or less"
-            raise ValueError(f"x has shape {(*x.shape,)}: give {expected}")
+            raise ValueError(f"x has shape {(*x.shape,)}: give (batch, {self.max_length} or less, {self.d_model})")
         batch, length = x.shape[:2]
         if tokens is None and any(self.mechanism(kind).reads_tokens for kind in self.split):
             raise ConfigError("tokens", f"None, but {', '.join(self.split)} reads token ids", "Give them, (B, L) int64")

@@ -68,8 +68,7 @@ def require_config(args: argparse.Namespace, task: bool = False) -> Any:
     invalid; HubError or CheckpointError if the model of --start does not exist.
     """
     if (args.name is None) == (args.config is None):
-        problem = "no configuration is given" if args.name is None else f"{args.name} is also given"
-        raise ConfigError("--config", problem, "Give one, such as quickstart or FILE.json")
+        raise ConfigError("--config", "none is given, or two", "Give one, such as quickstart or FILE.json")
     if getattr(args, "start", None) is not None:
         require_model(args.start, checkpoints=True)
     from megasparse.config.finetuning import FinetuneConfig
@@ -154,8 +153,7 @@ def require_model(name: str | Path, checkpoints: bool = False) -> None:
     with suppress(HFValidationError):
         if isinstance(try_to_load_from_cache(str(name), "config.json"), str):
             return
-    hint = "Use the folder of a model, or download the model first with the `hf download` command"
-    raise HubError(name, "no such file or folder, and no model of this name is in transformers' local cache", hint)
+    raise HubError(name, "no such folder or file, nor a model in transformers' cache", "Use the folder of a model")
 
 
 def config_from(args: argparse.Namespace, kind: "type[Settings]", weights: bool = True) -> "Settings":

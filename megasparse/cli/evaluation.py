@@ -21,12 +21,10 @@ def _check(args: argparse.Namespace) -> None:
     others, kind = (OF_TASKS, "a pretrained model") if args.task is None else (OF_PRETRAINED, "a fine-tuned model")
     for name in others:
         if getattr(args, name):
-            hint = "Remove it, or add --task" if args.task is None else "Remove it, or remove --task"
-            raise ConfigError(f"--{name.replace('_', '-')}", f"not supported for {kind}", hint)
+            raise ConfigError(f"--{name.replace('_', '-')}", f"not supported for {kind}", "Remove it, or change --task")
     if args.task is None:
         if len(args.checkpoint) > 1:
-            problem = f"{len(args.checkpoint)} pretrained models"
-            raise ConfigError("--checkpoint", problem, "Evaluate them one by one, or add --task for fine-tuned models")
+            raise ConfigError("--checkpoint", f"{len(args.checkpoint)} pretrained models", "Evaluate them one by one")
         return
     from megasparse.tasks.catalog import TASKS
 
@@ -152,8 +150,7 @@ def generate(args: argparse.Namespace) -> None:
     if rank_variable("WORLD_SIZE", 1) > 1:
         for option in ("images", "complete", "source", "source_file"):
             if getattr(args, option) is not None:
-                problem = "several ranks can only continue a decoder's text"
-                raise ConfigError(f"--{option.replace('_', '-')}", problem, "Start it without torchrun")
+                raise ConfigError(f"--{option.replace('_', '-')}", "not supported by several ranks", "Run one process")
     require_checkpoint(args.checkpoint, args.set)
     require_paths(args.source_file, *args.complete or ())
     from megasparse.evaluation.bits_per_dim import refuse_leaks

@@ -217,8 +217,7 @@ def teach(args: argparse.Namespace) -> None:
     tokenizer = load_tokenizer(args.model)
     windows = [tokens for tokens in read_windows(tokenizer, args.texts, length) if len(tokens) == length]
     if len(windows) <= args.held_out:
-        problem = f"{len(windows)} windows of {length} tokens are not more than --held-out {args.held_out}"
-        raise DataError(args.texts[0], problem, "Give more text, or lower --length or --held-out")
+        raise DataError(args.texts[0], f"{len(windows)} windows of {length} tokens are too few", "Give more text")
     folder = args.output.with_name(f"{args.output.name}.teaching")
     teacher = Teacher(model, args.seed)
     before, after = teacher.teach(windows[: -args.held_out], windows[-args.held_out :], args.passes, folder)
@@ -273,8 +272,7 @@ def check_model(args: argparse.Namespace) -> None:
 
         model, config, _, ranks = restore(args.checkpoint)
         if config.model.kind != "decoder":
-            problem = f"{args.checkpoint} contains a model of the kind {config.model.kind}"
-            raise ConfigError("--checkpoint", problem, "Name a run of a decoder")
+            raise ConfigError("--checkpoint", f"is of the kind {config.model.kind}", "Name a run of a decoder")
         with training_batches(config, open_data(config), ranks, 0, RunHooks()) as steps:
             tokens = next(steps).micro_batches[0].tokens
         results = checker.check_batch(model, tokens.to(ranks.device), args.seed)

@@ -51,8 +51,7 @@ def main(words: Sequence[str] | None = None) -> None:
     words = [str(word) for word in words if not str(word).startswith(("--local_rank=", "--local-rank="))]
     for word in words:
         if word.encode(errors="ignore").decode() != word:
-            hint = "Rename the file, or give its folder"
-            raise UserError(f"{word}: this argument is not UTF-8 and cannot be recorded. {hint}")
+            raise UserError(f"{word}: this argument is not UTF-8. Rename the file, or give its folder")
     if not words or words[0] in ("-h", "--help"):
         print(overview(COMMANDS))
         return

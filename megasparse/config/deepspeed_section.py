@@ -69,8 +69,7 @@ def check_keys(section: dict[str, Any]) -> None:
     zero = section.get("zero_optimization", {})
     stage = zero.get("stage", 0)
     if type(stage) is not int or not 0 <= stage <= 3:  # DeepSpeed would also accept "3" and true
-        hint = "It must be 0 or 1 or 2 or 3"
-        raise ConfigError("deepspeed.zero_optimization.stage", f"{show(stage)} does not fit", hint)
+        raise ConfigError("deepspeed.zero_optimization.stage", f"{show(stage)} does not fit", "It must be 0, 1, 2 or 3")
     for key, least in (("offload_param", 3), ("offload_optimizer", 1)):
         offload = zero.get(key)
         device = offload.get("device") if isinstance(offload, dict) else None

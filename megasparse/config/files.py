@@ -89,8 +89,7 @@ def _read_object(path: Path) -> dict[str, Any]:
         text = read_file(path).decode()
     except (OSError, ValueError) as error:  # ValueError: not UTF-8, or a path with a null character
         reason = getattr(error, "strerror", None) or str(error)
-        hint = "Give a JSON file, or the name of one in configs/"
-        raise ConfigError(str(path), f"cannot be read ({reason})", hint) from None
+        raise ConfigError(str(path), f"cannot be read ({reason})", "Give a JSON file, or a name in configs/") from None
     values = parse_json(text, str(path))
     if not isinstance(values, dict):
         raise ConfigError(str(path), f"{show(values)} is not a configuration", "Write an object of sections: {...}")

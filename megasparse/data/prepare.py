@@ -145,8 +145,7 @@ def prepare(
         with locked(output, "preparing data"), Workers(encoder.encode, workers) as pool:
             return _write(plan, streams, encoder, pool, output)
     except OSError as error:
-        problem = f"cannot be written: {error.strerror or error}"
-        raise DataError(output, problem, "Fix that and run the command again: finished shards are kept") from None
+        raise DataError(output, f"cannot be written: {error.strerror or error}", "Run the command again") from None
 
 
 def _plan(
@@ -283,8 +282,7 @@ def _finished(plan: PartialIndex, output: Path) -> tuple[dict[str, Shard], dict[
             shards = {shard.file: shard for split in earlier.splits.values() for shard in split.shards}
             return shards, earlier.ends if isinstance(earlier, PartialIndex) else {}
     if stray := next(output.glob("*.tar"), None):
-        problem = f"{stray.name} is here, but no {INDEX_FILE} says what it holds"
-        raise DataError(output, problem, "Choose another --output or run.directory, or delete this folder")
+        raise DataError(output, f"{stray.name} is here, but no {INDEX_FILE}", "Choose another folder, or delete it")
     save(plan, output / PROGRESS_FILE)
     return {}, {}
 
@@ -300,8 +298,7 @@ def _refuse_another(plan: IndexFile, earlier: IndexFile, output: Path) -> None:
     differing = [key for key in {**old, **new} if key not in missing and old.get(key) != new.get(key)]
     if differing:
         changes = ", ".join(one_line(f"{key} {old.get(key)} (now {new.get(key)})") for key in differing[:9])
-        problem = f"this folder was prepared with another {changes}"
-        raise DataError(output, problem, "Choose another --output or run.directory, or delete this folder")
+        raise DataError(output, f"this folder was prepared with another {changes}", "Choose another or delete it")
 
 
 def _is_whole(output: Path, shard: Shard) -> bool:

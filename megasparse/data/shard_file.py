@@ -39,8 +39,7 @@ def verify_shard(path: Path, shard: Shard, file: Path | int) -> None:
     try:
         digest = file_sha256(file)
         if digest != shard.sha256:
-            problem = f"this shard is damaged: its sha256 is {digest[:12]}…, {INDEX_FILE} says {shard.sha256[:12]}…"
-            raise DataError(path, problem, AGAIN)
+            raise DataError(path, f"this shard is damaged: its sha256 is {digest[:9]}…, not {shard.sha256[:9]}…", AGAIN)
     except OSError as error:
         raise unreadable(path, error) from None
 

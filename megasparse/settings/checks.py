@@ -100,8 +100,7 @@ def check_run(config: RunSettings) -> None:
     deepspeed_section.check_keys(config.deepspeed)
     layers = getattr(getattr(config, "model", None), "checkpoint_layers", 1)
     if layers > 1 and _stage(config) == 3 and config.run.engine == "deepspeed":
-        problem = f"{layers}, but ZeRO 3 gathers the weights of one layer at a time"
-        raise ConfigError("model.checkpoint_layers", problem, "Set it to 1, or use a lower stage")
+        raise ConfigError("model.checkpoint_layers", f"{layers}, but ZeRO 3 gathers one layer at a time", "Set it to 1")
 
 
 def _require_initial_model(config: FinetuneConfig) -> None:

@@ -75,8 +75,7 @@ class ExampleCounts:
     def count_empty(self, problem: str, location: SourceLocation) -> None:
         """Count an empty text. Raises DataError if the configuration forbids it."""
         if self.config.empty == "refuse":
-            hint = 'Remove it, or keep and count such examples: --set task.empty="keep"'
-            raise DataError(location, problem, hint)
+            raise DataError(location, problem, 'Remove it, or keep and count such examples: --set task.empty="keep"')
         self.empty, self.first_empty = self.empty + 1, self.first_empty or location
 
     def is_cut(self, length: int, location: SourceLocation) -> bool:
@@ -85,8 +84,7 @@ class ExampleCounts:
         if length <= self.limit:
             return False
         if self.config.too_long == "refuse":
-            problem = f"{length:,} tokens are more than {self.key} = {self.limit:,}"
-            raise DataError(location, problem, 'Raise it, or truncate such texts: --set task.too_long="cut"')
+            raise DataError(location, f"{length:,} tokens are more than {self.key} = {self.limit:,}", "Raise it")
         self.cut, self.first_cut = self.cut + 1, self.first_cut or location
         return True
 

@@ -80,8 +80,7 @@ class RowTask(Task):
         self.configured = not entry.text
         self.text, self.label = (config.text, config.label) if self.configured else (entry.text, entry.label)
         if self.configured and entry.form == "texts" and len(self.text) != 1:
-            problem = f'{len(self.text)} names, but "{config.name}" reads one text'
-            raise ConfigError("task.text", problem, 'Use one: task.text=["NAME"]')
+            raise ConfigError("task.text", f'{len(self.text)} names, but "{config.name}" reads one', "Name one")
         if self.configured and self.label in self.text:
             raise ConfigError("task.label", f'"{self.label}" is also task.text', "Use different names")
         self.name, self.entry, self.metrics, self.form = config.name, entry, tuple(entry.metrics), entry.form
@@ -138,8 +137,7 @@ class RowTask(Task):
                 raise DataError(location, missing, HINT) from None
         value = field(row, column, location, "task.text" if self.configured else "")
         if not isinstance(value, str):
-            problem = f'{json.dumps(value, ensure_ascii=False)[:80]} in the column "{column}" is not a text'
-            raise DataError(location, problem, "Write a text in quotation marks")
+            raise DataError(location, f'{json_text(value)[:80]} in the column "{column}" is not a text', "Quote it")
         return value
 
     def _label(self, row: dict[str, Any], location: SourceLocation) -> Any:
@@ -178,8 +176,7 @@ def as_class(text: str) -> str:
 def label_text(value: Any, column: str, location: SourceLocation) -> str:
     """Return the class that a label names; of other JSON values than texts the JSON."""
     if value is None or isinstance(value, dict | list):
-        problem = f'{json_text(value)[:80]} in the column "{column}" is not a label'
-        raise DataError(location, problem, "Write a text, a number, true or false")
+        raise DataError(location, f'{json_text(value)[:80]} in the column "{column}" is not a label', "Write a text")
     if not (text := as_class(json_text(value))):
         raise DataError(location, f'no label in the column "{column}"', "Write one, or remove the row")
     return text
@@ -273,8 +270,7 @@ class ParallelText(RowTask):
             splits["test"] = splits.pop(tests[0])
         if not splits:
             names = " or ".join(f"{stem}.{self.source}" for stem in self.stems)
-            hint = 'Set the suffixes of source and target: --set task.text=["en"] --set task.label=de'
-            raise DataError(folder, f"contains no file {names} (nor .gz)", hint)
+            raise DataError(folder, f"contains no file {names} (nor .gz)", "Set task.text and task.label to suffixes")
         return splits
 
     def rows(self, file: Path) -> Rows:

@@ -78,8 +78,7 @@ def to_hf(
     model = restore_task(path, ['training.precision="fp32"', 'run.device="cpu"'])
     task = model.form.task
     if task.form not in ("labels", "texts") or task.towers:
-        problem = f"transformers lacks a class for the inputs or outputs of {task.name}"
-        raise HubError(path, problem, "Use megasparse predict; classes, numbers and texts can be exported")
+        raise HubError(path, f"transformers lacks a class for {task.name}", "Use megasparse predict")
     merge_adapters(model.model)
     with appearing(output) as folder:
         write = _write_text_model if task.form == "texts" else _write_classifier

@@ -37,12 +37,10 @@ def read_glove(path: str | os.PathLike[str], words: Sequence[str]) -> tuple[Tens
         for row in rows.pop(word, []):
             numbers = [parse_number(field) for field in fields]
             if None in numbers:
-                problem = f'"{fields[numbers.index(None)]}" is not a finite number'
-                raise DataError(location, problem, "Download the file again")
+                raise DataError(location, f'"{fields[numbers.index(None)]}" is not a finite number', "Get it again")
             vectors[row] = numbers
     if not vectors:
-        hint = "Check that it is in the tokenizer's language"
-        raise DataError(path, f"none of the {len(words)} words is in it", hint)
+        raise DataError(path, f"none of the {len(words)} words is in it", "Use one of the tokenizer's language")
     matrix, present = torch.zeros(len(words), width), torch.zeros(len(words), dtype=torch.bool)
     for row, vector in vectors.items():
         matrix[row], present[row] = torch.tensor(vector), True

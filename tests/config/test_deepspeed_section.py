@@ -63,7 +63,7 @@ def test_an_unknown_key_is_one_line_with_the_nearest(key, near):
     ("key", "value", "expected"),
     [
         ("zero_optimization", True, "an object {...}"),
-        ("zero_optimization.stage", 4, "0 or 1 or 2 or 3"),
+        ("zero_optimization.stage", 4, "0, 1, 2 or 3"),
         ("zero_optimization.offload_param.device", "gpu", '"none", "cpu" or "nvme"'),
         ("zero_optimization.offload_param", "auto", "an object"),
         ("zero_optimization.reduce_bucket_size", -1, "greater than"),

@@ -179,16 +179,13 @@ def _chat_tokenizer(file: str) -> Any:
         from tokenizers.processors import ByteLevel
         from transformers import PreTrainedTokenizerFast
     except ImportError:
-        hint = "Run: pip install -e '.[hf]'"
-        raise DataError("transformers", "it is not installed, which renders conversations", hint) from None
+        raise DataError("transformers", "it is not installed", "Run: pip install -e '.[hf]'") from None
     if Path(file).name != "tokenizer.json":
-        hint = "Name a pretrained decoder with --start, or its tokenizer.json"
-        raise ConfigError("data.tokenizer", f"{file} lacks a chat template, which conversations need", hint)
+        raise ConfigError("data.tokenizer", f"{file} lacks a chat template", "Name a decoder's tokenizer.json")
     try:
         tokenizer = PreTrainedTokenizerFast.from_pretrained(str(Path(file).parent), local_files_only=True)
     except Exception as error:  # transformers raises errors of any type
-        problem = f"{file} cannot be loaded with its settings ({one_line(str(error))})"
-        raise ConfigError("data.tokenizer", problem, "Copy the model's folder again") from None
+        raise ConfigError("data.tokenizer", f"{file} cannot be loaded ({one_line(str(error))})", "Copy it") from None
     tokenizer.backend_tokenizer.post_processor = ByteLevel(trim_offsets=False)
     return tokenizer
 
@@ -239,8 +236,7 @@ class Renderer:
         if not scored.any():
             raise Invalid("the chat template renders no answer", "use the model's own template")
         if ids.max() >= tokenizer.vocabulary:
-            problem = f"the chat template writes the token {ids.max()}, which {self.file} does not contain"
-            raise ConfigError("data.tokenizer", problem, "Copy the model's folder again")
+            raise ConfigError("data.tokenizer", f"{self.file} lacks its template's token {ids.max()}", "Copy it again")
         if ids[0] == self.start:
             ids, scored = ids[1:], scored[1:]
         marked = np.append(np.where(scored, ids, ids + UNSCORED), CONVERSATION_END + self.start)
@@ -284,8 +280,7 @@ class Renderer:
         except Invalid:
             raise
         except Exception as error:  # templates raise errors of any type
-            hint = "change the conversation to roles and contents that the template accepts"
-            raise Invalid(f"the chat template fails: {one_line(str(error))}", hint) from None
+            raise Invalid(f"the chat template fails: {one_line(str(error))}", "use what it accepts") from None
         ids, first, end = _encoded(tokenizer, whole)
         scored = np.zeros(len(ids), dtype=bool)
         for start, stop in spans:
@@ -391,8 +386,7 @@ def _messages(record: Mapping[str, Any]) -> list[dict[str, Any]]:
             raise Invalid(f"unknown role {one_line(repr(role), 40)}", f"use {', '.join(PRECEDING)}")
         if before not in PRECEDING[role]:
             position = f"follows one of the role {before}" if before else "is the first"
-            hint = "order the roles as system, user, assistant, user, ..."
-            raise Invalid(f"a message of the role {role} {position}", hint)
+            raise Invalid(f"a message of the role {role} {position}", "order the roles as system, user, assistant, ...")
         if isinstance(content, list):
             texts: list[Any] = [part.get("text") if isinstance(part, dict) else part for part in content]
             content = "".join(texts) if all(isinstance(text, str) for text in texts) else texts
@@ -401,8 +395,7 @@ def _messages(record: Mapping[str, Any]) -> list[dict[str, Any]]:
         if not (content or "").strip() and not message.get("tool_calls"):
             raise Invalid(f"a message of the role {role} is empty", "fill it, or remove the conversation")
         if (weight := message.get("weight")) not in (None, 0, 1) or (weight and role != "assistant"):
-            problem = f"weight {one_line(repr(weight), 40)} of a message of the role {role}"
-            raise Invalid(problem, "give answers the weight 0 or 1, and other messages none")
+            raise Invalid(f"weight {one_line(repr(weight), 40)} of a message of the role {role}", "give answers 0 or 1")
         calls = {"tool_calls": _called(message["tool_calls"])} if message.get("tool_calls") else {}
         checked.append({**message, "content": content, **calls})
         before = role

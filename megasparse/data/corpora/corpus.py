@@ -116,8 +116,7 @@ def as_bytes(settings: CorpusSettings) -> bool:
 def require_full(source: Source, counts: Mapping[str, int], amount: str) -> None:
     """Raise DataError naming an empty split. amount: size of the source, for the message."""
     if empty := [name for name, count in counts.items() if not count]:
-        problem = f"{amount} are too few to give {empty[0]} any"
-        raise DataError(source.name, problem, "Give more, or another --split, such as 100,0,0")
+        raise DataError(source.name, f"{amount} are too few to give {empty[0]} any", "Give more, or --split 100,0,0")
 
 
 def check_seed(seed: int) -> None:
@@ -133,8 +132,7 @@ def split_sizes(split: str, total: int) -> dict[str, int]:
     except (ValueError, ZeroDivisionError):
         shares = []
     if len(shares) != len(NAMES) or sum(shares) != 100 or min(shares) < 0 or shares[0] == 0:
-        problem = f'"{split}" is not three percentages that sum to 100, the first above 0'
-        raise ConfigError("--split", problem, "Write for example --split 90,5,5")
+        raise ConfigError("--split", f'"{split}" is not three percentages that sum to 100', "Write --split 90,5,5")
     stops = [int(total * sum(shares[: i + 1]) / 100) for i in range(len(shares))]
     sizes = {name: stop - start for name, start, stop in zip(NAMES, [0, *stops], stops, strict=False)}
     return {name: sizes[name] for name, share in zip(NAMES, shares, strict=True) if share}

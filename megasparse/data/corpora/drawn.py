@@ -73,8 +73,7 @@ class Duplication(DrawnCorpus):
     def draw(self, settings: CorpusSettings) -> Draw:
         length, symbols = settings["sample_bytes"], settings["symbols"]
         if length < 4 or length % 2:
-            hint = f"Take an even length of 4 or more, such as {max(4, length + length % 2)}"
-            raise ConfigError("--length", f"{length} is not twice the length of 0w", hint)
+            raise ConfigError("--length", f"{length} is not twice the length of 0w", "Take an even length of 4 or more")
         if not 1 <= symbols <= 255:
             raise ConfigError("--symbols", f"{symbols} symbols and the 0 do not fit a byte", "Give 1 to 255")
         return lambda words: 2 * bytes([0, *(1 + words.random_raw(length // 2 - 1) % symbols)])
@@ -100,8 +99,7 @@ class Recall(DrawnCorpus):
         if not 1 <= pairs <= self.KEYS**2:
             raise ConfigError("--pairs", f"{pairs} is no number of two-byte keys", f"Give 1 to {self.KEYS**2}")
         if length < 3 * pairs:
-            hint = f"Give {3 * pairs} or more, or fewer --pairs"
-            raise ConfigError("--length", f"{length} bytes do not hold {pairs} pairs of 3", hint)
+            raise ConfigError("--length", f"{length} bytes do not hold {pairs} pairs of 3", f"Give {3 * pairs} or more")
 
         def sequence(words: np.random.Philox) -> bytes:
             keys = np.argsort(words.random_raw(self.KEYS**2), kind="stable")[:pairs]

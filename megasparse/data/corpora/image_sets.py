@@ -86,8 +86,7 @@ def _is_batch(name: str, shown: str, size: int) -> bool:
     """True for a batch. Raises DataError for one of another size."""
     name = PurePosixPath(name).name
     if name in BATCHES and size != RECORDS * RECORD:
-        problem = f"this batch has {size:,} bytes, {RECORDS * RECORD:,} are expected"
-        raise DataError(shown, problem, "Get it again: it is damaged, or of another data set")
+        raise DataError(shown, f"this batch has {size:,} bytes, {RECORDS * RECORD:,} are expected", "Get it again")
     return name in BATCHES
 
 
@@ -138,8 +137,7 @@ class ImageNet64(Corpus):
             official = "pixelrnn"
         requested = settings["downsampling"]
         if official and requested not in (None, official):
-            problem = f'"{requested}" is not how these official files were made'
-            raise ConfigError("--downsampling", problem, f"Leave it out: they are {official}")
+            raise ConfigError("--downsampling", f'"{requested}", but these official files are {official}', "Omit it")
         if not official and not requested:
             problem = "the source does not say how its images were made small, and figures of the two differ"
             raise ConfigError("--downsampling", problem, "Give box (box filter, as the npz batches) or pixelrnn")
@@ -174,14 +172,12 @@ class ImageNet64(Corpus):
         for part in source.parts:
             name = PurePosixPath(part.name).name
             if PICKLED_NPZ.match(name):
-                problem = "this batch is a pickle, which could run anything when it is read"
-                raise DataError(part, problem, "Give the npz version: Imagenet64_*_npz.zip, or what is in it")
+                raise DataError(part, "this batch is a pickle, which could run anything", "Give the npz version")
             names = npz_batches(part.path) if name.endswith((".npz", ".zip")) else []
             batches += [(part.path, batch) for batch in names]
             others += [] if names else [part]
         if batches and others:
-            problem = "this is no npz batch, as others of the source are"
-            raise DataError(str(others[0]), problem, "Leave it out of --source")
+            raise DataError(others[0], "this is no npz batch, as others are", "Leave it out of --source")
         return sorted(batches, key=lambda batch: natural(_stem(batch)))
 
 
@@ -210,8 +206,7 @@ def npz_batches(path: Path) -> list[str]:
     batches = [name for name in names if name.endswith(".npz")]
     if not batches and not any(name.lower().endswith(images.SUFFIXES) for name in names):
         some = ", ".join(names[:3])
-        hint = "Give the npz version: batches without a suffix are pickles, which could run anything"
-        raise DataError(path, f"there is no npz batch here ({some})", hint)
+        raise DataError(path, f"there is no npz batch here ({some})", "Give the npz version: others are pickles")
     return batches
 
 
@@ -256,7 +251,6 @@ def verify_official(source: Source, published: Mapping[str, str]) -> list[str]:
             for piece in part.pieces():
                 digest.update(piece)
             if (hexdigest := digest.hexdigest()) != published[name]:
-                problem = f"its {kind} is {hexdigest[:12]}…, the official file's is {published[name][:12]}…"
-                raise DataError(part, problem, "Get it again; rename it if it is a file of your own")
+                raise DataError(part, f"its {kind} is {hexdigest[:12]}…, not {published[name][:12]}…", "Get it again")
             verified.append(name)
     return verified

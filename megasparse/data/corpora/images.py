@@ -119,15 +119,13 @@ def decode(name: str, content: bytes, side: int) -> bytes:
         raise
     except Exception as error:  # on a damaged file Pillow's readers raise whatever they stumble over
         problem = "no image of a known kind" if isinstance(error, Image.UnidentifiedImageError) else reason(error)
-        hint = f"Repair it or leave it out ({', '.join(FORMATS)} are read)"
-        raise DataError(name, f"cannot be decoded: {problem}", hint) from None
+        raise DataError(name, f"cannot be decoded: {problem}", f"Repair it ({', '.join(FORMATS)} are read)") from None
 
 
 def _check(name: str, image: Image.Image, content: bytes, side: int) -> None:
     if image.size != (side, side):
         width, height = image.size
-        hint = "Scale or crop it to that"
-        raise DataError(name, f"this image has {width}×{height} pixels, {side}×{side} are expected", hint)
+        raise DataError(name, f"this image has {width}×{height} pixels, {side}×{side} are expected", "Scale or crop it")
     mode = f"mode {image.mode}"
     if image.format == "PNG" and content[24] > 8:  # IHDR's bit depth: Pillow would cut RGB to 8 bits
         mode = DEEP
@@ -193,8 +191,7 @@ def _members(path: Path, around: tuple[str, ...]) -> Iterator[ImageFile]:
             continue
         shown = f"{path}:{member.name}"
         if not member.isreg() or member.issparse():
-            problem = f"at byte {member.offset} this is neither a file nor a folder (a link, or a device)"
-            raise DataError(shown, problem, "Pack the files themselves")
+            raise DataError(shown, f"at byte {member.offset} this is neither a file nor a folder", "Pack the files")
         if name.suffix.lower() in SUFFIXES:
             yield ImageFile(shown, (*name.parent.parts, *around), read)
 
@@ -261,8 +258,7 @@ def reading(path: Path) -> Iterator[None]:
     try:
         yield
     except (*UNREADABLE, ValueError, tarfile.TarError) as error:
-        hint = "Get it again: it is damaged or incomplete"
-        raise DataError(path, f"this archive cannot be read: {reason(error)}", hint) from None
+        raise DataError(path, f"this archive cannot be read: {reason(error)}", "Get it again") from None
 
 
 SHARED_OUT = {
@@ -299,8 +295,7 @@ def splits_by_folder(source: Source) -> list[str]:
     for image in image_files(source):
         name = split_named(image.folders)
         if name is None:
-            problem = "no folder names the split of this image"
-            raise DataError(image.name, problem, "Move it below train, validation or test")
+            raise DataError(image.name, "no folder names the split of this image", "Move it below train, valid or test")
         labels.append(name)
     if not labels:
         kinds = ", ".join(SUFFIXES)

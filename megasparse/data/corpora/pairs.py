@@ -88,8 +88,7 @@ class Pairs(Corpus):
                 del missing[name]
                 yield name, [map(b"".join, grouped((text for _, text in group), PIECE))]
             if missing:
-                hint = "Give more text, another --split, or check --documents"
-                raise DataError(source.name, f"no document begins in the part that is for {next(iter(missing))}", hint)
+                raise DataError(source.name, f"no document begins in the part for {next(iter(missing))}", "Give more")
 
         return grouped_by_split()
 

@@ -37,8 +37,7 @@ def arrow() -> Any:
     try:
         import pyarrow
     except ImportError:
-        hint = "Run: pip install -e '.[arrow]'"
-        raise DataError("pyarrow", "it is not installed, which reads .zst, Parquet and Arrow files", hint) from None
+        raise DataError("pyarrow", "it is not installed", "Run: pip install -e '.[arrow]'") from None
     return pyarrow
 
 
@@ -174,11 +173,9 @@ class Source:
         """Raise DataError unless all is UTF-8, without byte 0 if not `zeros`."""
         for part in self.parts:
             if part.not_utf8 is not None:
-                hint = f"{CONVERT}; as one stream of bytes the corpus `text` takes it as it is"
-                raise DataError(part, f"byte {part.not_utf8:,} is not UTF-8", hint)
+                raise DataError(part, f"byte {part.not_utf8:,} is not UTF-8", f"{CONVERT}; or use the corpus `text`")
             if part.zero is not None and not zeros:
-                problem = f"byte {part.zero:,} is 0, which stands between documents"
-                raise DataError(part, problem, "Remove it: no text has it")
+                raise DataError(part, f"byte {part.zero:,} is 0, which stands between documents", "Remove it")
 
 
 def find_parts(

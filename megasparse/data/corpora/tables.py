@@ -322,8 +322,7 @@ def _require_one(location: str, parts: Sequence[Part]) -> None:
         roots.add("/".join(folder for folder in folders if folder.lower() not in SPLIT_NAMES) or ".")
     if len(roots) > 1:
         some = ", ".join(sorted(roots)[:5])
-        hint = "Give the folder of one; the corpora parquet and jsonl take any files together"
-        raise DataError(location, f"files are in {len(roots)} folders ({some}), as of several configurations", hint)
+        raise DataError(location, f"files of several configurations, in {len(roots)} folders ({some})", "Give one")
 
 
 def _require_all(parts: Sequence[Part]) -> None:
@@ -335,5 +334,4 @@ def _require_all(parts: Sequence[Part]) -> None:
     for (name, count), numbers in groups.items():
         if len(numbers) < count:
             first = next(number for number in range(count) if number not in numbers)
-            problem = f"{len(numbers)} of its {count} files are here, not number {first}"
-            raise DataError(name, problem, "Get the dataset again")
+            raise DataError(name, f"{len(numbers)} of its {count} files are here, not number {first}", "Get it again")

@@ -78,8 +78,7 @@ class Enwik8(TextCorpus):
         """Cut by byte. With other tokenizers than bytes a border inside a character moves to its end."""
         official = sum(self.SPLITS.values())
         if source.total_bytes != official:
-            hint = "Give the official enwik8 or enwik8.zip; a part of it can be prepared as the corpus `text`"
-            raise DataError(source.name, f"enwik8 has {official:,} bytes, this has {source.total_bytes:,}", hint)
+            raise DataError(source.name, f"enwik8 has {official:,} bytes, this {source.total_bytes:,}", "Get it again")
         if source.md5 != self.MD5:
             raise DataError(source.name, f"md5 is {source.md5}, enwik8's is {self.MD5}", "Download it again")
         streams = cut(source.pieces(), self.SPLITS, whole_characters=not as_bytes(settings))
@@ -178,16 +177,13 @@ class PG19(TextCorpus):
                 continue
             split, number = SPLIT_NAMES.get(path.parent.name), path.name.partition(".")[0]
             if split is None or not (number.isascii() and number.isdigit()):
-                problem = "this is not a book of PG-19, which are train/NNN.txt, validation/NNN.txt and test/NNN.txt"
-                raise DataError(part, problem, "Leave it out; the corpus `text` with --documents takes any files")
+                raise DataError(part, "this is not a book of PG-19, {train,validation,test}/NNN.txt", "Leave it out")
             for other, parts in books.items():
                 if int(number) in parts:
-                    problem = f"the book {number} is in {other} as well ({parts[int(number)]})"
-                    raise DataError(part, problem, "Keep one of the two")
+                    raise DataError(part, f"the book {number} is in {other} as well ({parts[int(number)]})", "Keep one")
             books[split][int(number)] = part
         if not any(books.values()):
-            problem = "there is no train/NNN.txt, validation/NNN.txt or test/NNN.txt"
-            raise DataError(source.name, problem, "Check --source")
+            raise DataError(source.name, "there is no {train,validation,test}/NNN.txt", "Check --source")
         return {name: dict(sorted(parts.items())) for name, parts in books.items() if parts}
 
 
@@ -247,7 +243,6 @@ class WikiText103(TextCorpus):
         kinds = [kind for kind, files in parts.items() if files]
         if len(kinds) != 1:
             problem = "there are both .tokens and .raw files" if kinds else "there is no wiki.train.tokens"
-            hint = "Give wiki.train, wiki.valid and wiki.test, all .tokens or all .raw, or the official zip"
-            raise DataError(source.name, problem, hint)
+            raise DataError(source.name, problem, "Give wiki.train, wiki.valid and wiki.test of one kind")
         files = parts[kinds[0]]
         return kinds[0], {name: files[name] for name in NAMES if name in files}

@@ -159,8 +159,7 @@ class HuggingFaceTokenizer(Tokenizer):
         except BaseException as error:  # a panic of `tokenizers`, as of a regex that backtracks too long
             if isinstance(error, KeyboardInterrupt | SystemExit):
                 raise
-            problem = f"cannot encode a text of {len(text):,} characters ({error})"
-            raise damaged(self.file, problem, "Use another tokenizer: its pattern does not suit the text") from None
+            raise damaged(self.file, f"cannot encode {len(text):,} characters ({error})", "Use another one") from None
         return ids
 
     def _checked(self, text: str) -> list[int]:

@@ -139,8 +139,7 @@ def _require_lossless(file: Path, model: Any) -> None:
         (single != {f"<0x{byte:02X}>" for byte in range(256)}, "it has no pieces for single bytes (byte_fallback)"),
     ):
         if wrong:
-            hint = "Train one with megasparse train-tokenizer sentencepiece"
-            raise ConfigError("data.tokenizer", f"{file}: text would not come back from it: {problem}", hint)
+            raise damaged(file, f"text would not come back from it: {problem}", "See megasparse train-tokenizer")
 
 
 def train_sentencepiece(lines: Iterator[str], vocabulary: int, model_type: str, character_coverage: float) -> bytes:
@@ -154,8 +153,7 @@ def train_sentencepiece(lines: Iterator[str], vocabulary: int, model_type: str, 
 
     least = 1 + len(CONTROL) + 256
     if vocabulary <= least:
-        problem = f"{vocabulary} leaves no room for texts after {least} tokens for bytes, <unk> and {' '.join(CONTROL)}"
-        raise ConfigError("--vocabulary", problem, "Give more, such as 32000")
+        raise ConfigError("--vocabulary", f"{vocabulary} leaves no room for texts after {least} tokens", "Give more")
     if not 0.9 <= character_coverage <= 1:
         raise ConfigError(
             "--character-coverage", f"{character_coverage} is not from 0.9 to 1", "Give one, such as 0.9995"
@@ -183,8 +181,7 @@ def train_sentencepiece(lines: Iterator[str], vocabulary: int, model_type: str, 
             minloglevel=1,
         )
     except RuntimeError as error:
-        problem = f"{vocabulary}: sentencepiece: {' '.join(str(error).split())}"
-        raise ConfigError("--vocabulary", problem, "Give another one, or other text") from None
+        raise ConfigError("--vocabulary", f"{vocabulary}: {' '.join(str(error).split())}", "Give another one") from None
     if model_type != "unigram":
         return written.getvalue()
     model = ModelProto()

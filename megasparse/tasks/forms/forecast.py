@@ -171,14 +171,11 @@ class ForecastForm(Form):
         super().__init__(task, config)
         self.series, settings = task, config.task.forecast
         if config.model is None:
-            problem = "names a pretrained model, but these do not read rows of numbers"
-            raise ConfigError("start", problem, "Use a `model`, which is trained from its initial weights")
+            raise ConfigError("start", "pretrained models do not read rows of numbers", "Use a `model` instead")
         if settings.overlap > config.task.max_length:
-            problem = f"{settings.overlap} rows are more than task.max_length = {config.task.max_length}"
-            raise ConfigError("task.forecast.overlap", problem, "Lower it")
+            raise ConfigError("task.forecast.overlap", f"{settings.overlap} is above task.max_length", "Lower it")
         if settings.relative and (unread := [column for column in task.targets if column not in task.inputs]):
-            problem = f'true, but "{unread[0]}" is predicted and not read'
-            raise ConfigError("task.forecast.relative", problem, "Add it to task.forecast.inputs, or set it to false")
+            raise ConfigError("task.forecast.relative", f'true, but "{unread[0]}" is not read', "Add it to inputs")
 
     def body(self, model: ModelConfig) -> Backbone:
         settings = self.config.task.forecast
@@ -186,8 +183,7 @@ class ForecastForm(Form):
         if model.ngrams is not None:
             raise ConfigError("model.ngrams", "given, but a forecast reads numbers, not tokens", "Set it to null")
         if rows > model.max_length:
-            problem = f"{settings.overlap} + {settings.horizon} rows of the decoder are more than {model.max_length}"
-            raise ConfigError("model.max_length", problem, f"Set it to {rows}, or lower task.forecast.horizon")
+            raise ConfigError("model.max_length", f"{model.max_length} is below overlap + horizon = {rows}", "Raise it")
         return ForecastBody(model, len(self.series.inputs) + self.series.time_features, settings.overlap)
 
     def prepare(self, body: Backbone, tokenizer: Tokenizer) -> None:

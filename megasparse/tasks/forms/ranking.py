@@ -322,8 +322,7 @@ class RankingForm(Form):
 
     def model(self, body: Backbone) -> nn.Module:
         if self.config.head.pooling is not None:
-            problem = f'"{self.config.head.pooling}", but news are pooled by additive attention'
-            raise ConfigError("head.pooling", problem, "Remove it")
+            raise ConfigError("head.pooling", f'"{self.config.head.pooling}", but news have their own', "Remove it")
         task, seed = self.config.task, self.config.run.seed
         if task.recommendation.user == "matching":
             return MatchingRecommender(body, task.recommendation, self.config.head, task.max_length, seed)

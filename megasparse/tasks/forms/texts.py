@@ -147,8 +147,7 @@ class TextForm(Form):
         super().__init__(task, config)
         zero = config.deepspeed.get("zero_optimization", {})
         if config.run.engine == "deepspeed" and int(zero.get("stage", 0)) == 3:
-            problem = "3 gathers each weight on all ranks at once, but their searches for answers differ in length"
-            raise ConfigError("deepspeed.zero_optimization.stage", problem, "Set it to 2")
+            raise ConfigError("deepspeed.zero_optimization.stage", "3, but ranks' searches differ", "Set it to 2")
 
     def body(self, model: ModelConfig) -> Backbone:
         return SequenceToSequenceBody(model)
@@ -156,16 +155,13 @@ class TextForm(Form):
     def prepare(self, body: Any, tokenizer: Tokenizer) -> None:
         generation = self.config.task.generation
         if tokenizer.special is None:
-            problem = f'"{tokenizer.name}" lacks special tokens, one of which ends a text'
-            raise ConfigError("task.tokenizer", problem, "Use a tokenizer with special tokens, or a model with one")
+            raise ConfigError("task.tokenizer", f'"{tokenizer.name}" lacks special tokens', "Use another one")
         end, longest = tokenizer.special.separator, body.stack.config.max_length
         require_vocabulary(body, max(tokenizer.vocabulary, end + 1))
         if generation.target_length > longest:
-            problem = f"{generation.target_length} tokens are more than the decoder's maximum of {longest}"
-            raise ConfigError("task.generation.target_length", problem, f"Set it to {longest} or less")
+            raise ConfigError("task.generation.target_length", f"{generation.target_length} > {longest}", "Lower it")
         if leaks := body.stack.leaks:
-            problem = f"not strictly causal ({', '.join(leaks)}), but answers are predicted token by token"
-            raise ConfigError("model.attention", problem, 'Use the strictly causal setting, window = "band"')
+            raise ConfigError("model.attention", f"not strictly causal ({', '.join(leaks)})", 'Use window = "band"')
         self.tokenizer, self.end = tokenizer, np.array([end], dtype=np.int64)
         length, beams = generation.target_length, generation.beams
         self.rule = BeamSettings(beams, length, {end}, LENGTH_PENALTY, tokenizer.vocabulary)
@@ -218,8 +214,7 @@ def sizes_of(examples: Sequence[EncodedText], most: int) -> np.ndarray:
     if (too_long := np.flatnonzero(sizes.sum(1) > most)).size:
         example, tokens = examples[too_long[0]], sizes[too_long[0]].sum()
         problem = f"{tokens:,} tokens with its answer are more than training.micro_batch = {most:,}"
-        hint = f"Raise it to {sizes.sum(1).max()} or more, or lower task.max_length"
-        raise DataError(example.location, problem, hint)
+        raise DataError(example.location, problem, f"Raise it to {sizes.sum(1).max()}, or lower task.max_length")
     return sizes
 
 

@@ -61,8 +61,7 @@ class MIND(Task):
         def example(row: dict[str, str], location: SourceLocation, number: str) -> Example:
             name, title = row["id"], row["title"]
             if not title.strip() and self.config.empty == "refuse":
-                hint = 'Add one, or keep and count such news: --set task.empty="keep"'
-                raise DataError(location, f'the title of "{name[:80]}" is empty', hint)
+                raise DataError(location, f'the title of "{name[:80]}" is empty', 'Add one, or set task.empty="keep"')
             if name in titles:
                 raise DataError(location, f'"{name[:80]}" occurs twice', "Remove one of them")
             titles[name] = cache.setdefault(title, title)
@@ -81,8 +80,7 @@ def _shown(fields: list[str], location: SourceLocation) -> tuple[list[str], tupl
     split = [entry.rpartition("-") for entry in fields]
     for entry, (name, _, label) in zip(fields, split, strict=True):
         if not name or label not in ("0", "1"):
-            hint = "Write N1-1 for clicked news, N1-0 for others; in a test set N1 for all"
-            raise DataError(location, f'the label of "{entry[:80]}" is not 0 or 1', hint)
+            raise DataError(location, f'the label of "{entry[:80]}" is not 0 or 1', "Write N1-1 or N1-0")
     labels = tuple(int(label) for _, _, label in split)
     if len(set(labels)) == 1:
         problem = "a click on every news shown" if labels[0] else "no click on any news shown"

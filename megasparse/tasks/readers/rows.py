@@ -141,8 +141,7 @@ def _by_column(file: Path, rows: Rows, columns: Sequence[str] | None, hint: str)
         elif columns is None:
             columns = [name.strip() for name in fields]
             if repeated := [name for name, number in Counter(columns).items() if number > 1]:
-                problem = f'the column name "{repeated[0][:80]}" occurs twice'
-                raise DataError(location, problem, "Rename one of them in the first line")
+                raise DataError(location, f'the column name "{repeated[0][:80]}" occurs twice', "Rename one of them")
         elif len(fields) == len(columns):
             yield location, dict(zip(columns, fields, strict=True))
         else:
@@ -259,8 +258,7 @@ def table_rows(file: Path, split: str | None = None) -> Rows:
     if is_dataset(file):
         return dataset_rows(file, split or "train")
     if (reader := READERS.get(Path(re.sub(r"\.(gz|zip)\Z", "", file.name)).suffix.lower())) is None:
-        hint = f"Use a dataset's folder, or a file that ends in {', '.join(READERS)}, optionally with .gz or .zip"
-        raise DataError(file, f'"{file.suffix}" is not a known kind of table', hint)
+        raise DataError(file, f'"{file.suffix}" is not a known kind of table', f"Use {', '.join(READERS)}")
     return strict(reader(file))
 
 

@@ -65,8 +65,7 @@ class WikiHop(Task):
             if twice := [text for text, number in Counter(candidates).items() if number > 1]:
                 raise wrong(f'{title}"{twice[0][:80]}" occurs twice among the candidates', "Remove one")
             if answer is not None and answer not in candidates:
-                hint = f"Its candidates are: {', '.join(candidates)[:200]}. Without an answer omit the key"
-                raise wrong(f'{title}the answer "{answer[:80]}" is not among the candidates', hint)
+                raise wrong(f'{title}the answer "{answer[:80]}" is not among the candidates', "Use one of them")
             if question.id in names:
                 raise wrong(f"{title}the id occurs twice", "Use unique ids")
             names.add(question.id)
