@@ -7,16 +7,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
-from megasparse.errors import ConfigError, UserError
+from megasparse.errors import UserError
 from megasparse.files import replacing
 
 HINT = "Make room, or choose another"
 
 
 def require_writable(*paths: Path | None, sources: Sequence[str] = ()) -> None:
-    """Create the folders of output files and check them before the work starts. Raises UserError if a file cannot be
-    written or would replace one of the sources.
-    """
+    """Create the folders of output files. Raises UserError if one cannot be written or is one of the sources."""
     for path in paths:
         if path is None:
             continue
@@ -55,11 +53,9 @@ GREY = "#808890"
 
 
 def new_figure(columns: int) -> tuple[Any, list[Any]]:
-    """Return a matplotlib figure with a row of axes. Raises ConfigError if matplotlib is not installed."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ConfigError("matplotlib", "is not installed", "pip install matplotlib") from None
+    """Return a matplotlib figure with a row of axes."""
+    from matplotlib.figure import Figure  # takes a second to import
+
     figure = Figure(figsize=(8.2, 3.1), layout="constrained")
     return figure, list(figure.subplots(1, columns, squeeze=False)[0])
 
@@ -79,10 +75,7 @@ def save_figure(figure: Any, path: Path) -> None:
 
 
 def draw_lengths(lengths: dict[str, Any], path: Path) -> None:
-    """Plot the number of documents and their bytes by length. Raises ConfigError if matplotlib is not installed.
-
-    lengths: the section of a record corpus' report.json.
-    """
+    """Plot the number of documents and their bytes by length. lengths: the section of a record corpus' report.json."""
     figure, (by_number, by_size) = new_figure(2)
     positions = range(len(lengths["documents"]))
     labels = [_size(edge) for edge in lengths["edges"][:-1]]
