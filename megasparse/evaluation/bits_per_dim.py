@@ -1,9 +1,9 @@
 """Held-out bits/dim, sum of nats / (ln 2 × tokens), and accuracy, over every token of a split.
 
-The split is divided into windows of T tokens. By default, as in Reformer, windows do not overlap and all T tokens are
+The split is divided into windows of T tokens. By default, as in Reformer, windows do not overlap and all tokens are
 scored, the first from the model's learned start vector. With a stride S < T, windows start every S tokens, and each
-window after the first scores only its last S tokens, so that these have at least T − S tokens of context. Batches and
-ranks add sums (in float64) and counts, never means.
+after the first scores only its last S, with at least T − S tokens of context. Batches and ranks add sums (in float64)
+and counts, never means.
 
 B batch, T window.
 """
@@ -66,15 +66,13 @@ class ScoredWindow:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Number of tokens, and number of tokens at the start that are not scored."""
+        """Tokens, and tokens at the start that are not scored."""
         return self.stop - self.start, self.first - self.start
 
 
 def windows(total: int, length: int, stride: int | None = None, score_from: int = 0) -> Iterator[ScoredWindow]:
-    """Yield windows that score each of `total` tokens exactly once; the last window may be shorter.
-
-    score_from: number of tokens at the start of a window that are never scored (model.score_from, 0 for text).
-    Raises ConfigError unless 1 <= stride <= length.
+    """Yield windows that score each of `total` tokens once; the last may be shorter. score_from: tokens at the start of
+    a window that are never scored (model.score_from). Raises ConfigError unless 1 <= stride <= length.
     """
     stride = length if stride is None else stride
     if not 1 <= stride <= length:
@@ -105,14 +103,14 @@ def score(
     ranks: Ranks | None = None,
     progress: bool = False,
 ) -> Score:
-    """Score a split, or its first `limit` windows. Call it on every rank.
+    """Score a split, or its first `limit` windows. All ranks call it and return the same Score.
 
-    Ranks divide the windows, run the model equally often (as ZeRO-3 requires), and return the same Score. With sequence
-    parallelism, every scorer of a group gets the whole window and returns its part of the sums.
+    Ranks divide the windows and run the model equally often, as ZeRO-3 requires. With sequence parallelism, every
+    scorer of a group gets the whole window and returns its part of the sums.
 
-    scorer: the model, see `of_model` and `of_engine`. seed: seed of the random draws (hash rotations, an encoder's
-    masks). rounds: hash rounds instead of the configured ones. batch: windows per forward pass, which affects only the
-    speed. Raises ConfigError for an invalid stride or limit, and UserError if the model's nats are not finite.
+    scorer: see `of_model` and `of_engine`. seed: of the random draws (hash rotations, an encoder's masks). rounds:
+        hash rounds instead of the configured ones. batch: windows per forward pass. Raises ConfigError for an
+        invalid stride or limit, UserError if the model's nats are not finite.
     """
     ranks = ranks or Ranks()
     if limit is not None and limit < 1:
@@ -139,7 +137,7 @@ def score(
 
 
 def of_model(model: Any, sequence: ProcessGroup | None = None) -> Scorer:
-    """Return the scorer of a model with `token_scores`. sequence: group of ranks that split each window."""
+    """Return the scorer of a model with `token_scores`. sequence: ranks that split each window."""
 
     def sums(tokens: Tensor, rng: RngContext, skip: int) -> tuple[Tensor, Tensor, Tensor]:
         if sequence is None:

@@ -1,7 +1,4 @@
-"""Text generation: continuations of a prompt, or targets of an encoder–decoder for source texts.
-
-S tokens of a source.
-"""
+"""Text generation: continuations of a prompt, or targets of an encoder–decoder for source texts of S tokens."""
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence, Set
@@ -27,7 +24,7 @@ from megasparse.evaluation.generate import (
 from megasparse.files import read_file
 
 DECODER_TOKENS = 200
-"""Default number of new tokens of a decoder; an encoder–decoder stops at the end token."""
+"""Default number of new tokens of a decoder; an encoder–decoder writes until its end token."""
 AT_ONCE = 8
 """Sources per batch of a beam search."""
 
@@ -71,9 +68,8 @@ def read_sources(text: str | None, file: str | None) -> list[bytes]:
 def texts(
     model: Any, config: Config, tokenizer: Tokenizer, request: Request, sources: Sequence[bytes], device: torch.device
 ) -> Iterable[Iterator[str]]:
-    """Return an iterator of text pieces per source, or one for a decoder. A text stops at an end token, if any.
-
-    Raises ConfigError for an unsupported request, before any text is generated.
+    """Return an iterator of text pieces per source, or one for a decoder. A text stops at an end token. Raises
+    ConfigError for an unsupported request, before any text is generated.
     """
     if tokenizer.name == "pixels":
         hint = "Use --images N or --complete IMAGE, and --output DIR"
@@ -128,7 +124,7 @@ class _Writer:
     def of_sources(
         self, model: Any, sources: Sequence[Tensor], prompt: Tensor, padding: int | None
     ) -> Iterator[Iterator[str]]:
-        """Yield the text of each source. Beam searches run in batches; sampled texts are generated one by one."""
+        """Yield the text of each source. Beam searches run in batches."""
         if self.request.beams is None or padding is None:
             for source in sources:
                 yield self.text(EncodedSource(model, source[None].to(prompt.device), self.hash_seed), prompt)
@@ -147,9 +143,9 @@ class _Writer:
 
 
 def _separator(tokenizer: Tokenizer, config: Config) -> int:
-    """Return the id of the token that ends a source and a target."""
+    """Return the token that ends a source and a target."""
     if tokenizer.special is None:
-        problem = f'"{tokenizer.name}" does not define special tokens, but a source ends with one'
+        problem = f'"{tokenizer.name}" lacks the token that ends a source'
         raise ConfigError("data.tokenizer", problem, "Give the tokenizer of the training data")
     separator, vocabulary = tokenizer.special.separator, config.model.vocabulary
     if separator >= vocabulary:
@@ -159,7 +155,7 @@ def _separator(tokenizer: Tokenizer, config: Config) -> int:
 
 
 def _source(text: bytes, number: int, config: Config, tokenizer: Tokenizer) -> Tensor:
-    """Return the tokens (S,) of a source with its end token. Raises ConfigError if they exceed the encoder's length."""
+    """Return the tokens (S,) of a source with its end token."""
     assert config.model.source is not None
     tokens = torch.cat([tokenizer.encode(text), torch.tensor([_separator(tokenizer, config)])])
     if len(tokens) > config.model.source.length:
