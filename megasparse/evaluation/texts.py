@@ -145,7 +145,7 @@ class _Writer:
 def _separator(tokenizer: Tokenizer, config: Config) -> int:
     """Return the token that ends a source and a target."""
     if tokenizer.special is None:
-        problem = f'"{tokenizer.name}" lacks the token that ends a source'
+        problem = f'"{tokenizer.name}" does not define special tokens'
         raise ConfigError("data.tokenizer", problem, "Give the tokenizer of the training data")
     separator, vocabulary = tokenizer.special.separator, config.model.vocabulary
     if separator >= vocabulary:

@@ -9,7 +9,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -31,14 +31,11 @@ from megasparse.hub.formats import (
     readers,
     weights_of,
 )
-from megasparse.hub.tensor_file import BUFFERS, TensorFile
+from megasparse.hub.tensor_file import BUFFERS, OWN_CONFIG, TensorFile
 from megasparse.hub.tokenizer_files import Files, files_with_start, tokenizer_files
 from megasparse.ops.positions import sinusoids
 from megasparse.ops.random import RngContext, rotations
 from megasparse.settings.load import build_config
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 WORDS = "reformer.embeddings.word_embeddings.weight"
 AXIS = "reformer.embeddings.position_embeddings.weights."
@@ -75,22 +72,22 @@ class ReformerFormat(Format):
     """Format of the Reformer. Parameters are copied exactly, except for the following.
 
     Start: a megasparse decoder predicts token t from the tokens before it, and the first one from a start vector.
-    Hugging Face's model predicts the token after each input. Its input is therefore [BOS, token 0, token 1, ...], its
-    logits at t predict token t, and the embedding of BOS is the start vector. If the start vector equals the embedding
-    of a token, that token is BOS. Otherwise BOS is an extra token with id V; on import it is recognised by its row of
-    the LM head, 0, and its bias, `NEVER`. Its logit is meaningless, and `suppress_tokens` excludes it from generation.
-    A Hugging Face model without a `bos_token_id` starts with its `pad_token_id`, as the published ones were trained.
+        Hugging Face's input is therefore [BOS, token 0, token 1, ...], its logits at t predict token t, and the
+        embedding of BOS is the start vector. If that equals the embedding of a token, the token is BOS. Otherwise
+        BOS is an extra token with id V; on import it is recognised by its row of the LM head, 0, and its bias,
+        `NEVER`. Its logit is meaningless, and `suppress_tokens` excludes it from generation. A Hugging Face model
+        without a `bos_token_id` starts with its `pad_token_id`, as the published ones were trained.
 
-    Bias of the LM head: `model.output_bias`; omitted if it is zero. transformers 5 stores it but does not add it to the
-    logits. transformers 4, which the published models were made with, adds it, and so does megasparse.
+    Bias of the LM head: `model.output_bias`; omitted if it is zero. transformers 5 stores it but does not add it.
+        transformers 4, which the published models were made with, adds it, and so does megasparse.
 
     Positions: sinusoidal ones, or none, are exported as a table, and recognised by its values on import.
 
-    Not supported by Hugging Face: blocks that are not reversible, attention other than `local` and `lsh` with window =
-    "chunk", same_bucket = false and count_rounds = false, and tied embeddings (its head reads both concatenated
-    streams). Not supported by megasparse: encoders (their local attention wraps around the sequence), other numbers of
-    chunks, other activations. Settings that only affect training (dropout of attention weights, training hash rounds)
-    or memory (tiles) are not converted.
+    Not supported by Hugging Face: blocks that are not reversible, attention other than `local` and `lsh` with
+        window = "chunk", same_bucket = false and count_rounds = false, and tied embeddings (its head reads both
+        streams). Not supported by megasparse: encoders (their local attention wraps around the sequence), other
+        numbers of chunks, other activations. Dropout of attention weights, training hash rounds and tiles are not
+        converted.
 
     LSH layers: `note` names two differences, which `reformer_logits` removes for the comparison.
     """
@@ -122,7 +119,7 @@ class ReformerFormat(Format):
         bos = start_token(theirs)
         if bos >= rows:
             problem = f"bos_token_id or pad_token_id is {bos}, but vocab_size is {rows}"
-            raise HubError(tensors.path / "config.json", problem, "Use a model with its original config.json")
+            raise HubError(tensors.path / "config.json", problem, OWN_CONFIG)
         vocabulary = rows - added_start(bos, tensors.read(HEAD, (rows, 2 * width)), bias)
         section = model_section(theirs) | {"vocabulary": vocabulary, "output_bias": bool(bias[:vocabulary].any())}
         if not theirs.axial_pos_embds:
@@ -150,15 +147,13 @@ class ReformerFormat(Format):
             read["embedding.positions.table"] = lambda: tensors.read(TABLE)
         return Imported(sections, read)
 
-    def logits(self, model: "PreTrainedModel", tokens: Tensor, seed: int) -> Tensor:
-        """See reformer_logits."""
-        head: Any = model.lm_head
-        bos = start_token(model.config)
-        vocabulary = model.config.vocab_size - added_start(bos, head.decoder.weight, head_bias(head))
+    def logits(self, model: Any, tokens: Tensor, seed: int) -> Tensor:
+        head, bos = model.lm_head, start_token(model.config)
+        bias = head.bias if head.decoder.bias is None else head.decoder.bias
+        vocabulary = model.config.vocab_size - added_start(bos, head.decoder.weight, bias)
         return reformer_logits(model, bos, vocabulary, tokens, seed)
 
     def _check_expressible(self, model: ModelConfig) -> None:
-        """Raise HubError for the first setting that Hugging Face's Reformer does not support."""
         required = {"kind": "decoder", "blocks": "reversible", "tied_embeddings": False, "adaptive_cutoffs": []}
         if "local" in kinds(model):
             required |= {"attention.local.relative": False, "attention.local.sinks": 0}
@@ -225,16 +220,11 @@ def _export(model: ModelConfig, weight: Callable[[str], Tensor], bos: int) -> It
         yield name, with_start(bias, torch.tensor([NEVER]))
 
 
-def head_bias(head: Any) -> Tensor:
-    """Return the bias of a ReformerOnlyLMHead, see `DECODER_BIAS`."""
-    return head.bias if head.decoder.bias is None else head.decoder.bias
-
-
 # Configurations and other files
 
 
 def read_config(values: dict[str, Any], path: Path) -> Any:
-    """Parse a `ReformerConfig`. Raises HubError naming `path` and the key if megasparse cannot express the model."""
+    """Parse a `ReformerConfig`. Raises HubError naming `path` and the key that megasparse cannot express."""
     config = read_configuration("reformer", values, path)
     required: dict[str, Any] = {"is_decoder": True, "hidden_act": "relu"}
     for kind in sorted(set(config.attn_layers) & {"local", "lsh"}):
@@ -257,13 +247,12 @@ def read_config(values: dict[str, Any], path: Path) -> Any:
 
 
 def longest(config: Any) -> int:
-    """Return the longest sequence in tokens."""
     length = int(config.max_position_embeddings)
     return min(length, math.prod(config.axial_pos_shape)) if config.axial_pos_embds else length
 
 
 def buckets(config: Any) -> list[int]:
-    """Return the factors of `num_buckets`, least significant first; if it is null, Hugging Face's at full length."""
+    """Return the factors of `num_buckets`, least significant first; if null, Hugging Face's at full length."""
     if config.num_buckets is not None:
         return [config.num_buckets] if isinstance(config.num_buckets, int) else list(config.num_buckets)
     chunk = config.lsh_attn_chunk_length
@@ -274,7 +263,7 @@ def buckets(config: Any) -> list[int]:
 
 
 def model_section(config: Any) -> dict[str, Any]:
-    """Return the `model` section without the keys that depend on tensors: vocabulary, bias, non-axial positions."""
+    """Return the `model` section without the keys that depend on tensors: vocabulary, bias, table of positions."""
     length = longest(config)
     attention: dict[str, Any] = {"pattern": list(config.attn_layers)}
     if "local" in config.attn_layers:
@@ -306,7 +295,7 @@ def model_section(config: Any) -> dict[str, Any]:
 
 
 def hf_config(model: ModelConfig, bos: int) -> dict[str, Any]:
-    """Return the config.json of a decoder with the embedding of token `bos` as start vector; `bos` may be V, added."""
+    """Return the config.json. bos: token whose embedding is the start vector; may be V, added."""
     settings = {
         "model_type": "reformer",
         "architectures": ["ReformerModelWithLMHead"],
@@ -344,9 +333,7 @@ def hf_config(model: ModelConfig, bos: int) -> dict[str, Any]:
 
 
 def other_files(config: Config, bos: int) -> Files:
-    """Return the other files of an exported decoder: generation settings, and a tokenizer that starts every text with
-    BOS if BOS is an extra token.
-    """
+    """Return the generation settings, and a tokenizer that starts every text with BOS if BOS is an extra token."""
     model = config.model
     ids = {"bos_token_id": bos, "pad_token_id": bos, "eos_token_id": None}
     generation: dict[str, Any] = {**ids, "max_length": model.max_length}
@@ -362,13 +349,12 @@ def other_files(config: Config, bos: int) -> Files:
 
 
 @torch.no_grad()
-def reformer_logits(model: "PreTrainedModel", bos: int, vocabulary: int, tokens: Tensor, seed: int) -> Tensor:
+def reformer_logits(model: Any, bos: int, vocabulary: int, tokens: Tensor, seed: int) -> Tensor:
     """Return logits of Hugging Face's code on [BOS, tokens], with three changes to its LSH layers.
 
-    They get the rotations of megasparse's evaluation with `seed`, attend only within a hash round, and compute in fp64:
-    in fp32, a token without visible keys in any round gets a log-sum-exp of −1e5, rounded so coarsely that the rounds'
-    weights sum to 1 only within 0.4 %. Without LSH layers only the precision differs. The LM head's bias is added if
-    transformers omits it.
+    They get the rotations of megasparse's evaluation with `seed`, attend only within a hash round, and compute in
+    fp64: in fp32, a token without visible keys in any round gets a log-sum-exp of −1e5, rounded so coarsely that
+    the rounds' weights sum to 1 only within 0.4 %. The LM head's bias is added if transformers omits it.
     """
     twin: Any = copy.deepcopy(model).double().eval()
     for number, layer in enumerate(twin.reformer.encoder.layers):
@@ -396,8 +382,8 @@ def _let_padding_have_no_position(embeddings: Any, length: int) -> None:
 def _hash_as_ours(layer: Any, factors: list[int], number: int, seed: int) -> None:
     """Use megasparse's rotations in Hugging Face's LSH layer, and keep its windows within a hash round.
 
-    The layer concatenates all rounds into a ring, in which the chunk before a round's first chunk is in another round.
-    Tokens of such a chunk get the number −1, and the mask excludes them.
+    The layer concatenates all rounds into a ring, in which the chunk before a round's first chunk is in another
+    round. Tokens of such a chunk get the number −1, and the mask excludes them.
     """
     drawn = rotations(
         RngContext.evaluation(seed, 1).key(number, "lsh rotation"),

@@ -15,6 +15,7 @@ import stat
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 FORMAT = 1
 MANIFEST = "manifest.json"
 NO_DATA = "none"
-"""Data fingerprint of weights that were not trained by megasparse: training may continue on any data."""
+"""Data fingerprint of weights that megasparse did not train: training may continue on any data."""
 RESTORE = "Restore it from a copy, or resume from an older checkpoint with --resume PATH"
 Count = Annotated[int, Field(ge=0, lt=1 << 63)]
 
@@ -82,27 +83,23 @@ class _Manifest(TypedDict):
 
 
 _FIELDS = TypeAdapter(_Manifest)
-"""Fields that the code uses; others are ignored. The configuration is validated when it is used.
-
-Dictionaries take less memory than objects: there may be a million pieces.
-"""
+"""Fields that the code uses. Dictionaries take less memory than objects: there may be a million pieces."""
 
 
 def seal(manifest: dict[str, Any]) -> str:
-    """Return the text of a manifest's file, including a digest of its content."""
+    """Return the text of a manifest's file, with a digest of its content."""
     return json.dumps({**manifest, "sha256": _digest(manifest, sort=True)}, indent=1, sort_keys=True) + "\n"
 
 
 def _digest(manifest: dict[str, Any], sort: bool) -> str:
-    """Return the digest over sorted keys. sort: False if they are sorted, as in a file of `seal`, to save memory."""
+    """Return the digest over sorted keys. sort: False, to save memory, if they are sorted already, as by `seal`."""
     manifest = {key: value for key, value in manifest.items() if key != "sha256"}
     return hashlib.sha256(json.dumps(manifest, sort_keys=sort).encode()).hexdigest()
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """Read the manifest of the checkpoint in the folder `path`.
-
-    Raises CheckpointError if it is missing, has changed since it was written, or has invalid fields.
+    """Read the manifest of a checkpoint. Raises CheckpointError if it is missing, has changed, or
+    has invalid fields.
     """
     file = path / MANIFEST
     if path.is_symlink():
@@ -118,7 +115,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
 
 
 def parse_manifest(content: bytes, file: Path | str) -> dict[str, Any]:
-    """Parse the content of a manifest. file: its name in messages. Raises CheckpointError as `read_manifest` does."""
+    """Parse the content of a manifest as `read_manifest` does. file: its name in messages."""
     manifest: Any = None
     with suppress(ValueError, RecursionError):
         manifest = json.loads(content) if content.endswith(b"\n") else None
@@ -130,7 +127,7 @@ def parse_manifest(content: bytes, file: Path | str) -> dict[str, Any]:
         raise CheckpointError(file, problem, "Use the version of megasparse that wrote it")
     try:
         _FIELDS.validate_python(manifest, strict=True)
-        invalid = _wrong_pieces(manifest)
+        invalid = wrong_pieces(manifest)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         invalid = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
@@ -152,25 +149,19 @@ def size_of(file: Path) -> int:
     return status.st_size
 
 
-def gap(tensor: dict[str, Any]) -> str | None:
-    """Describe the first gap or overlap between the pieces of a tensor; None if they cover it exactly."""
-    end = 0
-    for piece in sorted(tensor["pieces"], key=lambda piece: piece["start"]):
-        if piece["start"] != end:
-            return f"a piece that starts at {piece['start']} after one that ended at {end}"
-        end += piece["numel"]
-    return None if end == math.prod(tensor["shape"]) else f"{end} numbers for the shape {tensor['shape']}"
-
-
-def _wrong_pieces(manifest: dict[str, Any]) -> str | None:
-    """Describe the first tensor whose pieces do not cover it or are in no file; None if there is none."""
+def wrong_pieces(manifest: dict[str, Any]) -> str | None:
+    """Describe the first tensor whose pieces do not cover it exactly or are in no file; None if there is none."""
     for kind, tensors in manifest["tensors"].items():
         for name, tensor in tensors.items():
-            if (problem := gap(tensor)) is not None:
-                return f"{kind} of {name}: {problem}"
-            for piece in tensor["pieces"]:
+            end = 0
+            for piece in sorted(tensor["pieces"], key=itemgetter("start")):
+                if piece["start"] != end:
+                    return f"{kind} of {name}: a piece that starts at {piece['start']} after one that ended at {end}"
                 if piece["file"] not in manifest["files"]:
                     return f"{kind} of {name}: a piece in a file {piece['file']!r}"
+                end += piece["numel"]
+            if end != math.prod(tensor["shape"]):
+                return f"{kind} of {name}: {end} numbers for the shape {tensor['shape']}"
     return None
 
 
@@ -179,10 +170,8 @@ TEMPORARY = ".tmp-"
 
 
 def list_checkpoints(directory: Path) -> list[Path]:
-    """Return the checkpoints in `directory`, oldest first.
-
-    Saving renames a checkpoint to its number once it is complete. A numbered folder that is incomplete is therefore
-    damaged: it is listed, so that opening it reports the damage.
+    """Return the checkpoints in `directory`, oldest first. A numbered folder that is incomplete is damaged, because
+    saving renames only complete ones: it is listed, so that opening it reports the damage.
     """
     paths = directory.iterdir() if directory.is_dir() else ()
     return sorted((p for p in paths if re.fullmatch("[0-9]{8,}", p.name)), key=lambda p: int(p.name))
@@ -194,7 +183,7 @@ def find_newest(directory: str | Path) -> Path | None:
 
 
 def find_checkpoint(directory: Path) -> Path:
-    """Return `directory` if it is a checkpoint, else the newest one in it. Raises CheckpointError if there are none."""
+    """Return `directory` if it is a checkpoint, else the newest one in it. Raises CheckpointError."""
     if (directory / MANIFEST).exists():
         return directory
     for folder in (directory / "checkpoints", directory):
@@ -203,25 +192,20 @@ def find_checkpoint(directory: Path) -> Path:
     raise CheckpointError(directory, "contains no checkpoint", "Use a run's folder, or one of its checkpoints/00001000")
 
 
-LONGEST = 80
-"""Longest value in a message, characters."""
-
-
 @dataclass(frozen=True)
 class RunIdentity:
-    """Identity of a run. A run resumes only from checkpoints of the same identity."""
+    """Identity of a run, which resumes only from checkpoints of the same identity.
+
+    tokenizer: `name` and `sha256`. base: digest of the frozen weights (`weights_digest`) of a run that trains adapters.
+    """
 
     config: "RunSettings"
     data_fingerprint: str
-    """Digest of the training data."""
     tokenizer: dict[str, str]
-    """`name` and `sha256`."""
     base: str | None = None
-    """Digest of the frozen weights (`weights_digest`) of a run that trains adapters."""
 
     @property
     def checkpoints(self) -> Path:
-        """Folder of the run's checkpoints."""
         return Path(self.config.run.directory) / "checkpoints"
 
 
@@ -234,7 +218,11 @@ def weights_digest(manifest: dict[str, Any]) -> str:
 @functools.cache  # digest the source as it was when the process started
 def versions() -> dict[str, str]:
     """Return the versions of Python and packages; `source` is the SHA-256 of megasparse's *.py files."""
-    names = {"python": platform.python_version(), "source": _source_digest(Path(__file__).parents[2])}
+    folder, source = Path(__file__).parents[2], hashlib.sha256()
+    for path in sorted(folder.rglob("*.py")):
+        contents = path.read_bytes()
+        source.update(f"{path.relative_to(folder).as_posix()} {len(contents)}\n".encode() + contents)
+    names = {"python": platform.python_version(), "source": source.hexdigest()}
     for package in ("megasparse", "torch", "deepspeed", "safetensors"):
         with suppress(importlib.metadata.PackageNotFoundError):
             names[package] = importlib.metadata.version(package)
@@ -262,16 +250,8 @@ def differences(of_each_rank: Sequence[dict[str, Any]]) -> str:
             holders.setdefault(value, []).append(str(rank))
         if len(holders) > 1:
             values = (
-                f"{value[:LONGEST]}{'…' * (len(value) > LONGEST)} on rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}"
+                f"{value[:80]}{'…' * (len(value) > 80)} on rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}"
                 for value, ranks in holders.items()
             )
             reported.append(f"{key}: {', '.join(values)}")
     return "; ".join(reported)
-
-
-def _source_digest(folder: Path) -> str:
-    digest = hashlib.sha256()
-    for path in sorted(folder.rglob("*.py")):
-        contents = path.read_bytes()
-        digest.update(f"{path.relative_to(folder).as_posix()} {len(contents)}\n".encode() + contents)
-    return digest.hexdigest()

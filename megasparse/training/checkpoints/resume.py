@@ -40,7 +40,8 @@ FREE_TO_CHANGE = (
     "evaluation", "checkpoint", "logging", "deepspeed",
 )  # fmt: skip
 """Keys and sections that may change when a run resumes: they do not affect the results of steps, or only how bad steps
-and samples are handled."""
+and samples are handled.
+"""
 
 
 def find_start(
@@ -53,14 +54,9 @@ def find_start(
 ) -> Checkpoint | None:
     """Open the checkpoint to resume from; all ranks verify it together. None starts at step 0.
 
-    Args:
-        run, ranks, hooks: The run, its process group and its callbacks.
-        resume: "auto" (the newest checkpoint, if there is one), "never", or the path of a checkpoint.
-        allow_changed_config: Resume even if keys that affect the result have changed.
-
-    Raises:
-        CheckpointError: Resuming would lose data or mix up two runs; on every rank.
-        ConfigError: The ranks have different configurations, data or code.
+    resume: "auto" (the newest checkpoint, if there is one), "never", or the path of a checkpoint. allow_changed_config:
+    resume even if keys that affect the result have changed. Raises, on every rank, CheckpointError if resuming would
+    lose data or mix up two runs, ConfigError if the ranks have different configurations, data or code.
     """
     inputs = {
         "config": json.loads(run.config.model_dump_json()),
@@ -101,7 +97,7 @@ def find_start(
 
 
 def _open(path: Path, ranks: Ranks, hooks: RunHooks, directory: Path | None) -> Checkpoint:
-    """Open a checkpoint on all ranks or on none. directory: folder to search for an older one to recommend."""
+    """Open a checkpoint on all ranks or on none. directory: searched for an older one to recommend."""
     problem = checkpoint = None
     try:
         checkpoint = Checkpoint.open(path, ranks.rank, ranks.world_size, hooks.alive)
@@ -182,8 +178,7 @@ def _report_versions(checkpoint: Checkpoint, ranks: Ranks) -> None:
     then, now = checkpoint.manifest.get("versions", {}), versions()
     changed = [key for key in _changed(then, now) if key in then and key != "source"]
     if changed and checkpoint.step:
-        problem = "losses may differ in rounding from an uninterrupted run"
-        ranks.say(f"resuming under other versions ({_listed(then, now, changed)}): {problem}")
+        ranks.say(f"resuming under other versions ({_listed(then, now, changed)}): losses may differ in rounding")
 
 
 def _changed(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
@@ -195,7 +190,7 @@ def _listed(then: dict[str, Any], now: dict[str, Any], keys: list[str]) -> str:
 
 
 def _set_aside_later(directory: Path, checkpoint: Checkpoint) -> None:
-    """Rename checkpoints later than the start of the run, so that they are not its newest. Raises CheckpointError."""
+    """Rename checkpoints later than the start of the run, so that they are not its newest."""
     for path in list_checkpoints(directory):
         if int(path.name) > checkpoint.step:
             names = (f"set-aside-{path.name}{f'-{number}' * (number > 1)}" for number in count(1))
@@ -210,9 +205,9 @@ def _set_aside_later(directory: Path, checkpoint: Checkpoint) -> None:
 
 
 def check_records(run: RunIdentity, start: Checkpoint | None, resume: str) -> None:
-    """Check that metrics.jsonl and the checkpoint to resume from belong to the same run. resume: see `find_start`.
+    """Check that metrics.jsonl and the checkpoint to resume from belong to the same run.
 
-    Raises CheckpointError if the two record different losses for the checkpoint's step, or if there is no checkpoint
+    Raises CheckpointError if they record different losses for the checkpoint's step, or if there is no checkpoint
     although metrics.jsonl contains twice the steps between two.
     """
     path, settings = run.checkpoints.parent / "metrics.jsonl", run.config.checkpoint

@@ -1,7 +1,7 @@
 """Atomic writing of checkpoints: after a crash at any time, the newest complete checkpoint can be opened.
 
 All ranks write into one temporary folder and fsync every file. The manifest is written last, and a rename makes the
-complete checkpoint visible. Checkpoints are renamed before they are deleted, so that no partly deleted one is visible.
+complete checkpoint visible. Before a checkpoint is deleted, it is renamed.
 
 In an asynchronous save, a thread writes a copy of this rank's file while training continues. All communication between
 ranks stays in the training thread.
@@ -35,11 +35,11 @@ from megasparse.training.checkpoints.manifest import (
     RunIdentity,
     differences,
     find_newest,
-    gap,
     list_checkpoints,
     read_manifest,
     seal,
     versions,
+    wrong_pieces,
 )
 from megasparse.training.checkpoints.rank_file import RankFile, durable, free_bytes, make_folder
 from megasparse.training.ranks import Ranks, RunHooks
@@ -51,16 +51,15 @@ UNTOUCHED = "Older checkpoints are untouched"
 class Saver:
     """Writer of a run's checkpoints. It keeps the newest `checkpoint.keep` and the best one.
 
-    hooks: Called for every block that is written or verified, and when this rank's part is complete.
+    hooks: called for every block that is written, and when this rank's part is complete. best: step of the best
+        checkpoint. saved: step of the newest one.
     """
 
     run: RunIdentity
     ranks: Ranks
     hooks: RunHooks = field(default_factory=RunHooks)
     best: int | None = field(default=None, init=False)
-    """Step of the best checkpoint, which is never deleted."""
     saved: int | None = field(default=None, init=False)
-    """Step of the newest checkpoint."""
     _under_way: "_Save | None" = field(default=None, init=False)
     _blocks: list[Tensor] = field(default_factory=list, init=False)
     """Memory of `RankFile.copy` for asynchronous saves."""
@@ -73,18 +72,13 @@ class Saver:
     def save(self, engine: StateOwner, step: int, sequences: int, state: dict[str, Any]) -> Path | None:
         """Write the checkpoint of `step`. All ranks call it, and all get its path.
 
-        With `checkpoint.asynchronous`, first finish the previous save, then return None as soon as the state is copied;
-        `finish` completes the save. Errors are raised on every rank, and the attempt is deleted.
+        With `checkpoint.asynchronous`, first finish the previous save, then return None as soon as the state is
+        copied; `finish` completes the save. Errors are raised on every rank, and the attempt is deleted.
 
-        Args:
-            engine: Weights and optimizer state.
-            step, sequences: The step, and the position in the data.
-            state: JSON, the same on every rank; see `Checkpoint.state`.
-
-        Raises:
-            StorageError: A rank could not write. With `checkpoint.on_failure` "continue", return None with a warning.
-            TrainingError: A number is not finite.
-            CheckpointError: The ranks disagree on the arguments.
+        sequences: position in the data. state: JSON, the same on every rank; see `Checkpoint.state`. Raises
+            StorageError if a rank could not write (with `checkpoint.on_failure` "continue", prints a warning
+            and returns None), TrainingError if a number is not finite, CheckpointError if the ranks disagree on
+            the arguments.
         """
         self.finish()
         try:
@@ -109,13 +103,12 @@ class Saver:
         self._refuse(save, self.ranks.gather(save.problem))
 
     def pending(self) -> bool:
-        """True if this rank's part of an asynchronous save is still being written."""
+        """True while this rank's part of an asynchronous save is being written."""
         return self._under_way is not None and self._under_way.writing()
 
     def finish(self) -> Path | None:
-        """Complete the save in progress: wait for all ranks' threads and queue the upload. All ranks call it.
-
-        Returns the checkpoint's path, or None if no save was in progress. Raises as `save` and `finish_uploads` do.
+        """Complete the save in progress: wait for all ranks' threads and queue the upload. All ranks call it. Returns
+        the checkpoint's path, or None without a save in progress. Raises as `save` and `finish_uploads` do.
         """
         save, self._under_way = self._under_way, None
         if save is None:
@@ -146,14 +139,14 @@ class Saver:
 
     def finish_uploads(self) -> None:
         """Wait for all uploads. All ranks call it. Raises, on every rank, StorageError if an upload failed (unless
-        `checkpoint.on_failure` is "continue"), and CheckpointError if another run uploads to the same bucket.
+        `checkpoint.on_failure` is "continue"), CheckpointError if another run uploads to the same bucket.
         """
         self._uploads.check(wait=True)
         if self.ranks.rank == 0 and self.config.checkpoint.bucket and (newest := find_newest(self.directory)):
             self._tidy(newest)  # checkpoints that could not be deleted while they were being uploaded
 
     def _agree(self, engine: StateOwner, step: int, sequences: int, state: dict[str, Any]) -> "tuple[_Save, RankFile]":
-        """Start a save if the arguments are the same on all ranks and there is enough space; else raise on all."""
+        """Start a save if all ranks have the same arguments and there is enough space; else raise on all."""
         save = _Save(self.directory, self.ranks.rank, step, sequences, state)
         file = save.attempt(lambda: self._prepare(save, engine))
         arguments = {"step": step, "sequences": sequences, "state": state}
@@ -217,7 +210,7 @@ class Saver:
             temporary.unlink(missing_ok=True)
 
     def _tidy(self, newest: Path) -> None:
-        """Update `latest` and delete the oldest checkpoints. The save is complete, so failures only print a warning."""
+        """Update `latest` and delete the oldest checkpoints. The save is complete: failures only print a warning."""
         try:
             self._replace(self.directory / "latest", f"{newest.name}\n")
             older = [path for path in list_checkpoints(self.directory) if int(path.name) < int(newest.name)]
@@ -258,10 +251,7 @@ class Saver:
             for kind, name, shape, piece in part["pieces"]:
                 entry = tensors.setdefault(kind, {}).setdefault(name, {"shape": shape, "pieces": []})
                 entry["pieces"].append({"file": part["file"], **piece})
-        for kind, entries in tensors.items():
-            for name, entry in entries.items():
-                assert (problem := gap(entry)) is None, f"{kind} of {name}: {problem}"
-        return {
+        manifest = {
             "format": FORMAT,
             "step": save.step,
             "sequences": save.sequences,
@@ -276,6 +266,8 @@ class Saver:
             "files": {part["file"]: {"bytes": part["bytes"], "sha256": part["sha256"]} for part in parts},
             "tensors": tensors,
         }
+        assert (problem := wrong_pieces(manifest)) is None, problem
+        return manifest
 
 
 class _Save:
@@ -296,7 +288,7 @@ class _Save:
         self._blocks = 0
 
     def attempt(self, work: Callable[[], Any]) -> Any:
-        """Run `work`. Store an exception as this rank's problem, to report it to all ranks, which would wait for it."""
+        """Run `work`. An exception becomes this rank's problem, reported to all ranks, which would wait for it."""
         try:
             return work()
         except OSError as error:
@@ -320,7 +312,7 @@ class _Save:
             self.part["sha256"] = self.attempt(lambda: file.write(self.temporary / self.part["file"], progress))
 
     def write_in_thread(self, file: RankFile) -> None:
-        """Write this rank's file in a thread. It reports no progress, which would hide hangs of training."""
+        """Write this rank's file in a thread, whose progress would hide hangs of training."""
 
         def count() -> None:
             self._blocks += 1
@@ -349,7 +341,7 @@ def remove(path: Path) -> None:
 
 
 def remove_leftovers(directory: Path) -> None:
-    """Delete temporary folders of interrupted saves and deletions. Failures only warn: leftovers are harmless."""
+    """Delete temporary folders of interrupted saves and deletions. Failures only warn."""
     try:
         for path in directory.iterdir() if directory.is_dir() else ():
             if path.name.startswith(TEMPORARY):
