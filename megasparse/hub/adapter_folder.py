@@ -26,23 +26,15 @@ WHOLE = "Export all weights, for example with --to llama"
 
 
 def to_peft(checkpoint: str | Path, output: str | Path, base: str | Path) -> Path:
-    """Export the adapters of a run as a PEFT folder: adapter_config.json and adapter_model.safetensors.
+    """Export the adapters of a run as a PEFT folder: adapter_config.json and adapter_model.safetensors. Return it.
 
-    Before the folder is renamed to `output`, peft loads it on top of `base`, and the logits are compared with
-    the trained model on the same text in fp32. Quantised weights are quantised and dequantised for it.
+    Before the folder is renamed to `output`, peft loads it on top of `base`, and the logits are compared with the
+    trained model on the same text in fp32. Quantised weights are quantised and dequantised for it.
 
-    Args:
-        checkpoint: A checkpoint's folder, or a run's (its newest checkpoint).
-        output: Folder to write; it must not exist.
-        base: Folder of the Hugging Face decoder that the run started from.
-
-    Returns:
-        The folder.
-
-    Raises:
-        CheckpointError: The checkpoint is missing or damaged.
-        HubError: The run trained no adapters or other weights, too; `base` differs from the weights that it started
-            from; the folder exists or cannot be written; or the logits differ.
+    checkpoint: a checkpoint's folder, or a run's (its newest checkpoint). base: folder of the Hugging Face decoder
+        that the run started from. Raises CheckpointError if the checkpoint is damaged; HubError if the run trained
+        no adapters or other weights, too, if `base` differs from the weights that it started from, if the folder
+        exists or cannot be written, or if the logits differ.
     """
     output = Path(output)
     refuse_existing(output)
@@ -108,7 +100,7 @@ def _settings(lora: LoRAConfig, base: str, names: set[str], weights: Iterable[We
 
 @torch.no_grad()
 def _adapted(foreign: HFModel, folder: Path, merged: Merged, weights: Iterable[Weight]) -> Any:
-    """Load the original model in fp32, with the frozen weights of the run, and its adapters from `folder`."""
+    """Load the original model in fp32, with the frozen weights of the run, and its adapters."""
     from peft import PeftModel
 
     model = load_whole(hf_class("AutoModelForCausalLM"), foreign.folder, dtype=torch.float32, **foreign.format.loading)

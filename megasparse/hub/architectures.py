@@ -12,7 +12,7 @@ FORMATS = {
     "megasparse": "megasparse.hub.megasparse_format",
     "reformer": "megasparse.hub.reformer",
 }
-"""Module of each format, with its FORMAT; imported lazily, because some need transformers."""
+"""Module of each format; imported lazily, because some need transformers."""
 
 
 def format_named(name: str) -> Format:

@@ -1,10 +1,8 @@
 """Check a causal language model of transformers, or of a run, for leaks of later tokens, padding and other documents.
 
 Every check compares the logits of two ways to compute them that must agree, in a run the nats of the tokens. A
-difference is relative to the standard deviation of these. Rounding gives about 1e-6 in fp32, a leak usually more than
-1e-2; 0 means the same bits.
-
-L tokens of a row.
+difference is relative to their standard deviation. Rounding gives about 1e-6 in fp32, a leak usually more than 1e-2; 0
+means the same bits. L tokens of a row.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -27,7 +25,7 @@ from megasparse.model.stack import padding_of
 from megasparse.ops.random import RngContext
 
 TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
-"""Largest relative difference of a passed check, by the dtype of the weights. Logits are compared in fp32."""
+"""Largest relative difference of a passed check, by the dtype of the weights."""
 
 
 BATCH_CHECKS = ("later tokens", "packed documents")
@@ -35,7 +33,7 @@ BATCH_CHECKS = ("later tokens", "packed documents")
 
 class CheckResult(NamedTuple):
     """passed: None if the model rejects the inputs of the check. difference: the largest; ∞ if the model crashes.
-    position: the first token whose logits differ by more than the tolerance, or None. note: the model's error.
+    position: the first token whose logits differ by more than the tolerance. note: the model's error.
     """
 
     name: str
@@ -94,13 +92,9 @@ def _compared(name: str, pairs: Iterable[tuple[int, Tensor, Tensor]], scale: flo
 
 @torch.no_grad()
 def check_batch(model: Any, tokens: Tensor, seed: int = 0) -> list[CheckResult]:
-    """Check a megasparse decoder on a batch as it is trained on: no token's nats may depend on later tokens, nor on
-    other documents. Documents are replaced by the bits of their numbers, so that each pair is apart in some pass.
-
-    Args:
-        model: The decoder in evaluation mode.
-        tokens: (B, L) int64, with the marks of its shards.
-        seed: Seed of the random tokens that replace others.
+    """Check a megasparse decoder in evaluation mode on a batch (B, L) as it is trained on, with the marks of its
+    shards: no token's nats may depend on later tokens, nor on other documents. Documents are replaced by the bits of
+    their numbers, so that each pair is apart in some pass. seed: of the tokens that replace others.
     """
     config, length = model.config, tokens.shape[1]
     special = {config.separator_id, config.padding_token}
@@ -230,7 +224,7 @@ def load_model(folder: Path) -> Any:
 
 
 def load_tokenizer(folder: str | Path) -> Any:
-    """Load the tokenizer of a folder with transformers. Raises HubError."""
+    """Load the tokenizer of a folder with transformers."""
     try:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except (OSError, ValueError, LookupError, TypeError, AttributeError, ImportError) as error:
@@ -238,7 +232,6 @@ def load_tokenizer(folder: str | Path) -> Any:
 
 
 def table(results: list[CheckResult]) -> str:
-    """Return a table of PASS and FAIL with the largest differences and first positions."""
     lines = [f"{'check':24}{'':6}{'difference':>12}  first token"]
     for result in results:
         verdict = {True: "PASS", False: "FAIL", None: "n/a"}[result.passed]

@@ -32,15 +32,13 @@ from megasparse.training.checkpoints.checkpoint import Checkpoint, open_newest
 from megasparse.training.checkpoints.manifest import NO_DATA
 
 COMPARED = 3, 2
-"""Number of texts, and of sequences per text, on which both models are compared."""
+"""Texts, and sequences per text, on which both models are compared."""
 
 
 def to_hf(
     checkpoint: str | Path, output: str | Path, to: str = "megasparse", evaluation: str | Path | None = None
 ) -> Path:
-    """Export a pretrained checkpoint as a Hugging Face model. `megasparse.to_hf`, which also exports fine-tuned models,
-    describes arguments, result and errors.
-    """
+    """Export a pretrained checkpoint, as described by `megasparse.to_hf`, which also exports fine-tuned models."""
     format, output = format_named(to), Path(output)
     refuse_existing(output)
     opened = open_newest(Path(checkpoint), build=empty_model)
@@ -76,9 +74,8 @@ def to_hf(
 
 
 def text_tokens(model: ModelConfig) -> list[Tensor]:
-    """Return real text, the source code of this file, in three pieces: (2, L) int64 each, with L `compared_length`.
-
-    For an encoder every seventh token is masked; for an encoder–decoder the second source and target are padded.
+    """Return real text, the source code of this file, in three pieces: (2, L) int64 each, with L `compared_length`. Of
+    an encoder every seventh token is masked; of an encoder–decoder the second source and target are padded.
     """
     pieces, count, length = *COMPARED, compared_length(model)
     text = bytearray(Path(__file__).read_bytes()[: pieces * count * length])
@@ -105,7 +102,7 @@ MEASURES = (
 
 
 def card(checkpoint: Checkpoint, exported: Exported, to: str, evaluation: str | Path | None) -> str:
-    """Return the README.md of a checkpoint exported as `to`. evaluation: see `measurements`. Raises HubError."""
+    """Return the README.md of a checkpoint exported as `to`. evaluation: see `measurements`."""
     config, model = checkpoint.config, checkpoint.config.model
     built, tokenizer = unfilled(model), build_tokenizer(config.data.tokenizer)
     stacks = [model] if model.source is None else [encoder_part(model), model]
@@ -163,7 +160,6 @@ def _use(config: Config, exported: Exported, to: str) -> list[str]:
 
 def measurements(checkpoint: Checkpoint, path: str | Path | None) -> list[dict[str, Any]]:
     """Return the results of `megasparse evaluate` for this checkpoint: the file `path`, or those in the run's folder.
-
     Raises HubError if the file is not such a result, or belongs to another checkpoint.
     """
     results = []

@@ -19,7 +19,6 @@ BESIDE = (
     SETTINGS, GENERATION, "chat_template.jinja", "special_tokens_map.json", "added_tokens.json", "vocab.json",
     "merges.txt", "tokenizer.model",
 )  # fmt: skip
-"""Other files of a decoder: tokenizer, chat template and generation settings."""
 SPECIAL = ("eos_token_id", "pad_token_id")
 TRAINED = "training_tokenizer.json"
 """The tokenizer's file in training, if `FILE` differs from it."""
@@ -37,12 +36,12 @@ def tokenizer_files(config: Config, longest: int, room: int | None = None) -> Fi
     """Return the files that AutoTokenizer reads, and the tokenizer's own file; {} for pixels. For sentencepiece models
     that tokenizer.json cannot express exactly, only the own file.
 
-    Texts get the same ids, except that an encoder's tokenizer recognises special tokens by name, and a Hugging Face
-    tokenizer adds the tokens that its tokenizer.json specifies. An encoder–decoder's tokenizer adds only the separator
-    after every text, as in its sources and targets.
+        Texts get the same ids, except that an encoder's tokenizer recognises special tokens by name, and a Hugging Face
+        tokenizer adds the tokens that its tokenizer.json specifies. An encoder–decoder's adds only the separator after
+        every text, as in its data.
 
-    longest: the model's maximum input in tokens. room: upper bound of a padding id of bytes; None if any unused id will
-    do, because the model never reads it. Raises ConfigError if the tokenizer's file is missing.
+        longest: the model's maximum input in tokens. room: upper bound of a padding id of bytes; None if any unused id
+            will do, because the model never reads it.
     """
     tokenizer = build_tokenizer(config.data.tokenizer)
     model = config.model
@@ -67,9 +66,7 @@ def tokenizer_files(config: Config, longest: int, room: int | None = None) -> Fi
 
 
 def chat_files(config: Config, longest: int, room: int | None = None) -> Files:
-    """Return a decoder's original tokenizer files, if it was imported with its settings; else the files of
-    `tokenizer_files`.
-    """
+    """Return a decoder's original tokenizer files, if it was imported with them; else those of `tokenizer_files`."""
     file = build_tokenizer(config.data.tokenizer).file
     imported = file is not None and file.name == FILE and (file.parent / SETTINGS).is_file()
     if file is None or not imported or config.model.kind != "decoder":
@@ -93,9 +90,8 @@ def byte_files(
     longest: int, mask: int | None, padding: int | None = None, room: int | None = None, end: int | None = None
 ) -> Files:
     """Return the files of a byte tokenizer. mask: an encoder's mask token, None for a decoder. end: token after every
-    text of an encoder–decoder. padding: by default the first unused id; the attention mask hides it from the model.
-
-    A decoder's tokenizer reads names of special tokens as text, so that every text is exactly its bytes.
+    text of an encoder–decoder. padding: by default the first unused id. A decoder's tokenizer reads names of special
+    tokens as text, so that every text is exactly its bytes.
     """
     special = {} if mask is None else {"[MASK]": mask}
     if padding is None:
@@ -109,7 +105,7 @@ def byte_files(
 
 
 def files_with_start(files: Files, token: int, name: str) -> Files:
-    """Add the special token `name` before every text to a tokenizer; it is also the padding token."""
+    """Add the special token `name`, also for padding, before every text to a tokenizer."""
     if FILE not in files:
         return files
     values, settings = json.loads(files[FILE]), json.loads(files[SETTINGS])
@@ -119,9 +115,8 @@ def files_with_start(files: Files, token: int, name: str) -> Files:
 
 
 def own_name(tokenizer: Tokenizer, kind: str) -> str:
-    """Return the name of a tokenizer's own file in an exported folder; the tokenizer's name if it needs no file.
-
-    An encoder–decoder's tokenizer.json adds the separator after every text, so the training file has another name.
+    """Return the name of a tokenizer's own file in an exported folder; the tokenizer's name if it needs no file. An
+    encoder–decoder's tokenizer.json adds the separator after every text, so the training file has another name.
     """
     if tokenizer.file is None:
         return tokenizer.name
@@ -130,24 +125,21 @@ def own_name(tokenizer: Tokenizer, kind: str) -> str:
 
 
 def separator(tokenizer: Tokenizer, model: ModelConfig) -> int | None:
-    """Return the token that ends sources and targets; None if the tokenizer or the model has none."""
+    """Return the token that ends sources and targets, if any."""
     if tokenizer.special is None or tokenizer.special.separator >= model.vocabulary:
         return None
     return tokenizer.special.separator
 
 
 def require_tokenizer(folder: Path) -> None:
-    """Raise HubError if a folder contains no tokenizer.json."""
     if not (folder / FILE).is_file():
         hint = "Save it there: AutoTokenizer.from_pretrained(MODEL).save_pretrained(FOLDER)"
         raise HubError(folder / FILE, "is missing, without which tokens are undefined", hint)
 
 
 def found_tokenizer(folder: Path, named: str | None) -> str:
-    """Return `data.tokenizer` for the model in a folder: a name, or the path of a file in it.
-
-    named: `own_name` from its config.json. Without it, the tokenizer.json; `bytes` if there is none or it is from
-    `byte_files`. Raises HubError if the named file is not in the folder.
+    """Return `data.tokenizer` for the model in a folder: a name, or the path of a file in it. named: `own_name` from
+    its config.json. Without it, the tokenizer.json; `bytes` if there is none or it is from `byte_files`.
     """
     if named in NAMED:
         return str(named)
@@ -211,9 +203,7 @@ _ACROSS = re.compile("\n.|[^ ] ", re.DOTALL)
 
 
 def of_bytes(special: dict[str, int]) -> dict[str, Any]:
-    """Return the content for ByteTokenizer. special: id of each special token; unused ids in between get names, because
-    added tokens are numbered consecutively.
-    """
+    """Return the content for ByteTokenizer. special: id of each special token. Unused ids in between get names."""
     names = {token: name for name, token in special.items()}
     special = {names.get(token, f"[unused{token}]"): token for token in range(256, max(names, default=255) + 1)}
     model: dict[str, Any] = {"type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None}
@@ -236,8 +226,8 @@ def of_unigram(model: bytes) -> dict[str, Any] | None:
     """Return the content for SentencePieceTokenizer if the model is a unigram with scores on the GRID. None for others,
     which tokenizer.json cannot express exactly: bpe, and scores that it would round.
 
-    Pieces are written as their bytes, so that U+2581 in a text is not a space, and a name like `<0x0A>` not a byte.
-    Only bytes that are not known characters are tokens.
+        Pieces are written as their bytes, so that U+2581 in a text is not a space, and a name like `<0x0A>` not a byte.
+        Only bytes that are not known characters are tokens.
     """
     from sentencepiece.sentencepiece_model_pb2 import ModelProto  # type: ignore[attr-defined]
 
@@ -283,7 +273,7 @@ def with_start(values: dict[str, Any], token: int, name: str) -> dict[str, Any]:
 
 
 def with_end(values: dict[str, Any], token: int) -> dict[str, Any]:
-    """Add the special token of id `token` after every text, and after each of a pair, to a tokenizer."""
+    """Add a special token after every text, and after each of a pair, to a tokenizer."""
     name = name_of(values, token)
     assert name is not None
     added = values["added_tokens"]
@@ -305,7 +295,6 @@ def _template(token: int, name: str, single: str, pair: str) -> dict[str, Any]:
 
 
 def name_of(values: dict[str, Any], token: int) -> str | None:
-    """Return the name of a token in a tokenizer.json."""
     pieces = values["model"]["vocab"]
     listed = pieces.items() if isinstance(pieces, dict) else ((name, i) for i, (name, *_) in enumerate(pieces))
     names = {number: name for name, number in listed}
@@ -339,5 +328,5 @@ def special_token(number: int, name: str) -> dict[str, Any]:
 
 
 def _byte_level(split_words: bool) -> dict[str, Any]:
-    """Represent text by one character per byte. split_words: split tokens by GPT-2's pattern."""
+    """Represent text by one character per byte. split_words: by GPT-2's pattern."""
     return {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": split_words}

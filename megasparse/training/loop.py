@@ -18,7 +18,7 @@ from megasparse.training.run import RunResult, TrainingRun
 from megasparse.training.state import LoopState
 
 MAX_SKIPPED = 20
-"""Consecutive steps with a non-finite loss or gradient after which a run stops: such a run does not recover."""
+"""Consecutive skipped steps after which a run stops, because it does not recover."""
 
 
 def train(run: TrainingRun) -> RunResult:
@@ -27,10 +27,8 @@ def train(run: TrainingRun) -> RunResult:
     If `run.hooks` requests a stop on any rank, all ranks save and stop before the next step. An evaluation that a stop
     interrupted is repeated when the run resumes. With `checkpoint.bucket`, return once the last checkpoint is uploaded.
 
-    Raises:
-        TrainingError: MAX_SKIPPED steps in a row were skipped.
-        StorageError: A checkpoint cannot be written.
-        DataError: This rank cannot read its data; the other ranks raise LostPeer.
+    Raises TrainingError if MAX_SKIPPED steps in a row were skipped, StorageError if a checkpoint cannot be written,
+    DataError if this rank cannot read its data; the other ranks raise LostPeer.
     """
     config, saver, tracker, steps = run.config, run.saver, run.tracker, run.config.training.steps
     state = LoopState(run.start, run.selection)
@@ -133,9 +131,8 @@ def _next_data(run: TrainingRun, source: Iterator[Step], step: int) -> Step | Ex
 
 
 def _agree(run: TrainingRun, data: Step | Exception) -> tuple[bool, bool]:
-    """Find out, in one small all-reduce, whether any rank should stop and whether any is writing a checkpoint.
-
-    Raises an error on all ranks together if the data of some rank failed.
+    """Find out, in one small all-reduce, whether any rank should stop and whether any is writing a checkpoint. Raises
+    an error on all ranks together if the data of some rank failed.
     """
     stopped = isinstance(data, WaitingStopped)
     failed = isinstance(data, Exception) and not stopped

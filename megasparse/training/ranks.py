@@ -28,7 +28,7 @@ from megasparse.training.stopping.watchdog import START
 
 POLL = 0.05
 MEETING_REPORT = 30.0
-"""Seconds to wait for the rendezvous before each rank prints that it is waiting."""
+"""Seconds at the rendezvous before each rank prints that it is waiting."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Ranks:
     world_size: int = 1
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     sequence: torch.distributed.ProcessGroup | None = None
-    """Group of consecutive ranks that split every sequence with this one; None without sequence parallelism."""
+    """Consecutive ranks that split every sequence with this one, if any."""
 
     @property
     def sequence_size(self) -> int:
@@ -62,9 +62,8 @@ class Ranks:
         return self.world_size // self.sequence_size
 
     def gather(self, value: Any, first_only: bool = False) -> list[Any]:
-        """Return the JSON values of all ranks, in rank order. Blocks until all ranks call it.
-
-        first_only: Send the values to rank 0 only; other ranks return an empty list.
+        """Return the JSON values of all ranks, in rank order. All ranks call it. first_only: send the values to rank 0
+        only; other ranks return an empty list.
         """
         if self.world_size == 1:
             return [value]
@@ -103,7 +102,7 @@ class Ranks:
         return values
 
     def exchange(self, vectors: list[torch.Tensor], lengths: list[int]) -> list[torch.Tensor]:
-        """Send one vector to each rank. Return the vectors of these lengths that the ranks sent, on this device."""
+        """Send one vector to each rank. Return the vectors of these lengths that they sent, on this device."""
         if self.world_size == 1:
             return [vector.to(self.device) for vector in vectors]
         sent = torch.cat(vectors).to(self.device)
@@ -112,7 +111,7 @@ class Ranks:
         return list(received.split(lengths))
 
     def any(self, answer: bool) -> bool:
-        """True if `answer` is true on any rank. Blocks until all ranks have called it."""
+        """True if `answer` is true on any rank. All ranks call it."""
         return self.any_of(answer)[0]
 
     def any_of(self, *answers: bool) -> list[bool]:
@@ -133,26 +132,25 @@ class Ranks:
 
 @dataclass(frozen=True)
 class RunHooks:
-    """Callbacks of a run. The defaults neither stop nor watch it."""
+    """Callbacks of a run. The defaults do nothing."""
 
     stop_wanted: Callable[[], bool] = lambda: False
     """True if this rank requests a save and stop. Ranks may learn of a request at different steps."""
     progress: Progress = silent
     """Called with the name of the next operation, equally often on all ranks; a hanging rank falls behind."""
     alive: Progress = silent
-    """Called with the current operation if the number of calls may differ between ranks, as for files."""
+    """Called with the current operation if the number of calls may differ between ranks."""
     trace_wanted: Callable[[], bool] = lambda: False
-    """True if a trace of the next steps was requested on this rank since the last call."""
+    """True if a trace of the next steps was requested since the last call."""
 
 
 class StopWanted(Exception):
-    """Raised on all ranks together to interrupt long work that may remain unfinished, such as evaluation."""
+    """Raised on all ranks together to interrupt long work that may remain unfinished."""
 
 
 def check_stop(hooks: RunHooks, ranks: Ranks, doing: str) -> None:
-    """Raise StopWanted on every rank if any of them should stop.
-
-    All ranks call it equally often, between parts of work that may remain unfinished, such as evaluation.
+    """Raise StopWanted on every rank if any of them should stop. All ranks call it equally often, between parts of work
+    that may remain unfinished, such as evaluation.
     """
     hooks.progress(doing)
     if ranks.any(hooks.stop_wanted()):
@@ -162,13 +160,9 @@ def check_stop(hooks: RunHooks, ranks: Ranks, doing: str) -> None:
 def start_ranks(run: RunConfig, sequence: int = 1) -> Ranks:
     """Join the process group of the launcher; without a launcher, make one of this process only.
 
-    Args:
-        run: The `run` section of the configuration.
-        sequence: Number of consecutive ranks that split a sequence.
-
-    Raises:
-        ConfigError: The device does not exist, `run.engine=torch` with several processes, `sequence` does not divide
-            the world size, or the rendezvous address is in use or unreachable.
+    sequence: number of consecutive ranks that split a sequence. Raises ConfigError if the device does not exist, for
+    `run.engine=torch` with several processes, if `sequence` does not divide the world size, or if the rendezvous
+    address is in use or unreachable.
     """
     world_size = _world_size()
     if world_size % sequence:
@@ -180,9 +174,8 @@ def start_ranks(run: RunConfig, sequence: int = 1) -> Ranks:
     device = _choose_device(run)
     if device.type == "cpu":
         os.environ["DS_ACCELERATOR"] = "cpu"
-        local = local_ranks(world_size)
         if "OMP_NUM_THREADS" not in os.environ:
-            torch.set_num_threads(max(1, usable_cores() // max(1, local)))
+            torch.set_num_threads(max(1, usable_cores() // max(1, local_ranks(world_size))))
     else:
         torch.cuda.set_device(device)
     if run.deterministic:
@@ -200,12 +193,12 @@ def start_ranks(run: RunConfig, sequence: int = 1) -> Ranks:
 
 
 def local_ranks(world_size: int) -> int:
-    """Return the number of ranks on this machine, which share its processors and memory."""
+    """Return the number of ranks on this machine."""
     return rank_variable("LOCAL_WORLD_SIZE", rank_variable("LOCAL_SIZE", world_size))
 
 
 def _world_size() -> int:
-    """Return the world size. Raises ConfigError if the launcher's variables are incomplete or not numbers."""
+    """Return the world size. Raises ConfigError if the launcher's variables are incomplete."""
     size = rank_variable("WORLD_SIZE", 1)
     for name in ("RANK", "LOCAL_RANK"):
         if (rank := rank_variable(name, 0)) >= size:
@@ -231,14 +224,11 @@ def _time_limit(run: RunConfig) -> timedelta:
 
 def _meet(run: RunConfig, device: torch.device) -> None:
     """Initialise the process group. The watchdog detects hangs, and can tell a slow save from a dead rank; the group's
-    own timeout is a fallback, much longer, after which NCCL dumps its flight recorder.
+    own timeout is a much longer fallback, after which NCCL dumps its flight recorder.
     """
     recorder = os.path.join(run.directory, "flight-recorder-rank-")
-    for name, value in (
-        ("TORCH_FR_BUFFER_SIZE", "2000"),
-        ("TORCH_NCCL_DUMP_ON_TIMEOUT", "1"),
-        ("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", recorder),
-    ):
+    recording = {"TORCH_FR_BUFFER_SIZE": "2000", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
+    for name, value in (recording | {"TORCH_NCCL_DEBUG_INFO_TEMP_FILE": recorder}).items():
         os.environ.setdefault(name, value)
     backend = "nccl" if device.type == "cuda" else "gloo"
     address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
@@ -259,7 +249,8 @@ def _meet(run: RunConfig, device: torch.device) -> None:
 
 def _loopback(limit: timedelta) -> dict[str, Any]:
     """Return the arguments of init_process_group for a rendezvous on the loopback interface, unreachable from other
-    machines; empty for several nodes."""
+    machines; empty for several nodes.
+    """
     rank, size, port = rank_variable("RANK", 0), rank_variable("WORLD_SIZE", 1), rank_variable("MASTER_PORT", 0)
     if os.environ["MASTER_ADDR"] not in ("127.0.0.1", "localhost") and rank_variable("LOCAL_WORLD_SIZE", 0) != size:
         return {}
@@ -279,9 +270,9 @@ def _loopback(limit: timedelta) -> dict[str, Any]:
 def _name_of_this_start(store: torch.distributed.Store, rank: int, size: int) -> str:
     """Agree on a name for this start of the ranks that no earlier start has used.
 
-    torchrun keeps one store across restarts (torch 2.13), so the store still contains the addresses of ranks that have
-    died, and new ranks would connect to them. Rank 0 proposes a name until every rank has answered it with a name of
-    this start, and each rank waits until its own name is confirmed.
+    torchrun keeps one store across restarts (torch 2.13), with the addresses of ranks that have died, to which new
+    ranks would connect. Rank 0 proposes a name until every rank has answered it with a name of this start, and each
+    rank waits until its own name is confirmed.
     """
     name = uuid.uuid4().hex
     if rank == 0:
@@ -297,9 +288,7 @@ def _name_of_this_start(store: torch.distributed.Store, rank: int, size: int) ->
 
 @contextmanager
 def _patience(address: str, limit: float) -> Iterator[None]:
-    """Watch the rendezvous, before the watchdog starts: print a notice after half a minute, and exit with errors.HANG
-    after `limit` seconds (0: never).
-    """
+    """Watch the rendezvous, before the watchdog starts: print a notice, and exit with errors.HANG after `limit` s."""
     met, reported = threading.Event(), min(MEETING_REPORT, limit or MEETING_REPORT)
     name = f"rank {os.environ['RANK']} on {socket.gethostname()}"
     whom = f"for the {os.environ['WORLD_SIZE']} ranks to meet at {address}"

@@ -27,18 +27,18 @@ from megasparse.settings.checks import BYTE_TOKENS
 from megasparse.training.ranks import Ranks
 
 PLAIN_LINE_SECONDS = 10.0
-"""Minimum seconds between progress lines if stderr is not a terminal."""
+"""Seconds between progress lines if stderr is not a terminal."""
 SHOWN = {
     "train/loss": "loss {:.4f}", "train/bits_per_dim": "{:.4f} {unit}", "optimizer/learning_rate": "lr {:.2e}",
     "speed/tokens_per_second": "{:,.0f} tokens/s", "evaluation/bits_per_dim": "held-out {:.4f} {unit}",
 }  # fmt: skip
-"""Scalars of the progress line, which otherwise contains all of `evaluation/`."""
+"""Scalars of the progress line."""
 Backend = namedtuple("Backend", "scalars text image close")
 """Functions that write scalars (step, values by name), a text or picture (step, name, value), and close."""
 
 
 def tensorboard(directory: Path, first_step: int, config: dict[str, Any]) -> Backend:
-    """Write TensorBoard's files. Records of an earlier process from `first_step` on are hidden."""
+    """Write TensorBoard's files. Records from `first_step` on are hidden."""
     from torch.utils.tensorboard import SummaryWriter  # takes a second to import
 
     writer: Any = SummaryWriter(str(directory / "tensorboard"), purge_step=first_step)
@@ -53,7 +53,7 @@ def tensorboard(directory: Path, first_step: int, config: dict[str, Any]) -> Bac
 
 
 def wandb(directory: Path, first_step: int, config: dict[str, Any]) -> Backend:
-    """Write a run of W&B, which reads its own variables (WANDB_PROJECT, WANDB_MODE=offline). A restart resumes it."""
+    """Write a run of W&B, which reads its own variables. A restart resumes it."""
     import wandb
 
     if not (path := directory / "wandb_id").exists():
@@ -93,9 +93,9 @@ BACKENDS = {"TensorBoard": tensorboard, "wandb": wandb, "mlflow": mlflow}
 class Tracker(AbstractContextManager["Tracker"]):
     """Context manager that writes a run's scalars, texts and pictures; ranks other than 0 write nothing.
 
-    metrics.jsonl gets one line per step and survives storage errors. TensorBoard and the backend of `logging.sink` are
-    switched off after their first error, with one warning, until the run is restarted. start_step: step that the run
-    resumes from; records of later steps are dropped. Raises ConfigError if the package of `logging.sink` is missing.
+    metrics.jsonl gets one line per step and survives storage errors. TensorBoard and the backend of `logging.sink`
+    are switched off after their first error, until the run is restarted. start_step: records of later steps are
+    dropped. Raises ConfigError if the package of `logging.sink` is missing.
     """
 
     def __init__(self, config: RunSettings, ranks: Ranks, start_step: int):
@@ -123,8 +123,8 @@ class Tracker(AbstractContextManager["Tracker"]):
                 self._backends[name] = backend
 
     def log(self, step: int, scalars: dict[str, float], amend: bool = False) -> None:
-        """Write a step to metrics.jsonl, and every `logging.every` steps to all backends and the progress line.
-        amend: Add to the last line, which is of this step.
+        """Write a step to metrics.jsonl, and every `logging.every` steps to all backends and the progress line. amend:
+        add to the last line, which is of this step.
         """
         if not self.writing:
             return
@@ -166,7 +166,7 @@ class Tracker(AbstractContextManager["Tracker"]):
             self._guard(name, getattr(backend, method), *arguments)
 
     def _guard(self, name: str, call: Callable[..., Any], *arguments: Any) -> Any:
-        """Call a backend and return its result. After an error, switch the backend off and return None."""
+        """Call a backend and return its result. After an error, switch the backend off."""
         try:
             return call(*arguments)
         except Exception as error:  # of any type: errors of background threads are raised by the next call
