@@ -32,18 +32,19 @@ class DryRun:
 
     parameters: int
     flops_per_step: float
-    """Model FLOPs of a complete step of `training.global_batch` sequences."""
+    """Of a complete step of `training.global_batch` sequences."""
     peak_bytes: int
     """Peak of the step, gradients and optimizer state included, and of longer windows of evaluation: GPU memory, or
-    growth of resident memory."""
+    growth of resident memory.
+    """
     seconds: float
-    """Duration of the step of one micro-batch: the median of warm steps."""
+    """The median of warm steps of one micro-batch."""
     ranks: int
     """Processes that this machine runs under torchrun: one per GPU or core, as many as share the batch evenly."""
     rank_seconds: float
     """Seconds of the step in such a process on one core."""
     loss: float
-    """Loss of the untrained model in nats per token."""
+    """Of the untrained model, in nats per token."""
     device: str
 
     def lines(self, config: Config) -> str:
@@ -78,14 +79,12 @@ def dry_run_report(config: Config, gpus: int | None = None) -> Iterator[str]:
 
 
 WARM_STEPS, MOST_SECONDS = 5, 20.0
-"""Warm steps to time, and seconds after which no further one starts; a step that takes so long needs no warming up."""
+"""Warm steps to time, and seconds after which no further one starts."""
 
 
 def dry_run(config: Config) -> DryRun:
-    """Run a few optimizer steps on a micro-batch of synthetic records, in this process on plain torch.
-
-    The first step, in which memory is allocated, is not timed, unless it takes more than MOST_SECONDS. Does not
-    need data and does not write files.
+    """Run a few optimizer steps on a micro-batch of synthetic records, in this process on plain torch. The first step,
+    in which memory is allocated, is not timed, unless it takes more than MOST_SECONDS.
     """
     ranks = start_ranks(config.run.model_copy(update={"engine": "torch"}))
     before = reset_peak(ranks.device)

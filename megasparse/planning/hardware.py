@@ -62,7 +62,7 @@ def parse_bytes(option: str, text: str) -> int:
 
 
 def micro_batches(config: Config, gpus: int, per_node: int) -> int:
-    """Return the number of micro-batches per rank and step. Raises ConfigError if `gpus` does not divide them."""
+    """Return the micro-batches per rank and step. Raises ConfigError if `gpus` does not divide them."""
     training, sequence = config.training, config.parallel.sequence
     if gpus > per_node and gpus % per_node:
         hint = "Give a multiple of it, or another --gpus-per-node"

@@ -73,14 +73,12 @@ def pretrain(
         resume = resumed_from(config, start, ranks)
     base = None
     if config.lora is not None:
-        from megasparse.hub.importing import base_digest
+        from megasparse.hub.importing import adapted, base_digest
 
         base = base_digest(config)
 
     def model() -> Any:
         if config.lora is not None:
-            from megasparse.hub.importing import adapted
-
             zero = config.deepspeed.get("zero_optimization", {}) if config.run.engine == "deepspeed" else {}
             built: Any = adapted(config, torch.device("cpu") if zero.get("stage") == 3 else ranks.device)
         else:
@@ -117,11 +115,7 @@ def pretrain(
 
 
 def require_room(config: Config, ranks: Ranks) -> None:
-    """Check the memory of a step on each GPU before any weight is allocated; do nothing on a CPU.
-
-    Raises:
-        UserError: The first step does not fit on some rank; raised on all ranks.
-    """
+    """Raise UserError on all ranks if a step does not fit some GPU, before any weight is allocated."""
     if ranks.device.type != "cuda":
         return
     from megasparse.planning.plan import pretraining_pools

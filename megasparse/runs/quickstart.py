@@ -1,6 +1,6 @@
 """The quickstart: prepare real text, train a small model, evaluate it and generate a sample, on any machine.
 
-Each step is an ordinary command and is printed before it runs. Finished steps are skipped when you run it again.
+Each step is an ordinary command, printed before it runs. Finished steps are skipped when you run it again.
 """
 
 import bz2
@@ -24,7 +24,7 @@ SHARDS = Path("data/quickstart")
 SMALL = ("training.steps=250", "evaluation.every=125", "checkpoint.every=125", "run.directory=runs/quickstart_small")
 """Settings that show all steps in two minutes; the model learns little."""
 SMALL_BYTES = 65536
-"""Held-out bytes that are then scored and compressed: one window."""
+"""Held-out bytes that are then scored and compressed."""
 ROWS = {
     "gzip -9": "gzip_", "bzip2 -9": "bzip2_", "xz -9": "xz_", "xz -9, primed": "primed_xz_",
     "this model": "", "its file": "file_",
