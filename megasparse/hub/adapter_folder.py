@@ -14,7 +14,7 @@ from megasparse.errors import HubError
 from megasparse.hub.architectures import hf_class
 from megasparse.hub.decoders import DecoderFormat
 from megasparse.hub.export import text_tokens
-from megasparse.hub.formats import Weight, our_logits, require_agreement, weights_of
+from megasparse.hub.formats import Weight, our_logits, require_agreement
 from megasparse.hub.importing import HFModel, fill
 from megasparse.hub.replace import load_whole
 from megasparse.hub.tensor_file import appearing, refuse_existing
@@ -44,7 +44,7 @@ def to_peft(checkpoint: str | Path, output: str | Path, base: str | Path) -> Pat
     format, sizes = foreign.format, merged.config.model
     if not isinstance(format, DecoderFormat):
         raise HubError(base, f"is of the type {format.name}, but adapters are exported only for decoders", WHOLE)
-    weights = [weight for weight in weights_of(format.table, sizes) if weight.ours]
+    weights = [weight for weight in format.weights(sizes) if weight.ours]
     tensors = dict(_tensors(merged, {weight.ours[0]: weight for weight in weights}))
     for name in merged.manifest["tensors"]["weight"]:
         if name not in foreign.tensors or not torch.equal(foreign.tensors[name](), merged.base.tensor("weight", name)):

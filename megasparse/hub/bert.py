@@ -29,19 +29,19 @@ from megasparse.hub.tensor_file import TensorFile
 from megasparse.hub.tokenizer_files import tokenizer_files
 
 WEIGHTS = """
-    embedding.weight                            bert.embeddings.word_embeddings.weight
-    embedding.norm.*                            bert.embeddings.LayerNorm.*
-    blocks.{}.attention.attention.query.*       bert.encoder.layer.{}.attention.self.query.*
-    blocks.{}.attention.attention.key.*         bert.encoder.layer.{}.attention.self.key.*
-    blocks.{}.attention.attention.value.*       bert.encoder.layer.{}.attention.self.value.*
-    blocks.{}.attention.attention.output.*      bert.encoder.layer.{}.attention.output.dense.*
-    blocks.{}.attention.norm.*                  bert.encoder.layer.{}.attention.output.LayerNorm.*
-    blocks.{}.feed_forward.feed_forward.up~     bert.encoder.layer.{}.intermediate.dense.*
-    blocks.{}.feed_forward.feed_forward.down~   bert.encoder.layer.{}.output.dense.*
-    blocks.{}.feed_forward.norm.*               bert.encoder.layer.{}.output.LayerNorm.*
-    head.dense~                                 cls.predictions.transform.dense.*
-    head.norm_*                                 cls.predictions.transform.LayerNorm.*
-    head.weight                                 cls.predictions.decoder.weight
+    embedding.weight                    bert.embeddings.word_embeddings.weight
+    embedding.norm.*                    bert.embeddings.LayerNorm.*
+    .attention.attention.query.*        .attention.self.query.*
+    .attention.attention.key.*          .attention.self.key.*
+    .attention.attention.value.*        .attention.self.value.*
+    .attention.attention.output.*       .attention.output.dense.*
+    .attention.norm.*                   .attention.output.LayerNorm.*
+    .feed_forward.feed_forward.up~      .intermediate.dense.*
+    .feed_forward.feed_forward.down~    .output.dense.*
+    .feed_forward.norm.*                .output.LayerNorm.*
+    head.dense~                         cls.predictions.transform.dense.*
+    head.norm_*                         cls.predictions.transform.LayerNorm.*
+    head.weight                         cls.predictions.decoder.weight
 """
 HEAD, HEAD_BIAS = "cls.predictions.decoder.weight", "cls.predictions.bias"
 SECOND_BIAS = "cls.predictions.decoder.bias"
@@ -195,7 +195,7 @@ class BERTFormat(Format):
         positions, type_names = (self.offset + model.max_length, width), ("embedding.token_types",)
         bias = HEAD_BIAS if model.tied_embeddings else SECOND_BIAS
         return [
-            *weights_of(WEIGHTS.replace("bert.", f"{self.name}."), model),
+            *weights_of(WEIGHTS.replace("bert.", f"{self.name}."), f"{self.name}.encoder.layer.{{}}", model),
             Weight(("embedding.positions.table",), f"{tables}.position_embeddings.weight", positions, (rows, width)),
             Weight(type_names if model.token_types else (), f"{tables}.token_type_embeddings.weight", types, types),
             Weight(("head.bias",), bias, vocabulary, vocabulary),

@@ -6,6 +6,7 @@ means the same bits. L tokens of a row.
 """
 
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -143,24 +144,15 @@ def _causality(model: Any, tokens: Tensor, whole: Tensor) -> Pairs:
         yield 0, _logits(model, changed)[0, :t], whole[0, :t]
 
 
-def _right_padding(model: Any, tokens: Tensor, whole: Tensor) -> Pairs:
-    """Pad a short row on the right, next to a long one."""
-    short = tokens.shape[1] // 2 + 3
-    mask = torch.ones_like(tokens[:2])
-    mask[1, short:] = 0
-    padded = tokens[:2].masked_fill(mask == 0, 0)
-    yield 0, _logits(model, padded, attention_mask=mask)[1, :short], _logits(model, tokens[1:2, :short])[0]
-
-
-def _left_padding(model: Any, tokens: Tensor, whole: Tensor) -> Pairs:
-    """Pad a short row on the left, with positions that count real tokens, as `generate` does."""
-    short = tokens.shape[1] // 2 + 3
-    mask = torch.ones_like(tokens[:2])
-    mask[1, :-short] = 0
-    padded = torch.cat([tokens[:1], F.pad(tokens[1:2, :short], (tokens.shape[1] - short, 0))])
-    positions = (mask.cumsum(1) - 1).clamp_min(0)
-    logits = _logits(model, padded, attention_mask=mask, position_ids=positions)
-    yield 0, logits[1, -short:], _logits(model, tokens[1:2, :short])[0]
+def _padding(model: Any, tokens: Tensor, whole: Tensor, left: bool = False) -> Pairs:
+    """Pad a short row, next to a long one; on the left with positions that count real tokens, as `generate` does."""
+    row = tokens[1:2, : tokens.shape[1] // 2 + 3]
+    missing = tokens.shape[1] - row.shape[1]
+    sides, real = ((missing, 0), slice(missing, None)) if left else ((0, missing), slice(row.shape[1]))
+    padded = torch.cat([tokens[:1], F.pad(row, sides)])
+    mask = torch.cat([torch.ones_like(tokens[:1]), F.pad(torch.ones_like(row), sides)])
+    inputs = {"position_ids": (mask.cumsum(1) - 1).clamp_min(0)} if left else {}
+    yield 0, _logits(model, padded, attention_mask=mask, **inputs)[1, real], _logits(model, row)[0]
 
 
 def _batch(model: Any, tokens: Tensor, whole: Tensor) -> Pairs:
@@ -195,8 +187,8 @@ def _packing(model: Any, tokens: Tensor, whole: Tensor) -> Pairs:
 
 CHECKS: dict[str, Callable[[Any, Tensor, Tensor], Pairs]] = {
     "later tokens": _causality,
-    "padding on the right": _right_padding,
-    "padding on the left": _left_padding,
+    "padding on the right": _padding,
+    "padding on the left": partial(_padding, left=True),
     "other rows of a batch": _batch,
     "decoding from a cache": _cache,
     "packed documents": _packing,

@@ -17,6 +17,7 @@ from megasparse.hub.formats import (
     Exported,
     Format,
     Imported,
+    Weight,
     check_only,
     hf_sizes,
     model_of,
@@ -39,34 +40,34 @@ GPT2_ACTIVATIONS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "
 
 
 LLAMA = """
-    embedding.weight                                    model.embed_tokens.weight
-    blocks.{}.attention.norm.weight                     model.layers.{}.input_layernorm.weight
-    blocks.{}.attention.attention.query.*               model.layers.{}.self_attn.q_proj.*
-    blocks.{}.attention.attention.key.*                 model.layers.{}.self_attn.k_proj.*
-    blocks.{}.attention.attention.value.*               model.layers.{}.self_attn.v_proj.*
-    blocks.{}.attention.attention.output.*              model.layers.{}.self_attn.o_proj.*
-    blocks.{}.attention.attention.query_norm.weight     model.layers.{}.self_attn.q_norm.weight
-    blocks.{}.attention.attention.key_norm.weight       model.layers.{}.self_attn.k_norm.weight
-    blocks.{}.attention.attention.mechanisms.           model.layers.{}.self_attn.megasparse.
-    blocks.{}.feed_forward.norm.weight                  model.layers.{}.post_attention_layernorm.weight
-    blocks.{}.feed_forward.feed_forward.gate~           model.layers.{}.mlp.gate_proj.*
-    blocks.{}.feed_forward.feed_forward.up~             model.layers.{}.mlp.up_proj.*
-    blocks.{}.feed_forward.feed_forward.down~           model.layers.{}.mlp.down_proj.*
-    head.norm_weight                                    model.norm.weight
-    head.weight                                         lm_head.weight
+    embedding.weight                            model.embed_tokens.weight
+    .attention.norm.weight                      .input_layernorm.weight
+    .attention.attention.query.*                .self_attn.q_proj.*
+    .attention.attention.key.*                  .self_attn.k_proj.*
+    .attention.attention.value.*                .self_attn.v_proj.*
+    .attention.attention.output.*               .self_attn.o_proj.*
+    .attention.attention.query_norm.weight      .self_attn.q_norm.weight
+    .attention.attention.key_norm.weight        .self_attn.k_norm.weight
+    .attention.attention.mechanisms.            .self_attn.megasparse.
+    .feed_forward.norm.weight                   .post_attention_layernorm.weight
+    .feed_forward.feed_forward.gate~            .mlp.gate_proj.*
+    .feed_forward.feed_forward.up~              .mlp.up_proj.*
+    .feed_forward.feed_forward.down~            .mlp.down_proj.*
+    head.norm_weight                            model.norm.weight
+    head.weight                                 lm_head.weight
 """
 GPT2 = """
-    embedding.weight                                    transformer.wte.weight
-    embedding.positions.table                           transformer.wpe.weight
-    blocks.{}.attention.norm.*                          transformer.h.{}.ln_1.*
-    blocks.{}.attention.attention.query|key|value.*     transformer.h.{}.attn.c_attn.*     T
-    blocks.{}.attention.attention.output.*              transformer.h.{}.attn.c_proj.*     T
-    blocks.{}.attention.attention.mechanisms.           transformer.h.{}.attn.megasparse.
-    blocks.{}.feed_forward.norm.*                       transformer.h.{}.ln_2.*
-    blocks.{}.feed_forward.feed_forward.up~             transformer.h.{}.mlp.c_fc.*        T
-    blocks.{}.feed_forward.feed_forward.down~           transformer.h.{}.mlp.c_proj.*      T
-    head.norm_*                                         transformer.ln_f.*
-    head.weight                                         lm_head.weight
+    embedding.weight                            transformer.wte.weight
+    embedding.positions.table                   transformer.wpe.weight
+    .attention.norm.*                           .ln_1.*
+    .attention.attention.query|key|value.*      .attn.c_attn.*      T
+    .attention.attention.output.*               .attn.c_proj.*      T
+    .attention.attention.mechanisms.            .attn.megasparse.
+    .feed_forward.norm.*                        .ln_2.*
+    .feed_forward.feed_forward.up~              .mlp.c_fc.*         T
+    .feed_forward.feed_forward.down~            .mlp.c_proj.*       T
+    head.norm_*                                 transformer.ln_f.*
+    head.weight                                 lm_head.weight
 """
 
 
@@ -88,9 +89,14 @@ class DecoderFormat(Format):
     base: str
     """Prefix of the tensors except the output projection."""
     table: str
+    layers: str
+    """Name of a layer, see formats.weights_of."""
 
     def __init__(self, name: str):
         self.name = name
+
+    def weights(self, model: ModelConfig) -> list[Weight]:
+        return weights_of(self.table, self.layers, model)
 
     def export(self, config: Config, weight: Callable[[str], Tensor]) -> Exported:
         model = config.model
@@ -109,7 +115,7 @@ class DecoderFormat(Format):
         self._check_expressible(model)
         if {*kinds(model)} != {"full"}:
             hf_config |= replacement(model, config.run.seed)
-        weights = weights_of(self.table, model)
+        weights = self.weights(model)
         return Exported(hf_config, lambda: ((entry.theirs, entry.write(weight)) for entry in weights), files)
 
     def model_section(self, hf_config: dict[str, Any], path: Path) -> dict[str, Any]:
@@ -145,7 +151,7 @@ class DecoderFormat(Format):
         if any(mechanism.shared_qk for mechanism in mechanisms(unfilled(model))):
             problem = "its replaced attention has shared queries and keys, so its keys would be lost"
             raise HubError(path, problem, "Replace the original model's attention by one with separate keys")
-        names, weights = tensors.names(), weights_of(self.table, model)
+        names, weights = tensors.names(), self.weights(model)
         bare = {entry.theirs: entry.theirs.removeprefix(f"{self.base}.") for entry in weights}
         stored = {theirs: short if short in names else theirs for theirs, short in bare.items()}
         if model.tied_embeddings:
@@ -195,7 +201,7 @@ class DecoderFormat(Format):
 class LlamaFormat(DecoderFormat):
     """Llama and similar decoders: RMS norms, rotary positions, gated feed-forwards, grouped key heads."""
 
-    base, table = "model", LLAMA
+    base, table, layers = "model", LLAMA, "model.layers.{}"
     families: ClassVar[dict[str, tuple[str, tuple[str, ...], bool]]] = {
         "llama": ("LlamaForCausalLM", ("none", "all"), False),
         "mistral": ("MistralForCausalLM", ("none",), False),
@@ -253,7 +259,7 @@ class LlamaFormat(DecoderFormat):
 class GPT2Format(DecoderFormat):
     """GPT-2: layer norms, learned positions, biases everywhere. Its matrices are transposed."""
 
-    architecture, base, table = "GPT2LMHeadModel", "transformer", GPT2
+    architecture, base, table, layers = "GPT2LMHeadModel", "transformer", GPT2, "transformer.h.{}"
 
     def section(self, config: Any, path: Path) -> dict[str, Any]:
         only = {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False}

@@ -227,26 +227,29 @@ class Weight(NamedTuple):
 PAIRS = {".*": (".weight", ".bias"), "_*": ("_weight", "_bias"), "~": ("", "_bias")}
 
 
-def weights_of(table: str, model: ModelConfig) -> list[Weight]:
+def weights_of(table: str, layers: str, model: ModelConfig) -> list[Weight]:
     """Return the weights in a table that the megasparse model contains.
 
-    table: lines of two names, megasparse's and Hugging Face's. `{}` is the number of a layer; `a|b|c` are
-        concatenated; a `T` at the end means that Hugging Face's is transposed. `.*`, `_*` and `~`, with `.*` in the
-        second name, are both a weight and its bias. Two prefixes ending in a dot mean all names with the first one.
+    table: lines of two names, megasparse's and Hugging Face's; `a|b|c` are concatenated; a `T` at the end means that
+    Hugging Face's is transposed. `.*`, `_*` and `~`, with `.*` in the second name, are both a weight and its bias. Two
+    prefixes ending in a dot mean all names with the first one. Names that start with a dot are of each layer, below
+    `blocks.{}` and `layers`.
     """
     sizes, weights = shapes(model), []
-    for in_layers, lines in groupby(filter(None, map(str.strip, table.splitlines())), lambda line: "{}" in line):
-        rows = [row for line in lines for row in _rows(line)]
+    lines = filter(None, map(str.strip, table.splitlines()))
+    for in_layers, group in groupby(lines, lambda line: line.startswith(".")):
+        rows = [row for line in group for row in _rows(line)]
         for layer in range(model.layers) if in_layers else [0]:
+            ours_start, theirs_start = (f"blocks.{layer}", layers.format(layer)) if in_layers else ("", "")
             for ours, theirs, transposed in rows:
-                first = ours[0].format(layer)
+                first = ours_start + ours[0]
                 parts = [name.removeprefix(first) for name in sizes if name.startswith(first)]
                 for part in parts if first.endswith(".") else {""} & {*parts}:
-                    names = tuple(name.format(layer) + part for name in ours)
+                    names = tuple(ours_start + name + part for name in ours)
                     size = sizes[names[0]]
                     shape = (size[0] * len(names), *size[1:])
                     shape = shape[::-1] if transposed else shape
-                    weights.append(Weight(names, theirs.format(layer) + part, shape, size, transposed))
+                    weights.append(Weight(names, theirs_start + theirs + part, shape, size, transposed))
     return weights
 
 
@@ -326,16 +329,21 @@ def our_logits(model: Model, tokens: Tensor, seed: int) -> Tensor:
     return model.logits(streams)
 
 
+def difference(ours: Tensor, theirs: Tensor) -> float:
+    """Return the largest difference between two models' logits; infinite if any is NaN."""
+    assert ours.shape == theirs.shape, f"shapes {ours.shape} and {theirs.shape} differ"
+    largest = float((ours.double() - theirs.double()).abs().max())
+    return largest if largest < torch.inf else torch.inf
+
+
 def disagreement(pairs: Iterable[tuple[Tensor, Tensor]]) -> float:
-    """Return 0 if the logits agree in any pair, else their largest difference in the first pair; infinite for NaN.
+    """Return 0 if the logits agree in any pair, else their largest difference in the first pair.
 
     One pair is sufficient: a wrong weight changes all pairs, while rounding changes a hash only in some.
     """
     differences = []
     for ours, theirs in pairs:
-        assert ours.shape == theirs.shape, f"shapes {ours.shape} and {theirs.shape} differ"
-        largest = float((ours.double() - theirs.double()).abs().max())
-        differences.append(largest if largest < torch.inf else torch.inf)
+        differences.append(difference(ours, theirs))
         if differences[-1] <= TOLERANCE:
             return 0.0
     return differences[0]

@@ -54,17 +54,16 @@ CONSTANT_TABLES: dict[str, Callable[[int, int], Tensor]] = {
 }
 """Positions that Hugging Face stores as a table (max_length, E)."""
 
-
 WEIGHTS = """
-    blocks.{}.attention.norm.*                  reformer.encoder.layers.{}.attention.layer_norm.*
-    blocks.{}.attention.attention.query.weight  reformer.encoder.layers.{}.attention.self_attention.query.weight
-    blocks.{}.attention.attention.key.weight    reformer.encoder.layers.{}.attention.self_attention.key.weight
-    blocks.{}.attention.attention.value.weight  reformer.encoder.layers.{}.attention.self_attention.value.weight
-    blocks.{}.attention.attention.output.weight reformer.encoder.layers.{}.attention.output.dense.weight
-    blocks.{}.feed_forward.norm.*               reformer.encoder.layers.{}.feed_forward.layer_norm.*
-    blocks.{}.feed_forward.feed_forward.up~     reformer.encoder.layers.{}.feed_forward.dense.dense.*
-    blocks.{}.feed_forward.feed_forward.down~   reformer.encoder.layers.{}.feed_forward.output.dense.*
-    head.norm_*                                 reformer.encoder.layer_norm.*
+    .attention.norm.*                   .attention.layer_norm.*
+    .attention.attention.query.weight   .attention.self_attention.query.weight
+    .attention.attention.key.weight     .attention.self_attention.key.weight
+    .attention.attention.value.weight   .attention.self_attention.value.weight
+    .attention.attention.output.weight  .attention.output.dense.weight
+    .feed_forward.norm.*                .feed_forward.layer_norm.*
+    .feed_forward.feed_forward.up~      .feed_forward.dense.dense.*
+    .feed_forward.feed_forward.down~    .feed_forward.output.dense.*
+    head.norm_*                         reformer.encoder.layer_norm.*
 """
 
 
@@ -189,7 +188,7 @@ def added_start(bos: int, head: Tensor, bias: Tensor) -> bool:
 def _plain(model: ModelConfig) -> list[Weight]:
     """Return the tensors that are copied without changes."""
     weights = []
-    for entry in weights_of(WEIGHTS, model):
+    for entry in weights_of(WEIGHTS, "reformer.encoder.layers.{}", model):
         layer = int(entry.theirs.split(".")[3]) if ".layers." in entry.theirs else 0
         lsh = ".self_attention.query." in entry.theirs and "lsh" in heads_of_layer(model, layer)
         weights.append(entry._replace(theirs=entry.theirs.replace(".query.", ".query_key.")) if lsh else entry)
