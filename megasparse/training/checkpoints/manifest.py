@@ -218,15 +218,19 @@ def weights_digest(manifest: dict[str, Any]) -> str:
 @functools.cache  # digest the source as it was when the process started
 def versions() -> dict[str, str]:
     """Return the versions of Python and packages; `source` is the SHA-256 of megasparse's *.py files."""
-    folder, source = Path(__file__).parents[2], hashlib.sha256()
-    for path in sorted(folder.rglob("*.py")):
-        contents = path.read_bytes()
-        source.update(f"{path.relative_to(folder).as_posix()} {len(contents)}\n".encode() + contents)
-    names = {"python": platform.python_version(), "source": source.hexdigest()}
+    names = {"python": platform.python_version(), "source": _source_digest(Path(__file__).parents[2])}
     for package in ("megasparse", "torch", "deepspeed", "safetensors"):
         with suppress(importlib.metadata.PackageNotFoundError):
             names[package] = importlib.metadata.version(package)
     return names
+
+
+def _source_digest(folder: Path) -> str:
+    digest = hashlib.sha256()
+    for path in sorted(folder.rglob("*.py")):
+        contents = path.read_bytes()
+        digest.update(f"{path.relative_to(folder).as_posix()} {len(contents)}\n".encode() + contents)
+    return digest.hexdigest()
 
 
 def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
