@@ -115,7 +115,9 @@ def score(
     ranks = ranks or Ranks()
     if limit is not None and limit < 1:
         raise ConfigError("--limit", f"{limit} windows cannot be scored", "Give 1 or more, or remove it to score all")
-    batches = list(_batches(list(windows(stream.tokens, sequence_length, stride, score_from))[:limit], batch))
+    scored = list(windows(stream.tokens, sequence_length, stride, score_from))[:limit]
+    alike = (list(group) for _, group in groupby(scored, key=lambda window: window.shape))
+    batches = [group[first : first + batch] for group in alike for first in range(0, len(group), batch)]
     if not batches:
         raise ConfigError("model.score_from", f"{score_from} excludes all tokens of this split", "Lower it")
     sums = torch.zeros(3, dtype=torch.float64, device=ranks.device)  # nats, correct, dims
@@ -160,13 +162,6 @@ def of_engine(evaluate: Callable[[Tensor, RngContext], tuple[Tensor, dict[str, T
         return metrics["nats"], metrics["accuracy"] * metrics["tokens"], metrics["tokens"]
 
     return sums
-
-
-def _batches(cut: list[ScoredWindow], batch: int) -> Iterator[list[ScoredWindow]]:
-    """Yield groups of at most `batch` windows of the same shape."""
-    for _, group in groupby(cut, key=lambda window: window.shape):
-        same = list(group)
-        yield from (same[first : first + batch] for first in range(0, len(same), batch))
 
 
 def refuse_leaks(leaks: list[str]) -> None:

@@ -58,14 +58,14 @@ from megasparse.training.checkpoints.checkpoint import (
     persistent_buffers,
 )
 from megasparse.training.checkpoints.manifest import (
-    FORMAT,
     MANIFEST,
     NO_DATA,
+    RunIdentity,
+    build_manifest,
     find_checkpoint,
     find_newest,
     read_manifest,
     seal,
-    versions,
     weights_digest,
 )
 from megasparse.training.checkpoints.rank_file import RankFile, durable, make_folder
@@ -259,22 +259,10 @@ def write_checkpoint(
         make_folder(folder / FIRST)
         file = RankFile(cast(list[Fragment], fragments))
         digest = file.write(folder / FIRST / name, lambda: None)
-        pieces = {part: {"shape": shape, "pieces": [{"file": name, **piece}]} for _, part, shape, piece in file.pieces}
-        manifest = {
-            "format": FORMAT,
-            "step": 0,
-            "sequences": 0,
-            "state": {},
-            "optimizer_steps": 0,
-            "world_size": 1,
-            "data_fingerprint": NO_DATA,
-            "versions": versions(),
-            "files": {name: {"bytes": file.bytes, "sha256": digest}},
-            "tensors": {"weight": pieces},
-            "config": json.loads(config.model_dump_json()),
-            "tokenizer": identity(config.data.tokenizer if tokenizer is None else str(tokenizer)),
-        }
-        written[str(FIRST / MANIFEST)] = seal(manifest)
+        run = RunIdentity(config, NO_DATA, identity(config.data.tokenizer if tokenizer is None else str(tokenizer)))
+        part = {"file": name, "bytes": file.bytes, "sha256": digest, "pieces": file.pieces}
+        progress = {"step": 0, "sequences": 0, "state": {}, "optimizer_steps": 0, "world_size": 1}
+        written[str(FIRST / MANIFEST)] = seal(build_manifest(run, [part], **progress))
         for path, content in written.items():
             raw = content.encode() if isinstance(content, str) else content
             with durable(folder / path, len(raw)) as out:

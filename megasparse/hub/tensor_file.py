@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megasparse.errors import HubError, one_line
-from megasparse.files import open_file, read_file
+from megasparse.files import json_object, open_file, read_file
 from megasparse.system import sync_folder
 
 LAYERS = {"layers", "num_hidden_layers", "num_layers", "n_layer", "n_layers", "encoder_layers", "decoder_layers"}
@@ -57,14 +57,17 @@ class TensorFile:
         folder = Path(folder)
         if not folder.is_dir():
             raise HubError(folder, "no such folder", "Use the folder of a Hugging Face model")
-        _refuse_quantised(folder)
+        values: dict[str, Any] = {}
+        with suppress(OSError):  # errors of config.json are reported when it is parsed
+            values = json_object(read_file(folder / "config.json"))
+        _refuse_quantised(folder, values)
         replaced = TensorFile.one(folder / ADAPTER)._files if (folder / ADAPTER).exists() else {}
         if (folder / WEIGHTS).exists() or (folder / INDEX).exists():
             files = TensorFile.one(folder / WEIGHTS)._files if (folder / WEIGHTS).exists() else _sharded(folder)
             if replaced and (newer := [name for name in files if ".megasparse." in name]):
                 problem = f"contains {newer[0]}, although {ADAPTER} from before it was saved again is there, too"
                 raise HubError(folder, problem, f"Delete {ADAPTER} to use the newer tensors")
-            return TensorFile(folder, files | replaced)._checked()
+            return TensorFile(folder, files | replaced)._checked(depth(values))
         pickled = sorted(path.name for ending in ("*.bin", "*.pt", "*.pth") for path in folder.glob(ending))
         if pickled:
             hint = "Convert it to safetensors with transformers' save_pretrained, if you trust the file"
@@ -107,14 +110,13 @@ class TensorFile:
             problem = f"{copy} and {of} differ, but are tied by its config.json"
             raise HubError(self.path, problem, 'Set "tie_word_embeddings" to false there, or remove the first one')
 
-    def _checked(self) -> "TensorFile":
+    def _checked(self, layers: int) -> "TensorFile":
         for name, file in self._files.items():
             if name.endswith(".weight") and (kind := file.get_slice(name).get_dtype())[0] in "IU":
                 raise _quantised(self.path, f"{name} is of type {kind}")
-        with suppress(OSError, ValueError, RecursionError):  # errors of config.json are reported when it is parsed
-            if (layers := depth(json.loads(read_file(self.path / "config.json")))) > (count := len(self._files)):
-                problem = f"contains {count} tensors, but its config.json specifies {layers} layers"
-                raise HubError(self.path, problem, OWN_CONFIG)
+        if layers > len(self._files):
+            problem = f"contains {len(self._files)} tensors, but its config.json specifies {layers} layers"
+            raise HubError(self.path, problem, OWN_CONFIG)
         return self
 
     def _file(self, name: str) -> Any:
@@ -175,16 +177,14 @@ def load_stored(loader: Any, folder: str | Path, new_head: bool = False, **setti
     return model
 
 
-def _refuse_quantised(folder: Path) -> None:
+def _refuse_quantised(folder: Path, values: dict[str, Any]) -> None:
     for name in QUANTISED_FILES:
         if (folder / name).exists():
             raise _quantised(folder, name)
-    with suppress(OSError, ValueError, RecursionError):  # errors of config.json are reported when it is parsed
-        values = json.loads(read_file(folder / "config.json"))
-        for key in QUANTISED if isinstance(values, dict) else ():
-            if value := values.get(key):
-                method = value.get("quant_method") if isinstance(value, dict) else None
-                raise _quantised(folder, f"{key} of config.json" if method is None else one_line(str(method), 60))
+    for key in QUANTISED:
+        if value := values.get(key):
+            method = value.get("quant_method") if isinstance(value, dict) else None
+            raise _quantised(folder, f"{key} of config.json" if method is None else one_line(str(method), 60))
 
 
 def _quantised(folder: Path, method: str) -> HubError:

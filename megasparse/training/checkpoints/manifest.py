@@ -12,7 +12,7 @@ import os
 import platform
 import re
 import stat
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from operator import itemgetter
@@ -127,7 +127,7 @@ def parse_manifest(content: bytes, file: Path | str) -> dict[str, Any]:
         raise CheckpointError(file, problem, "Use the version of megasparse that wrote it")
     try:
         _FIELDS.validate_python(manifest, strict=True)
-        invalid = wrong_pieces(manifest)
+        invalid = _wrong_pieces(manifest)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         invalid = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
@@ -149,7 +149,7 @@ def size_of(file: Path) -> int:
     return status.st_size
 
 
-def wrong_pieces(manifest: dict[str, Any]) -> str | None:
+def _wrong_pieces(manifest: dict[str, Any]) -> str | None:
     """Describe the first tensor whose pieces do not cover it exactly or are in no file; None if there is none."""
     for kind, tensors in manifest["tensors"].items():
         for name, tensor in tensors.items():
@@ -207,6 +207,34 @@ class RunIdentity:
     @property
     def checkpoints(self) -> Path:
         return Path(self.config.run.directory) / "checkpoints"
+
+
+def build_manifest(run: RunIdentity, parts: Iterable[dict[str, Any]], **progress: Any) -> dict[str, Any]:
+    """Return the manifest of a checkpoint.
+
+    parts: `file`, `bytes` and `sha256` of each rank's file, and the `pieces` of its RankFile. progress: `step`,
+    `sequences`, `state`, `optimizer_steps` and `world_size`.
+    """
+    files: dict[str, dict[str, Any]] = {}
+    tensors: dict[str, dict[str, Any]] = {}
+    for part in parts:
+        files[part["file"]] = {"bytes": part["bytes"], "sha256": part["sha256"]}
+        for kind, name, shape, piece in part["pieces"]:
+            entry = tensors.setdefault(kind, {}).setdefault(name, {"shape": shape, "pieces": []})
+            entry["pieces"].append({"file": part["file"], **piece})
+    manifest = {
+        "format": FORMAT,
+        **progress,
+        "config": json.loads(run.config.model_dump_json()),
+        "data_fingerprint": run.data_fingerprint,
+        "base": run.base,
+        "tokenizer": run.tokenizer,
+        "versions": versions(),
+        "files": files,
+        "tensors": tensors,
+    }
+    assert (problem := _wrong_pieces(manifest)) is None, problem
+    return manifest
 
 
 def weights_digest(manifest: dict[str, Any]) -> str:

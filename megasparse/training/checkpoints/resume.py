@@ -14,7 +14,7 @@ from typing import Any
 from megasparse.config.attention import MECHANISMS
 from megasparse.config.schema import Config, RunSettings
 from megasparse.errors import CheckpointError, ConfigError
-from megasparse.files import Progress, read_line
+from megasparse.files import read_line
 from megasparse.optimizers import decay_start
 from megasparse.training.checkpoints.bucket import fetch_newest
 from megasparse.training.checkpoints.checkpoint import Checkpoint
@@ -105,21 +105,15 @@ def _open(path: Path, ranks: Ranks, hooks: RunHooks, directory: Path | None) -> 
         problem = str(error)
     hooks.progress("checkpoint verified, waiting for the other ranks")
     if problems := [problem for problem in ranks.gather(problem) if problem is not None]:
-        hint = "No older checkpoint is complete"
-        if directory is None:
-            hint = "Choose another checkpoint"
-        elif (older := _newest_complete(list_checkpoints(directory)[:-1], hooks.alive)) is not None:
-            hint = f"To resume from the newest complete one: --resume {older}"
+        hint = "No older checkpoint is complete" if directory else "Choose another checkpoint"
+        for older in reversed(list_checkpoints(directory)[:-1] if directory else []):
+            with suppress(CheckpointError):
+                Checkpoint.open(older, progress=hooks.alive)
+                hint = f"To resume from the newest complete one: --resume {older}"
+                break
         raise CheckpointError(path, f"this checkpoint is damaged: {problems[0]}", hint)
     assert checkpoint is not None
     return checkpoint
-
-
-def _newest_complete(paths: list[Path], progress: Progress) -> Path | None:
-    for path in reversed(paths):
-        with suppress(CheckpointError):
-            return Checkpoint.open(path, progress=progress).path
-    return None
 
 
 def _check_data(checkpoint: Checkpoint, run: RunIdentity) -> None:

@@ -29,17 +29,15 @@ from megasparse.system import sync_folder
 from megasparse.training.checkpoints.bucket import Uploads
 from megasparse.training.checkpoints.checkpoint import StateOwner
 from megasparse.training.checkpoints.manifest import (
-    FORMAT,
     MANIFEST,
     TEMPORARY,
     RunIdentity,
+    build_manifest,
     differences,
     find_newest,
     list_checkpoints,
     read_manifest,
     seal,
-    versions,
-    wrong_pieces,
 )
 from megasparse.training.checkpoints.rank_file import RankFile, durable, free_bytes, make_folder
 from megasparse.training.ranks import Ranks, RunHooks
@@ -186,7 +184,9 @@ class Saver:
 
     def _publish(self, save: "_Save", parts: list[dict[str, Any]]) -> None:
         """Write the manifest of a checkpoint and rename it to its final name."""
-        text = seal(self._manifest(save, parts)).encode()
+        progress = {"step": save.step, "sequences": save.sequences, "state": save.state}
+        progress |= {"optimizer_steps": save.optimizer_steps, "world_size": self.ranks.world_size}
+        text = seal(build_manifest(self.run, parts, **progress)).encode()
         with durable(save.temporary / MANIFEST, len(text)) as file:
             file.write(text)
         sync_folder(save.temporary)
@@ -244,30 +244,6 @@ class Saver:
         if self.config.checkpoint.on_failure == "stop":
             raise error
         self.ranks.say(f'warning: no checkpoint was saved (checkpoint.on_failure="continue"): {error}')
-
-    def _manifest(self, save: "_Save", parts: list[dict[str, Any]]) -> dict[str, Any]:
-        tensors: dict[str, dict[str, Any]] = {}
-        for part in parts:
-            for kind, name, shape, piece in part["pieces"]:
-                entry = tensors.setdefault(kind, {}).setdefault(name, {"shape": shape, "pieces": []})
-                entry["pieces"].append({"file": part["file"], **piece})
-        manifest = {
-            "format": FORMAT,
-            "step": save.step,
-            "sequences": save.sequences,
-            "state": save.state,
-            "optimizer_steps": save.optimizer_steps,
-            "world_size": self.ranks.world_size,
-            "config": json.loads(self.config.model_dump_json()),
-            "data_fingerprint": self.run.data_fingerprint,
-            "base": self.run.base,
-            "tokenizer": self.run.tokenizer,
-            "versions": versions(),
-            "files": {part["file"]: {"bytes": part["bytes"], "sha256": part["sha256"]} for part in parts},
-            "tensors": tensors,
-        }
-        assert (problem := wrong_pieces(manifest)) is None, problem
-        return manifest
 
 
 class _Save:
