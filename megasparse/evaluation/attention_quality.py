@@ -35,9 +35,9 @@ def attention_quality(engine: Engine, index: Index, config: Config) -> Callable[
     """Return a function that measures attention on the first tokens of the validation split, or on the first sequence
     of an encoder–decoder. All ranks call it and return the same result.
 
-        For each kind of attention except full it returns the means over layers and heads of `measure`,
-        quality/KIND/output_error and so on, and for the first layer quality/KIND/maps, a picture. With sequence
-        parallelism each rank measures its heads if the number of ranks divides the window, and otherwise all heads.
+    For each kind of attention except full it returns the means over layers and heads of `measure`,
+    quality/KIND/output_error and so on, and for the first layer quality/KIND/maps, a picture. With sequence parallelism
+    each rank measures its heads if the number of ranks divides the window, and otherwise all heads.
     """
     stream = EvaluationStream(index, "validation")
     longest = WINDOW if config.model.source is None else config.data.sequence_length
@@ -84,10 +84,9 @@ def measure(call: Call, exact: Tensor, weights: Tensor) -> dict[str, float]:
     """Compare a layer's attention with full attention of the same queries and keys, as means over heads and queries.
 
     exact, weights: matrices of full attention and of the layer's attention, (B, H, L, L). Returns output_error;
-        recall_top: fraction of the TOP largest exact weights among the TOP largest of `weights`; utility: exact
-        attention on visible pairs (LHA Eq. 5); utility_bound: the largest utility for this number of keys per
-        query; utility_floor: that of random keys; and for bucketed attention bucket_ratio, bucket_size and
-        bucket_largest, see `Imbalance`.
+    recall_top: fraction of the TOP largest exact weights among the TOP largest of `weights`; utility: exact attention
+    on visible pairs (LHA Eq. 5); utility_bound: the largest utility for this number of keys per query; utility_floor:
+    that of random keys; and for bucketed attention bucket_ratio, bucket_size and bucket_largest, see `Imbalance`.
     """
     visible = weights != 0
     keys = visible.sum(-1)
@@ -160,9 +159,9 @@ def relative_error(out: Tensor, exact: Tensor) -> Tensor:
 class Imbalance(NamedTuple):
     """Imbalance of buckets, tensors (B, H).
 
-    ratio: fraction of non-empty buckets with more than twice as many queries as keys, or the reverse. size:
-        fraction of buckets with more than twice or less than half the mean number of queries and keys. largest:
-        fraction of all queries and keys in the largest bucket.
+    ratio: fraction of non-empty buckets with more than twice as many queries as keys, or the reverse. size: fraction of
+    buckets with more than twice or less than half the mean number of queries and keys. largest: fraction of all queries
+    and keys in the largest bucket.
     """
 
     ratio: Tensor

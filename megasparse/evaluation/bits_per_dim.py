@@ -108,9 +108,9 @@ def score(
     Ranks divide the windows and run the model equally often, as ZeRO-3 requires. With sequence parallelism, every
     scorer of a group gets the whole window and returns its part of the sums.
 
-    scorer: see `of_model` and `of_engine`. seed: of the random draws (hash rotations, an encoder's masks). rounds:
-        hash rounds instead of the configured ones. batch: windows per forward pass. Raises ConfigError for an
-        invalid stride or limit, UserError if the model's nats are not finite.
+    scorer: see `of_model` and `of_engine`. seed: of the random draws (hash rotations, an encoder's masks). rounds: hash
+    rounds instead of the configured ones. batch: windows per forward pass. Raises ConfigError for an invalid stride or
+    limit, UserError if the model's nats are not finite.
     """
     ranks = ranks or Ranks()
     if limit is not None and limit < 1:

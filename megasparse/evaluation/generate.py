@@ -130,10 +130,10 @@ def continuations(
 ) -> Iterator[list[int]]:
     """Yield `tokens` times a list with the next token id of each prompt.
 
-    model: provides new_cache(batch, seed), prefill((B, n) tokens, cache) and decode((B,) tokens, cache), which
-        return the next token's logits (B, V). prompts: (B, n) int64, on the model's device. hash_seed: of the
-        rotations, the run's. first_row: number of the first prompt, for its seed; samples do not depend on the
-        batch except for rounding. vocabulary, ends: see `restricted`.
+    model: provides new_cache(batch, seed), prefill((B, n) tokens, cache) and decode((B,) tokens, cache), which return
+    the next token's logits (B, V). prompts: (B, n) int64, on the model's device. hash_seed: of the rotations, the
+    run's. first_row: number of the first prompt, for its seed; samples do not depend on the batch except for rounding.
+    vocabulary, ends: see `restricted`.
     """
     generators = [sampling.generator(first_row + row) for row in range(len(prompts))]
     cache, texts = model.new_cache(len(prompts), hash_seed), prompts.tolist()

@@ -103,11 +103,10 @@ def held_out(
 ) -> HeldOut | None:
     """Build the evaluation during training; None if `evaluation.every` and `logging.attention_quality_every` are 0.
 
-    It returns the results due at a step: those of `attention_quality`; "evaluation/loss" (nats per scored token)
-        and "evaluation/accuracy"; for decoders "evaluation/bits_per_dim" and, if configured, "evaluation/sample", a
-        text or for pixels an image (s, s, 3) uint8. It raises StopWanted on all ranks if `hooks` request a stop.
-        Raises DataError if the data lacks a validation split, ConfigError if a sample is configured for pixels that
-        do not form images.
+    It returns the results due at a step: those of `attention_quality`; "evaluation/loss" (nats per scored token) and
+    "evaluation/accuracy"; for decoders "evaluation/bits_per_dim" and, if configured, "evaluation/sample", a text or for
+    pixels an image (s, s, 3) uint8. It raises StopWanted on all ranks if `hooks` request a stop. Raises DataError if
+    the data lacks a validation split, ConfigError if a sample is configured for pixels that do not form images.
     """
     wants_quality = config.logging.attention_quality_every > 0
     if not config.evaluation.every and not wants_quality:

@@ -40,8 +40,8 @@ def restore(directory: str | Path, overrides: Sequence[str] = ()) -> tuple[Model
     """Load a checkpoint's model in the precision and on the device of its run, on every rank. Several ranks use
     `parallel.sequence` of the configuration; a single rank processes whole sequences.
 
-        directory: a checkpoint, or a run's folder (its newest checkpoint). overrides: changes of its configuration as
-            `section.key=value`. Raises CheckpointError and ConfigError.
+    directory: a checkpoint, or a run's folder (its newest checkpoint). overrides: changes of its configuration as
+    `section.key=value`. Raises CheckpointError and ConfigError.
     """
     checkpoint = open_newest(Path(directory), build=empty_model)
     values, alone = checkpoint.config.model_dump(mode="json"), rank_variable("WORLD_SIZE", 1) == 1

@@ -42,7 +42,7 @@ class MegasparseConfig(PretrainedConfig):
     """Configuration of an exported model.
 
     model: the `model` section of the run's configuration. seed: of its hashes. tokenizer: `bytes`, `pixels`, or the
-        name of the tokenizer whose file is in the folder.
+    name of the tokenizer whose file is in the folder.
     """
 
     model_type = "megasparse"
@@ -302,9 +302,9 @@ class MegasparseForCausalLM(MegasparseWriter):
     ) -> CausalLMOutputWithPast:
         """Predict the next tokens.
 
-        labels: (B, n), a copy of the input with -100 for ignored tokens; the first one is not used (set it to
-            -100 after left padding). past_key_values: returned by an earlier call; input_ids are then the
-            tokens after it. logits_to_keep: number of last positions; 0 keeps all.
+        labels: (B, n), a copy of the input with -100 for ignored tokens; the first one is not used (set it to -100
+        after left padding). past_key_values: returned by an earlier call; input_ids are then the tokens after it.
+        logits_to_keep: number of last positions; 0 keeps all.
         """
         past_key_values = kwargs.get("cache", past_key_values)  # its name since transformers 5.24
         if past_key_values is not None:
@@ -390,9 +390,9 @@ class MegasparseForSeq2SeqLM(MegasparseWriter):
     """An encoder–decoder. Logits at position t predict the target's token t. decoder_input_ids are the start token and
     the target without its last token.
 
-        Beam search is Hugging Face's: beams are ranked by log-probability / length**length_penalty, and beams cut off
-        by max_length are complete. megasparse's divides by ((5 + length)/6)**penalty and returns incomplete beams only
-        if none is complete. With length_penalty=0 and early_stopping=True the results are equal if beams end in time.
+    Beam search is Hugging Face's: beams are ranked by log-probability / length**length_penalty, and beams cut off by
+    max_length are complete. megasparse's divides by ((5 + length)/6)**penalty and returns incomplete beams only if none
+    is complete. With length_penalty=0 and early_stopping=True the results are equal if beams end in time.
     """
 
     kinds = ("encoder_decoder",)
@@ -428,11 +428,11 @@ class MegasparseForSeq2SeqLM(MegasparseWriter):
     ) -> Seq2SeqLMOutput:
         """Predict the target's tokens. The loss is the mean nats per label, in training with label smoothing.
 
-        labels: (B, n), targets with their end token; -100 and the padding token are ignored.
-            num_items_in_batch: divisor of the loss, by default the number of labels. encoder_outputs: result of
-            `get_encoder`, instead of input_ids; the loss then excludes the encoder's auxiliary losses.
-            decoder_attention_mask: right padding. past_key_values: of an earlier call; decoder_input_ids are
-            then the tokens after it. logits_to_keep: as in a decoder.
+        labels: (B, n), targets with their end token; -100 and the padding token are ignored. num_items_in_batch:
+        divisor of the loss, by default the number of labels. encoder_outputs: result of `get_encoder`, instead of
+        input_ids; the loss then excludes the encoder's auxiliary losses. decoder_attention_mask: right padding.
+        past_key_values: of an earlier call; decoder_input_ids are then the tokens after it. logits_to_keep: as in a
+        decoder.
         """
         if decoder_input_ids is None:
             if labels is None:

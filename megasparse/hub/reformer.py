@@ -71,22 +71,21 @@ class ReformerFormat(Format):
     """Format of the Reformer. Parameters are copied exactly, except for the following.
 
     Start: a megasparse decoder predicts token t from the tokens before it, and the first one from a start vector.
-        Hugging Face's input is therefore [BOS, token 0, token 1, ...], its logits at t predict token t, and the
-        embedding of BOS is the start vector. If that equals the embedding of a token, the token is BOS. Otherwise
-        BOS is an extra token with id V; on import it is recognised by its row of the LM head, 0, and its bias,
-        `NEVER`. Its logit is meaningless, and `suppress_tokens` excludes it from generation. A Hugging Face model
-        without a `bos_token_id` starts with its `pad_token_id`, as the published ones were trained.
+    Hugging Face's input is therefore [BOS, token 0, token 1, ...], its logits at t predict token t, and the embedding
+    of BOS is the start vector. If that equals the embedding of a token, the token is BOS. Otherwise BOS is an extra
+    token with id V; on import it is recognised by its row of the LM head, 0, and its bias, `NEVER`. Its logit is
+    meaningless, and `suppress_tokens` excludes it from generation. A Hugging Face model without a `bos_token_id` starts
+    with its `pad_token_id`, as the published ones were trained.
 
     Bias of the LM head: `model.output_bias`; omitted if it is zero. transformers 5 stores it but does not add it.
-        transformers 4, which the published models were made with, adds it, and so does megasparse.
+    transformers 4, which the published models were made with, adds it, and so does megasparse.
 
     Positions: sinusoidal ones, or none, are exported as a table, and recognised by its values on import.
 
-    Not supported by Hugging Face: blocks that are not reversible, attention other than `local` and `lsh` with
-        window = "chunk", same_bucket = false and count_rounds = false, and tied embeddings (its head reads both
-        streams). Not supported by megasparse: encoders (their local attention wraps around the sequence), other
-        numbers of chunks, other activations. Dropout of attention weights, training hash rounds and tiles are not
-        converted.
+    Not supported by Hugging Face: blocks that are not reversible, attention other than `local` and `lsh` with window =
+    "chunk", same_bucket = false and count_rounds = false, and tied embeddings (its head reads both streams). Not
+    supported by megasparse: encoders (their local attention wraps around the sequence), other numbers of chunks, other
+    activations. Dropout of attention weights, training hash rounds and tiles are not converted.
 
     LSH layers: `note` names two differences, which `reformer_logits` removes for the comparison.
     """

@@ -134,9 +134,9 @@ def load_stored(loader: Any, folder: str | Path, new_head: bool = False, **setti
     """Load the model of a folder by a class of transformers, or of megasparse with the same interface, without the
     replacement of its attention.
 
-        transformers completes a folder that lacks weights with random ones, ignores tensors that it does not know, and
-            does not tie weights that differ: such folders raise HubError. new_head: accept that the folder lacks
-            weights outside the base model, and its pooler. settings: arguments of from_pretrained.
+    transformers completes a folder that lacks weights with random ones, ignores tensors that it does not know, and does
+    not tie weights that differ: such folders raise HubError. new_head: accept that the folder lacks weights outside the
+    base model, and its pooler. settings: arguments of from_pretrained.
     """
     from transformers.utils import logging
 

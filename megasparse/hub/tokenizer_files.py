@@ -36,12 +36,12 @@ def tokenizer_files(config: Config, longest: int, room: int | None = None) -> Fi
     """Return the files that AutoTokenizer reads, and the tokenizer's own file; {} for pixels. For sentencepiece models
     that tokenizer.json cannot express exactly, only the own file.
 
-        Texts get the same ids, except that an encoder's tokenizer recognises special tokens by name, and a Hugging Face
-        tokenizer adds the tokens that its tokenizer.json specifies. An encoder–decoder's adds only the separator after
-        every text, as in its data.
+    Texts get the same ids, except that an encoder's tokenizer recognises special tokens by name, and a Hugging Face
+    tokenizer adds the tokens that its tokenizer.json specifies. An encoder–decoder's adds only the separator after
+    every text, as in its data.
 
-        longest: the model's maximum input in tokens. room: upper bound of a padding id of bytes; None if any unused id
-            will do, because the model never reads it.
+    longest: the model's maximum input in tokens. room: upper bound of a padding id of bytes; None if any unused id will
+    do, because the model never reads it.
     """
     tokenizer = build_tokenizer(config.data.tokenizer)
     model = config.model
@@ -226,8 +226,8 @@ def of_unigram(model: bytes) -> dict[str, Any] | None:
     """Return the content for SentencePieceTokenizer if the model is a unigram with scores on the GRID. None for others,
     which tokenizer.json cannot express exactly: bpe, and scores that it would round.
 
-        Pieces are written as their bytes, so that U+2581 in a text is not a space, and a name like `<0x0A>` not a byte.
-        Only bytes that are not known characters are tokens.
+    Pieces are written as their bytes, so that U+2581 in a text is not a space, and a name like `<0x0A>` not a byte.
+    Only bytes that are not known characters are tokens.
     """
     from sentencepiece.sentencepiece_model_pb2 import ModelProto  # type: ignore[attr-defined]
 

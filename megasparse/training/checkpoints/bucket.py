@@ -231,8 +231,8 @@ def fetch_newest(config: RunSettings, directory: Path, ranks: Ranks, hooks: RunH
     """Download the bucket's newest checkpoint into `directory` if it is newer, and the run's best one. All ranks call
     it.
 
-        resume: see `find_start`. Raises the errors of Bucket, on every rank, and CheckpointError if the bucket's newest
-            checkpoint is later than the step of `resume`, because resuming from an older step would fork the run.
+    resume: see `find_start`. Raises the errors of Bucket, on every rank, and CheckpointError if the bucket's newest
+    checkpoint is later than the step of `resume`, because resuming from an older step would fork the run.
     """
 
     def get() -> None:

@@ -45,7 +45,7 @@ class Fragment:
     """A flat piece of a tensor, in the memory that stores it.
 
     kind: `weight`, or the name of an optimizer state. name: of the parameter or buffer. shape: of the whole tensor.
-        start: first element of the piece in the flattened tensor. memory: the piece, flat, fp32.
+    start: first element of the piece in the flattened tensor. memory: the piece, flat, fp32.
     """
 
     kind: str
@@ -90,12 +90,11 @@ class Checkpoint:
         """Open and verify a checkpoint. Raises CheckpointError, which names the first file that is missing, changed,
         unexpected or of the wrong size.
 
-                The order is: the manifest's own digest, sizes and headers of files, the configuration, digests of
-                    files, so that a forged checkpoint fails before terabytes are hashed. Ranks that open it together
-                    share the digests.
+        The order is: the manifest's own digest, sizes and headers of files, the configuration, digests of files, so
+        that a forged checkpoint fails before terabytes are hashed. Ranks that open it together share the digests.
 
-                progress: called for every MB. build: builds the pretrained model to load, on the meta device; its
-                    weights must be those in the manifest. A checkpoint of adapters is then opened merged.
+        progress: called for every MB. build: builds the pretrained model to load, on the meta device; its weights must
+        be those in the manifest. A checkpoint of adapters is then opened merged.
         """
         path = Path(path)
         manifest = read_manifest(path)

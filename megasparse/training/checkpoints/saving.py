@@ -50,7 +50,7 @@ class Saver:
     """Writer of a run's checkpoints. It keeps the newest `checkpoint.keep` and the best one.
 
     hooks: called for every block that is written, and when this rank's part is complete. best: step of the best
-        checkpoint. saved: step of the newest one.
+    checkpoint. saved: step of the newest one.
     """
 
     run: RunIdentity
@@ -70,13 +70,12 @@ class Saver:
     def save(self, engine: StateOwner, step: int, sequences: int, state: dict[str, Any]) -> Path | None:
         """Write the checkpoint of `step`. All ranks call it, and all get its path.
 
-        With `checkpoint.asynchronous`, first finish the previous save, then return None as soon as the state is
-        copied; `finish` completes the save. Errors are raised on every rank, and the attempt is deleted.
+        With `checkpoint.asynchronous`, first finish the previous save, then return None as soon as the state is copied;
+        `finish` completes the save. Errors are raised on every rank, and the attempt is deleted.
 
         sequences: position in the data. state: JSON, the same on every rank; see `Checkpoint.state`. Raises
-            StorageError if a rank could not write (with `checkpoint.on_failure` "continue", prints a warning
-            and returns None), TrainingError if a number is not finite, CheckpointError if the ranks disagree on
-            the arguments.
+        StorageError if a rank could not write (with `checkpoint.on_failure` "continue", prints a warning and returns
+        None), TrainingError if a number is not finite, CheckpointError if the ranks disagree on the arguments.
         """
         self.finish()
         try:

@@ -78,8 +78,8 @@ class Engine(ABC):
         call it. All scored tokens of the global batch are weighted equally. If any rank's loss or gradient is not
         finite, no rank updates.
 
-                micro_batches: this rank's, or its parts of shared ones; of equal size on all ranks. step: from 1.
-                    progress: called before every forward and backward pass.
+        micro_batches: this rank's, or its parts of shared ones; of equal size on all ranks. step: from 1. progress:
+        called before every forward and backward pass.
         """
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
