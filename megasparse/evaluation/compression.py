@@ -223,8 +223,7 @@ def unpack(path: Path, raw: bytes, digest: bytes, vocabulary: int) -> tuple[Code
     model.
     """
     if raw[: len(MAGIC)] != MAGIC:
-        problem = "this file was not written by megasparse compress of this version"
-        raise DataError(path, problem, "Give a compressed file")
+        raise DataError(path, "this file was not written by megasparse compress", "Give a compressed file")
     head = len(MAGIC) + DIGEST + 4
     if (made_with := raw[len(MAGIC) : len(MAGIC) + DIGEST]) != digest:
         problem = f"compressed with another model (digest {made_with.hex()}, not {digest.hex()})"

@@ -204,8 +204,7 @@ def check_beams(beams: int, alpha: float) -> None:
     if beams < 1:
         raise ConfigError("--beams", f"{beams} is less than 1", "Give 1 (greedy search) or more")
     if not 0.0 <= alpha < math.inf:
-        problem = f"{alpha} is not a number >= 0"
-        raise ConfigError("--length-penalty", problem, "0 disables it, 0.6 is usual, more prefers longer texts")
+        raise ConfigError("--length-penalty", f"{alpha} is not a number >= 0", "0 disables it, 0.6 is usual")
 
 
 def length_penalty(length: int, alpha: float) -> float:

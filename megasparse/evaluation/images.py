@@ -159,8 +159,7 @@ def open_output(directory: str | None) -> Path:
         path.mkdir(parents=True, exist_ok=True)
         occupied = any(path.iterdir())
     except OSError as error:
-        problem = f"{path} cannot be created or read ({error.strerror})"
-        raise ConfigError("--output", problem, "Give a writable folder") from None
+        raise ConfigError("--output", f"{path} cannot be created or read ({error.strerror})", "Give another") from None
     if occupied:
         raise ConfigError("--output", f"{path} is not empty", "Give a new or an empty folder")
     return path

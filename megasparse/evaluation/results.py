@@ -118,8 +118,7 @@ def protocol_of(
     """
     length, section = config.evaluation_length, index.split(split)
     if index.record is not None and stride not in (None, length):
-        problem = f"{stride} tokens would start windows inside the data's records of {index.record} tokens"
-        raise ConfigError("--stride", problem, "Remove it")
+        raise ConfigError("--stride", f"{stride} starts windows inside records of {index.record} tokens", "Remove it")
     source = index.file.source
     return Protocol(
         split=split,

@@ -72,8 +72,7 @@ def texts(
     ConfigError for an unsupported request, before any text is generated.
     """
     if tokenizer.name == "pixels":
-        hint = "Use --images N or --complete IMAGE, and --output DIR"
-        raise ConfigError("--checkpoint", "the model predicts pixels, not text", hint)
+        raise ConfigError("--checkpoint", "the model predicts pixels, not text", "Use --images or --complete")
     request.sampling.check()
     check_beams(1 if request.beams is None else request.beams, request.length_penalty)
     for name, value in (asdict(request.sampling) | {"length_penalty": request.length_penalty}).items():
@@ -98,8 +97,7 @@ def texts(
             raise ConfigError("--source", "a decoder does not read a source", "Give a --prompt to continue instead")
         return [writer.text(model, prompt.to(device))]
     if not sources:
-        problem = "it is missing, but an encoder-decoder needs a source"
-        raise ConfigError("--source", problem, "Give --source TEXT or --source-file FILE")
+        raise ConfigError("--source", "it is missing, but an encoder-decoder needs a source", "Give --source TEXT")
     read = [_source(text, number, config, tokenizer) for number, text in enumerate(sources, 1)]
     return writer.of_sources(model, read, prompt.to(device), config.model.padding_token)
 

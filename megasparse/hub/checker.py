@@ -205,13 +205,11 @@ def load_model(folder: Path) -> Any:
     except (OSError, ValueError, AttributeError):
         raise HubError(folder, "config.json cannot be read", "Give the folder of a model") from None
     if not names or not names[0].endswith(("ForCausalLM", "LMHeadModel", "ModelWithLMHead")):
-        problem = f"config.json specifies the architecture {(names or [None])[0]}"
-        raise HubError(folder, problem, "Give a causal language model")
+        raise HubError(folder, f"is of the architecture {names and names[0]}", "Give a causal language model")
     try:
         loader = hf_class(names[0])
     except AttributeError:
-        problem = f"config.json specifies the architecture {names[0]}, which transformers lacks"
-        raise HubError(folder, problem, "Give a model of transformers") from None
+        raise HubError(folder, f"transformers lacks its architecture {names[0]}", "Give another model") from None
     return load_whole(loader, folder, dtype=torch.float32)
 
 

@@ -143,8 +143,7 @@ def unpack_gguf(path: Path) -> TemporaryDirectory[str]:
         problem = f"transformers cannot load it ({' '.join(str(error).split())})"
         raise HubError(path, problem, "Use a GGUF file that transformers can load") from None
     for name, shape, expected in sorted(info["mismatched_keys"]):
-        problem = f"{name} has shape {list(shape)}, but {list(expected)} by its metadata"
-        raise HubError(path, problem, "Use a complete GGUF file")
+        raise HubError(path, f"{name} has shape {list(shape)}, but {list(expected)} by its metadata", FOLDER)
     if lost := sorted(info["missing_keys"]):
         raise HubError(path, f"transformers finds no {lost[0]} in it", FOLDER)
     folder = TemporaryDirectory()
@@ -166,8 +165,7 @@ def config_of(path: Path, header: Header) -> dict[str, Any]:
         hint = "Merge the parts with llama.cpp: llama-gguf-split --merge FIRST_PART WHOLE.gguf"
         raise HubError(path, "is one part of a model in several files", hint)
     if name not in KEYS:
-        problem = f"its architecture is {one_line(str(name), 60)!r}, which cannot be imported"
-        raise HubError(path, problem, f"Use a GGUF file of {', '.join(KEYS)}")
+        raise HubError(path, f"its architecture is {one_line(str(name), 60)!r}", f"Use one of {', '.join(KEYS)}")
     prefix = f"{name}."
     left = {key.removeprefix(prefix): x for key, x in header.values.items() if key.startswith(prefix)}
     for key, value in left.items():

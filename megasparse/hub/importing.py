@@ -161,8 +161,7 @@ class HFModel:
             return our_logits(ours, tokens, seed), self.format.logits(theirs, tokens, seed)
 
         if difference := disagreement(map(logits, range(DRAWS_COMPARED))):
-            problem = f"megasparse's logits differ from its logits by {difference:.2g}"
-            raise HubError(self.source, problem, "Report it, with the model's config.json")
+            raise HubError(self.source, f"megasparse's logits differ from its logits by {difference:.2g}", "Report it")
         return length
 
 
@@ -292,8 +291,7 @@ class _Unread:
     def memory(self) -> Tensor:
         value = self._read()
         if tuple(value.shape) != self.shape:
-            problem = f"has shape {list(value.shape)}, but {list(self.shape)} in the model"
-            raise HubError(self.name, problem, OWN_CONFIG)
+            raise HubError(self.name, f"has shape {list(value.shape)}, but {list(self.shape)} in the model", OWN_CONFIG)
         if not value.isfinite().all():
             raise HubError(self.name, "contains a number that is not finite", "Use an undamaged model")
         return value.detach().to(torch.float32).contiguous().view(-1)

@@ -89,8 +89,7 @@ class MegasparseFormat(Format):
             if isinstance(error, ValidationError):
                 first = error.errors()[0]
                 reason = f"model.{'.'.join(map(str, first['loc']))}: {first['msg']}"
-            problem = f"this version of megasparse cannot read its config.json ({reason})"
-            raise HubError(tensors.path, problem, "Use the version that wrote it") from None
+            raise HubError(tensors.path, f"config.json of another version ({reason})", "Use that version") from None
         check_model(model)
         expected = shapes(model)
         tensors.check({PREFIX + name: shape for name, shape in expected.items()})

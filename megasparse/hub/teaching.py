@@ -180,8 +180,7 @@ class Teacher:
         except (SafetensorError, OSError, ValueError, LookupError, TypeError, OverflowError, RecursionError) as error:
             raise HubError(path, f"is damaged, or its state ({error})", f"Remove {folder} to start again") from None
         if course != identity:
-            hint = f"Use the same model, texts, length, passes and seed, or remove {folder}"
-            raise HubError(path, "belongs to another training", hint)
+            raise HubError(path, "belongs to another training", f"Use the same arguments, or remove {folder}")
         tensors = dict(self._state())
         if {name: x.shape for name, x in stored.items()} != {name: x.shape for name, x in tensors.items()}:
             raise HubError(state, "does not fit this model's mechanisms", f"Remove {folder} to start again")

@@ -165,8 +165,7 @@ def load_stored(loader: Any, folder: str | Path, new_head: bool = False, **setti
     for name, shape, expected in sorted(info["mismatched_keys"]):
         if new_head and replaceable(name) and settings.get("ignore_mismatched_sizes"):
             continue
-        problem = f"{name} has shape {list(shape)}, but {list(expected)} by its config.json"
-        raise HubError(folder, problem, OWN_CONFIG)
+        raise HubError(folder, f"{name} has shape {list(shape)}, but {list(expected)} by its config.json", OWN_CONFIG)
     if missing := sorted(name for name in info["missing_keys"] if not (new_head and replaceable(name))):
         raise HubError(folder, f"contains no tensor {missing[0]}", OWN_CONFIG)
     if unknown := sorted(name for name in info["unexpected_keys"] if not known(name)):
@@ -254,8 +253,7 @@ def appearing(output: Path) -> Iterator[Path]:
         temporary.rename(output)
         sync_folder(output.parent)
     except OSError as error:
-        problem = f"cannot be written ({error.strerror or error})"
-        raise HubError(output, problem, "Free some space, or choose another folder") from None
+        raise HubError(output, f"cannot be written ({error.strerror or error})", "Choose another folder") from None
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 

@@ -169,8 +169,7 @@ def start_ranks(run: RunConfig, sequence: int = 1) -> Ranks:
         problem = f"{sequence} ranks per sequence do not divide the world size {world_size}"
         raise ConfigError("parallel.sequence", problem, "Start a multiple of it, or set it to a divisor")
     if run.engine == "torch" and world_size > 1:
-        problem = f'"torch" supports one process, but {world_size} were started'
-        raise ConfigError("run.engine", problem, 'Set run.engine="deepspeed"')
+        raise ConfigError("run.engine", f'"torch" supports one process, not {world_size}', 'Set run.engine="deepspeed"')
     device = _choose_device(run)
     if device.type == "cpu":
         os.environ["DS_ACCELERATOR"] = "cpu"

@@ -1,7 +1,7 @@
 """Checkpoint format, and opening of checkpoints that may be damaged. saving.py writes them.
 
     RUN/checkpoints/00000500/manifest.json           step, data position, state of the loop, configuration, digests,
-    file and offset of each tensor
+                                                     file and offset of each tensor
     RUN/checkpoints/00000500/rank-00000.safetensors  flat fp32 pieces of weights and optimizer state, of rank 0
     RUN/checkpoints/latest                           for people only: checkpoints are found by their folders
 
@@ -151,8 +151,7 @@ class Checkpoint:
         """
         settings = self.settings
         if not isinstance(settings, Config):
-            hint = "Use megasparse evaluate --task, or megasparse predict"
-            raise CheckpointError(self.path, "belongs to a fine-tuned model", hint)
+            raise CheckpointError(self.path, "belongs to a fine-tuned model", "Use predict, or evaluate --task")
         run, data = self.path.absolute().parents[1], settings.data
         changes = {"tokenizer": tokenizer_copy(data.tokenizer, run)}
         if Path(data.path) == Path(settings.run.directory, "data") and (run / "data").is_dir():

@@ -124,7 +124,7 @@ def parse_manifest(content: bytes, file: Path | str) -> dict[str, Any]:
         raise CheckpointError(file, "changed since it was written (sha256 differs)", RESTORE)
     if manifest.get("format") != FORMAT:
         problem = f"format {manifest.get('format')}, this version of megasparse reads {FORMAT}"
-        raise CheckpointError(file, problem, "Use the version of megasparse that wrote it")
+        raise CheckpointError(file, problem, "Use the version that wrote it")
     try:
         _FIELDS.validate_python(manifest, strict=True)
         invalid = _wrong_pieces(manifest)

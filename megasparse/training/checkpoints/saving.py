@@ -153,8 +153,7 @@ class Saver:
         )
         save.temporary = self.directory / reports[0]["name"]
         if unlike := differences([report["arguments"] for report in reports]):
-            problem = f"the ranks disagree on the checkpoint, and nothing was saved: {unlike}"
-            raise CheckpointError(self.directory, problem, UNTOUCHED)
+            raise CheckpointError(self.directory, f"the ranks disagree on the checkpoint: {unlike}", UNTOUCHED)
         self._refuse(save, [report["problem"] for report in reports])
         save.bytes, free = sum(report["room"][0] for report in reports), reports[0]["room"][1]
         if save.bytes > free:

@@ -115,8 +115,7 @@ class Tracker(AbstractContextManager["Tracker"]):
         self._metrics = JsonLines(directory / "metrics.jsonl", self.say, start_step)
         self._events = JsonLines(directory / "events.jsonl", self.say)
         if sink is not None and importlib.util.find_spec(sink) is None:
-            hint = f"Install it with pip install -e '.[{sink}]', or use null"
-            raise ConfigError("logging.sink", f'"{sink}" is not installed', hint)
+            raise ConfigError("logging.sink", f'"{sink}" is not installed', f"pip install -e '.[{sink}]', or use null")
         for name in filter(None, ("TensorBoard", sink)):
             arguments = directory, start_step + 1, config.model_dump(mode="json")
             if backend := self._guard(name, BACKENDS[name], *arguments):
@@ -172,8 +171,7 @@ class Tracker(AbstractContextManager["Tracker"]):
         except Exception as error:  # of any type: errors of background threads are raised by the next call
             self._backends.pop(name, None)
             reason = one_line(without_secrets(str(error)))  # MLflow's messages contain the URI with its password
-            hint = "metrics.jsonl contains all metrics"
-            self.say(f"{name} is switched off until the run is restarted ({reason}). {hint}")
+            self.say(f"{name} is switched off until the run is restarted ({reason}). metrics.jsonl is complete")
 
     def _show_progress(self, step: int, scalars: dict[str, float], is_due: bool) -> None:
         parts = [form.format(scalars[name], unit=self._unit) for name, form in SHOWN.items() if name in scalars]
