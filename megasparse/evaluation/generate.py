@@ -35,7 +35,6 @@ class Sampling:
     """Seed of row 0; other rows use a seed derived from (seed, row)."""
 
     def check(self) -> None:
-        """Raise ConfigError for settings out of range."""
         for name, valid, interval, hint in (
             ("temperature", 0.0 <= self.temperature < math.inf, "is not a number >= 0", "0 is greedy"),
             ("top_p", 0.0 < self.top_p <= 1.0, "is not in (0, 1]", "1 samples from all tokens"),
@@ -69,7 +68,6 @@ def shared_decoder(decoder: Any, ranks: Ranks) -> Any:
 
 
 def check_length(prompt: int, tokens: int, max_length: int) -> None:
-    """Raise ConfigError unless `tokens` tokens fit after a prompt of `prompt` tokens."""
     if tokens < 0:
         raise ConfigError("--tokens", f"{tokens} is negative", "Give 0 or more")
     if prompt + tokens > max_length:
@@ -91,8 +89,7 @@ def end_tokens(config: Config, tokenizer: Tokenizer) -> frozenset[int]:
             raise ConfigError(str(settings), "cannot be read as a JSON object of at most 1 MiB", "Restore it") from None
         ids = [] if value is None else value if isinstance(value, list) else [value]
         if not all(type(token) is int and 0 <= token < config.model.vocabulary for token in ids):
-            problem = f"eos_token_id = {show(value)} is not an id, or a list of ids"
-            raise ConfigError(str(settings), problem, f"Restore it, with ids below {config.model.vocabulary}")
+            raise ConfigError(str(settings), f"eos_token_id = {show(value)} is not an id, nor a list", "Restore it")
     return frozenset(ids) | (set() if separator is None else {separator})
 
 

@@ -53,7 +53,6 @@ GREY = "#808890"
 
 
 def new_figure(columns: int) -> tuple[Any, list[Any]]:
-    """Return a matplotlib figure with a row of axes."""
     from matplotlib.figure import Figure  # takes a second to import
 
     figure = Figure(figsize=(8.2, 3.1), layout="constrained")
@@ -90,6 +89,5 @@ def draw_lengths(lengths: dict[str, Any], path: Path) -> None:
 
 
 def _size(number: int) -> str:
-    """Return a power of two with Ki, Mi or Gi."""
     power = min((number.bit_length() - 1) // 10, 3)
     return f"{number >> 10 * power}{('', 'Ki', 'Mi', 'Gi')[power]}"

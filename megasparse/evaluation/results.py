@@ -66,8 +66,7 @@ def trained_tokenizer(config: Config, checkpoint: Checkpoint) -> Tokenizer:
     identity = {"name": tokenizer.name, "sha256": tokenizer.sha256}
     if identity != trained:
         names = [f'"{x.get("name")}" (sha256 {x.get("sha256", "")[:12]}…)' for x in (identity, trained)]
-        problem = f"{names[0]}, but the checkpoint was trained with {names[1]}"
-        raise ConfigError("data.tokenizer", problem, "Set it to the tokenizer of the training")
+        raise ConfigError("data.tokenizer", f"{names[0]}, but the checkpoint's is {names[1]}", "Set it to the latter")
     return tokenizer
 
 
@@ -296,7 +295,7 @@ UNITS = {
 
 
 def decoder_summary(result: Mapping[str, Any]) -> str:
-    """Return the line that megasparse evaluate prints."""
+    """Return what megasparse evaluate prints."""
     protocol, values = result["protocol"], {name: result[name] for name in UNITS if result.get(name) is not None}
     if not protocol["lossless"]:  # predicting unknown words is cheap, so this cannot be compared with compressors
         values.pop("bits_per_byte", None)
@@ -366,7 +365,6 @@ def order_sums(encoder: Any, tokens: Tensor, rng: RngContext, skip: int = 0) -> 
 
 
 def prediction_summary(result: Mapping[str, Any]) -> str:
-    """Return the lines that megasparse evaluate prints."""
     protocol = result["protocol"]
     kind = "target" if "source_length" in protocol else "masked"
     head = f"{result['loss']:.4f} nats per {kind} token, perplexity {result['perplexity']:.3f}"

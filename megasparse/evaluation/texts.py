@@ -143,12 +143,12 @@ class _Writer:
 def _separator(tokenizer: Tokenizer, config: Config) -> int:
     """Return the token that ends a source and a target."""
     if tokenizer.special is None:
-        problem = f'"{tokenizer.name}" does not define special tokens'
-        raise ConfigError("data.tokenizer", problem, "Give the tokenizer of the training data")
+        raise ConfigError("data.tokenizer", f'"{tokenizer.name}" does not define special tokens', "Give another one")
     separator, vocabulary = tokenizer.special.separator, config.model.vocabulary
     if separator >= vocabulary:
-        problem = f"{vocabulary} does not include the token that ends a source ({separator})"
-        raise ConfigError("model.vocabulary", problem, "Train on pairs of texts that contain it")
+        raise ConfigError(
+            "model.vocabulary", f"{vocabulary} does not include the end token ({separator})", "Train on pairs"
+        )
     return separator
 
 

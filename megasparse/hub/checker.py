@@ -156,7 +156,6 @@ def _padding(model: Any, tokens: Tensor, whole: Tensor, left: bool = False) -> P
 
 
 def _batch(model: Any, tokens: Tensor, whole: Tensor) -> Pairs:
-    """Compute a row in a batch of other rows."""
     yield 0, _logits(model, tokens)[0], whole[0]
 
 
@@ -214,7 +213,6 @@ def load_model(folder: Path) -> Any:
 
 
 def load_tokenizer(folder: str | Path) -> Any:
-    """Load the tokenizer of a folder with transformers."""
     try:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except (OSError, ValueError, LookupError, TypeError, AttributeError, ImportError) as error:

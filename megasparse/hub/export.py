@@ -172,8 +172,7 @@ def measurements(checkpoint: Checkpoint, path: str | Path | None) -> list[dict[s
         elif path is not None and result is None:
             raise HubError(path, "is not a result of megasparse evaluate", "Use the file that its --json option wrote")
         elif path is not None:
-            problem = f"was measured at step {step} of {protocol.get('checkpoint')}"
-            raise HubError(path, problem, f"Evaluate {checkpoint.path}, or export that checkpoint")
+            raise HubError(path, f"was measured at step {step} of {protocol.get('checkpoint')}", "Export that one")
     return results
 
 

@@ -140,7 +140,7 @@ def not_ours(path: Path, key: str, value: Any, only: str) -> HubError:
 
 
 def check_only(config: Any, only: Mapping[str, Any], path: Path) -> None:
-    """Raise HubError naming `path` if the value of a key of config.json is not supported."""
+    """Raise HubError for a value of config.json that is not supported."""
     for key, expected in only.items():
         if (value := getattr(config, key, expected)) != expected:
             raise not_ours(path, key, value, repr(expected))
@@ -156,16 +156,13 @@ def read_configuration(name: str, values: dict[str, Any], path: Path) -> Any:
     from megasparse.hub.replace import ENTRY
 
     if ENTRY in values and name not in DECODERS:
-        problem = f"its attention was replaced ({ENTRY} in its config.json), which would be lost"
-        hint = "Use the original model, or train the model that megasparse.hub.load_replaced loads"
-        raise HubError(path, problem, hint)
+        raise HubError(path, f"its attention was replaced ({ENTRY}), which would be lost", "Use the original model")
     if values.get("model_type") != name:
         raise HubError(path, f"its model_type is {values.get('model_type')!r}", f"Use a model of type {name!r}")
     try:
         return CONFIG_MAPPING[name].from_dict(values)
     except (StrictDataclassError, TypeError, ValueError, LookupError) as error:
-        problem = f"is not a configuration of {name} ({' '.join(str(error).split())})"
-        raise HubError(path, problem, OWN_CONFIG) from None
+        raise HubError(path, f"is not a configuration of {name} ({' '.join(str(error).split())})", OWN_CONFIG) from None
 
 
 def model_of(section: dict[str, Any], path: Path) -> ModelConfig:
@@ -207,13 +204,13 @@ class Weight(NamedTuple):
     transposed: bool = False
 
     def read(self, tensors: TensorFile, stored: str, number: int) -> Tensor:
-        """Return the megasparse parameter `ours[number]`. stored: name of the tensor in the file."""
+        """Return the megasparse parameter `ours[number]`. stored: name in the file."""
         value = tensors.read(stored, self.shape)
         value = (value.T if self.transposed else value).chunk(len(self.ours))[number]
         return value.reshape(self.our_shape).contiguous()
 
     def write(self, weight: Callable[[str], Tensor]) -> Tensor:
-        """Return Hugging Face's parameter. weight: returns a megasparse parameter by name."""
+        """Return Hugging Face's parameter. weight: reads megasparse's."""
         if not self.ours:
             return torch.zeros(self.shape)
         value = torch.cat([weight(name) for name in self.ours])
@@ -330,7 +327,7 @@ def our_logits(model: Model, tokens: Tensor, seed: int) -> Tensor:
 
 
 def difference(ours: Tensor, theirs: Tensor) -> float:
-    """Return the largest difference between two models' logits; infinite if any is NaN."""
+    """Return the largest difference between logits; infinite for NaN."""
     assert ours.shape == theirs.shape, f"shapes {ours.shape} and {theirs.shape} differ"
     largest = float((ours.double() - theirs.double()).abs().max())
     return largest if largest < torch.inf else torch.inf

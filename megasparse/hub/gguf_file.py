@@ -140,8 +140,7 @@ def unpack_gguf(path: Path) -> TemporaryDirectory[str]:
         model, info = loaded
         tokenizer = transformers.AutoTokenizer.from_pretrained(path.parent, **source)
     except Exception as error:  # gguf raises errors of any type
-        problem = f"transformers cannot load it ({' '.join(str(error).split())})"
-        raise HubError(path, problem, "Use a GGUF file that transformers can load") from None
+        raise HubError(path, f"transformers cannot load it ({' '.join(str(error).split())})", FOLDER) from None
     for name, shape, expected in sorted(info["mismatched_keys"]):
         raise HubError(path, f"{name} has shape {list(shape)}, but {list(expected)} by its metadata", FOLDER)
     if lost := sorted(info["missing_keys"]):
@@ -162,8 +161,7 @@ def config_of(path: Path, header: Header) -> dict[str, Any]:
     """
     name = header.values.get("general.architecture")
     if header.values.get("split.count", 1) != 1 or PART.search(path.name):
-        hint = "Merge the parts with llama.cpp: llama-gguf-split --merge FIRST_PART WHOLE.gguf"
-        raise HubError(path, "is one part of a model in several files", hint)
+        raise HubError(path, "is one part of a model in several files", "Merge them: llama-gguf-split --merge")
     if name not in KEYS:
         raise HubError(path, f"its architecture is {one_line(str(name), 60)!r}", f"Use one of {', '.join(KEYS)}")
     prefix = f"{name}."

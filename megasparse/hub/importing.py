@@ -298,7 +298,6 @@ class _Unread:
 
 
 def identity(name: str) -> dict[str, str]:
-    """Return the identity of a tokenizer in a checkpoint."""
     tokenizer = build_tokenizer(name)
     return {"name": tokenizer.name, "sha256": tokenizer.sha256}
 
@@ -342,10 +341,8 @@ def resumed_from(config: Config, source: str | Path, ranks: Ranks) -> str:
 
 
 def require_base(config: Config) -> None:
-    """Raise ConfigError if a run has adapters but no base weights."""
     if config.lora is not None and not (start := _start_of(config)).exists():
-        problem = f"{start.parents[1]} contains no base weights for the adapters"
-        raise ConfigError("lora", problem, "Name a pretrained model with --start, or set it to null")
+        raise ConfigError("lora", f"{start.parents[1]} contains no base weights", "Name some with --start")
 
 
 def base_digest(config: Config) -> str | None:

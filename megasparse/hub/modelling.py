@@ -97,8 +97,7 @@ def refuse_unsupported(arguments: dict[str, Any]) -> None:
     """Raise ValueError for an argument that would be ignored."""
     for name in ("inputs_embeds", "decoder_inputs_embeds"):
         if arguments.get(name) is not None:
-            hint = f"Give {name.replace('inputs_embeds', 'input_ids')}"
-            raise ValueError(f"{name} is not supported: mechanisms may read token ids. {hint}")
+            raise ValueError(f"{name} is not supported: mechanisms may read token ids. Give input_ids")
     for name in ("output_hidden_states", "output_attentions"):
         if arguments.get(name):
             raise ValueError(f"{name} is not supported: layers do not keep them. Omit it")
@@ -274,7 +273,6 @@ class MegasparseWriter(MegasparsePreTrainedModel, GenerationMixin):
         is_first_iteration: bool | None = False,
         **kwargs: Any,
     ) -> dict[str, Any]:
-        """Return the arguments of the next call."""
         refuse_unsupported({"inputs_embeds": inputs_embeds, **kwargs})
         past_key_values = kwargs.get("cache", past_key_values)  # its name since transformers 5.24
         if past_key_values is not None:

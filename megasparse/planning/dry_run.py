@@ -48,7 +48,6 @@ class DryRun:
     device: str
 
     def lines(self, config: Config) -> str:
-        """Return the report that --dry-run prints."""
         data, training = config.data, config.training
         micro_batches = training.steps * training.global_batch // training.micro_batch
         time_of = f"about {duration(self.seconds * micro_batches)} in one process"
@@ -152,10 +151,8 @@ def reset_peak(device: torch.device) -> int:
 
 def peak(device: torch.device) -> int:
     """Return the largest number of bytes in use since the reset."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    try:
-        status = Path("/proc/self/status").read_text()
-    except OSError:  # macOS, Windows
-        return peak_bytes(device)  # not on Linux, where it includes the peak of the parent process
-    return next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmHWM"))
+    if device.type != "cuda":
+        with contextlib.suppress(OSError):  # macOS, Windows; `peak_bytes` includes the parent process's on Linux
+            status = Path("/proc/self/status").read_text()
+            return next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmHWM"))
+    return peak_bytes(device)

@@ -91,7 +91,6 @@ def open_folder(path: str | Path, config: Config, tokenizer: Tokenizer) -> Index
 
 
 def _check_objectives(index: Index, model: ModelConfig, tokenizer: Tokenizer) -> None:
-    """Raise ConfigError if the model's objective needs other data or special tokens."""
     special, mask, order = tokenizer.special, model.masking.token, model.sentence_order
     ends = index.file.source.get(SEPARATOR, model.document_separator)
     if model.document_separator != ends:
@@ -115,7 +114,6 @@ def _check_objectives(index: Index, model: ModelConfig, tokenizer: Tokenizer) ->
 def training_batches(
     config: Config, run_data: RunData, ranks: Ranks, position: int, hooks: RunHooks
 ) -> TrainingBatches:
-    """Read this rank's batches from the global sample number `position` on."""
     data, training = config.data, config.training
     return TrainingBatches(
         run_data.mixture, "train", sequence_length=data.sequence_length, seed=config.run.seed, start=position,

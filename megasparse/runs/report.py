@@ -74,8 +74,7 @@ def read_run(path: Path) -> Run:
         series, events = read_series(path / "metrics.jsonl"), list(read_lines(path / "events.jsonl"))
         best, board = read_object(path / "best.json"), read_board(path / "tensorboard")
     except OSError as error:
-        reason = f"cannot be read ({error.strerror})"
-        raise DataError(error.filename or path, reason, "Make it readable, and try again") from None
+        raise DataError(error.filename or path, f"cannot be read ({error.strerror})", "Make it readable") from None
     return Run(path, flatten(config) if config else {}, flatten(defaults), series, events, best, board)
 
 
@@ -279,7 +278,6 @@ def losses(runs: Sequence[Run], labels: Sequence[str]) -> str:
 
 
 def speed(run: Run) -> Iterator[tuple[str, str]]:
-    """Yield labels and values of the steps done, and of the speed and memory if logged."""
     planned = run.config.get("training.steps")
     steps = max((int(steps[-1]) for steps, _ in run.series.values()), default=0)
     yield "steps", f"{steps:,} of {planned:,}" if isinstance(planned, int) and planned else f"{steps:,}"
@@ -297,7 +295,6 @@ def speed(run: Run) -> Iterator[tuple[str, str]]:
 
 
 def incident_steps(runs: Sequence[Run]) -> list[int]:
-    """Return the steps of a single run's incidents."""
     return [event["step"] for event in runs[0].events if type(event.get("step")) is int] if len(runs) == 1 else []
 
 
@@ -346,13 +343,11 @@ def chart(title: str, lines: Sequence[tuple[str, tuple[np.ndarray, np.ndarray]]]
     from megasparse.evaluation.outputs import COLOURS
 
     lines = [(label, (steps[np.isfinite(values)], values[np.isfinite(values)])) for label, (steps, values) in lines]
-    bounds = [
-        (float(min(part.min() for part in parts if len(part))), float(max(part.max() for part in parts if len(part))))
-        for parts in zip(*(line for _, line in lines), strict=True)
-    ]
-    (left, right), (low, high) = (
-        (least, most if most > least else least + (abs(least) or 1)) for least, most in bounds
-    )
+    bounds = []
+    for points in map(np.concatenate, zip(*(line for _, line in lines), strict=True)):
+        least, most = float(points.min()), float(points.max())
+        bounds.append((least, most if most > least else least + (abs(least) or 1)))
+    (left, right), (low, high) = bounds
     across = lambda step: round(LEFT + (step - left) / (right - left) * (RIGHT - LEFT), 1)  # noqa: E731
     down = lambda value: round(BOTTOM - (value - low) / (high - low) * (BOTTOM - TOP), 1)  # noqa: E731
     parts, legend = [], []

@@ -90,8 +90,7 @@ def train(run: TrainingRun) -> RunResult:
     state.save(run.engine, saver)
     saver.finish()
     if saver.saved != state.step:
-        problem = f"the last step, {state.step}, is not saved"
-        raise StorageError(saver.directory, problem, "Repair the storage, then run the same command again to resume")
+        raise StorageError(saver.directory, f"the last step, {state.step}, is not saved", "Repair it, then resume")
     saver.finish_uploads()
     tracker.say(_last_words(state, steps))
     return _result(run, state)

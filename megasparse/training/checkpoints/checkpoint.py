@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from pydantic import ValidationError
@@ -60,16 +60,6 @@ class Fragment:
     @property
     def numel(self) -> int:
         return self.memory.numel()
-
-
-class StateOwner(Protocol):
-    """Owner of weights and optimizer state, such as an engine."""
-
-    def fragments(self) -> list[Fragment]:
-        """Return the fragments that this rank saves."""
-
-    def steps_done(self) -> int:
-        """Return the number of optimizer updates so far."""
 
 
 class Checkpoint:
@@ -221,8 +211,7 @@ class Checkpoint:
             for key, numel in pieces.items():
                 stored = file.get_slice(key)
                 if (stored.get_dtype(), stored.get_shape()) != ("F32", [numel]):
-                    problem = f"{key} is {stored.get_dtype()} {stored.get_shape()} instead of F32 [{numel}]"
-                    raise CheckpointError(self.path / name, problem, FORGED)
+                    raise CheckpointError(self.path / name, f"{key} is not F32 [{numel}]", FORGED)
 
     def close(self) -> None:
         """Unmap the files, whose pages otherwise stay in memory."""
@@ -282,8 +271,7 @@ def on_meta(checkpoint: Checkpoint, model: ModelConfig, build: Callable[[], nn.M
     weights = len(checkpoint.manifest["tensors"].get("weight", {}))
     layers = max(model.layers, (model.source and model.source.layers) or 0)
     if layers > weights:
-        problem = f"its configuration has {layers} layers, more than its {weights} weights"
-        raise CheckpointError(checkpoint.path, problem, FORGED)
+        raise CheckpointError(checkpoint.path, f"its configuration has {layers} layers, but {weights} weights", FORGED)
     try:
         with torch.device("meta"):
             return build()
@@ -341,8 +329,7 @@ class Merged(Checkpoint):
             expected |= {f"{layer}{NORMS}": [rows]} if lora.dora else {}
         for name, entry in self._trained.items():
             if entry["shape"] != expected.get(name):
-                problem = f"{name} with shape {entry['shape']} fits no weight of {base.path}"
-                raise CheckpointError(adapters.path, problem, FORGED)
+                raise CheckpointError(adapters.path, f"{name} with its shape fits no weight of {base.path}", FORGED)
 
     def read(self, kind: str, name: str, start: int, numel: int) -> Tensor:
         if name in self._trained:

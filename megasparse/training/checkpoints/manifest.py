@@ -105,8 +105,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
     if path.is_symlink():
         raise CheckpointError(path, "is a symbolic link", "Use the folder that it points to")
     if not path.is_dir():
-        problem = "not a folder" if path.exists() else "no such checkpoint"
-        raise CheckpointError(path, problem, "Use a checkpoint's folder, such as checkpoints/00001000")
+        raise CheckpointError(path, "not a folder" if path.exists() else "no such checkpoint", "Give a checkpoint")
     size_of(file)
     try:
         return parse_manifest(read_file(file), file)

@@ -78,8 +78,7 @@ def find_start(
         hint = "Put run.directory on a file system that all machines share"
         raise CheckpointError(directory, f"the ranks find different checkpoints: {unlike}", hint)
     if resume == "never" and newest is not None:
-        hint = "Choose another run.directory, or omit --resume to resume"
-        raise CheckpointError(newest, "a new run here would overwrite this one", hint)
+        raise CheckpointError(newest, "a new run here would overwrite this one", "Choose another run.directory")
     path = newest if resume in ("auto", "never") else Path(resume)
     if path is None:
         ranks.on_first_rank(lambda: check_records(run, None, resume))

@@ -27,7 +27,6 @@ from megasparse.errors import CheckpointError, StorageError, TrainingError, User
 from megasparse.files import LOCK_FILE, read_file
 from megasparse.system import sync_folder
 from megasparse.training.checkpoints.bucket import Uploads
-from megasparse.training.checkpoints.checkpoint import StateOwner
 from megasparse.training.checkpoints.manifest import (
     MANIFEST,
     TEMPORARY,
@@ -40,6 +39,7 @@ from megasparse.training.checkpoints.manifest import (
     seal,
 )
 from megasparse.training.checkpoints.rank_file import RankFile, durable, free_bytes, make_folder
+from megasparse.training.engines.contract import Engine
 from megasparse.training.ranks import Ranks, RunHooks
 
 UNTOUCHED = "Older checkpoints are untouched"
@@ -67,7 +67,7 @@ class Saver:
         self._uploads = Uploads(self.config, self.ranks, self.hooks)
         self._mark = self._read_mark()
 
-    def save(self, engine: StateOwner, step: int, sequences: int, state: dict[str, Any]) -> Path | None:
+    def save(self, engine: Engine, step: int, sequences: int, state: dict[str, Any]) -> Path | None:
         """Write the checkpoint of `step`. All ranks call it, and all get its path.
 
         With `checkpoint.asynchronous`, first finish the previous save, then return None as soon as the state is copied;
@@ -142,7 +142,7 @@ class Saver:
         if self.ranks.rank == 0 and self.config.checkpoint.bucket and (newest := find_newest(self.directory)):
             self._tidy(newest)  # checkpoints that could not be deleted while they were being uploaded
 
-    def _agree(self, engine: StateOwner, step: int, sequences: int, state: dict[str, Any]) -> "tuple[_Save, RankFile]":
+    def _agree(self, engine: Engine, step: int, sequences: int, state: dict[str, Any]) -> "tuple[_Save, RankFile]":
         """Start a save if all ranks have the same arguments and there is enough space; else raise on all."""
         save = _Save(self.directory, self.ranks.rank, step, sequences, state)
         file = save.attempt(lambda: self._prepare(save, engine))
@@ -168,7 +168,7 @@ class Saver:
             return read_file(self.directory.parent / LOCK_FILE)
         return None
 
-    def _prepare(self, save: "_Save", engine: StateOwner) -> RankFile:
+    def _prepare(self, save: "_Save", engine: Engine) -> RankFile:
         if self._read_mark() != self._mark:
             problem = f"{self.directory.parent / LOCK_FILE} does not belong to this run: is its file system mounted?"
             raise OSError(errno.ESTALE, problem, str(self.directory))
