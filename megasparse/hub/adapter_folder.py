@@ -1,7 +1,6 @@
 """Export of a run's adapters to a folder that peft, transformers and vLLM load on top of the original model."""
 
 from collections.abc import Iterable, Iterator, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -13,12 +12,12 @@ from megasparse.config.schema import LoRAConfig
 from megasparse.errors import HubError
 from megasparse.hub.architectures import hf_class
 from megasparse.hub.decoders import DecoderFormat
-from megasparse.hub.export import text_tokens
-from megasparse.hub.formats import Weight, our_logits, require_agreement
-from megasparse.hub.importing import HFModel, fill
+from megasparse.hub.export import texts_with_logits
+from megasparse.hub.formats import Weight, require_agreement
+from megasparse.hub.importing import HFModel
 from megasparse.hub.replace import load_whole
 from megasparse.hub.tensor_file import appearing, refuse_existing
-from megasparse.model.build import build_model, empty_model
+from megasparse.model.build import empty_model
 from megasparse.training.checkpoints.checkpoint import NORMS, A, B, Merged, open_newest
 
 FILE, PREFIX = "adapter_model.safetensors", "base_model.model."
@@ -53,13 +52,9 @@ def to_peft(checkpoint: str | Path, output: str | Path, base: str | Path) -> Pat
     with appearing(output) as folder:
         save_file(tensors, folder / FILE, {"format": "pt"})
         _settings(merged.lora, str(base), {*tensors}, weights).save_pretrained(str(folder))
-        model, seed = build_model(format.comparable(merged.config).model, 0), merged.config.run.seed
-        fill(model, partial(merged.tensor, "weight"))
-        texts = text_tokens(sizes)
-        ours = [our_logits(model, tokens, seed) for tokens in texts]
-        del model
+        texts, seed = texts_with_logits(merged, format), merged.config.run.seed
         theirs = _adapted(foreign, folder, merged, weights)
-        pairs = ((x, format.logits(theirs, tokens, seed)) for x, tokens in zip(ours, texts, strict=True))
+        pairs = ((logits, format.logits(theirs, tokens, seed)) for tokens, logits in texts)
         require_agreement(pairs, output)
     return output
 

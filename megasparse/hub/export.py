@@ -17,6 +17,7 @@ from megasparse.hub.architectures import format_named, hf_class
 from megasparse.hub.formats import (
     TASKS,
     Exported,
+    Format,
     compared_length,
     our_logits,
     padded,
@@ -42,7 +43,7 @@ def to_hf(
     format, output = format_named(to), Path(output)
     refuse_existing(output)
     opened = open_newest(Path(checkpoint), build=empty_model)
-    config, seed = opened.config, opened.config.run.seed
+    config = opened.config
     if identity(config.data.tokenizer) != opened.manifest["tokenizer"]:
         problem = f"{config.data.tokenizer} is not the tokenizer that the model was trained with"
         raise HubError("data.tokenizer", problem, "Restore its file")
@@ -53,10 +54,7 @@ def to_hf(
         files |= exported.files
         write_files(files, folder)
         write_tensors(exported.tensors(), folder)
-        texts, model = text_tokens(config.model), build_model(format.comparable(config).model, seed)
-        fill(model, partial(opened.tensor, "weight"))
-        ours = [our_logits(model, tokens, seed) for tokens in texts]
-        del model
+        texts = texts_with_logits(opened, format)
         settings: dict[str, Any] = {"dtype": torch.float32, "local_files_only": True, "output_loading_info": True}
         loader = hf_class(exported.config["architectures"][0])
         theirs, info = loader.from_pretrained(folder, **settings, **format.loading)
@@ -68,9 +66,17 @@ def to_hf(
 
         restore_attention(theirs, folder)
         theirs.eval()
-        pairs = ((x, format.logits(theirs, tokens, seed)) for x, tokens in zip(ours, texts, strict=True))
+        pairs = ((logits, format.logits(theirs, tokens, config.run.seed)) for tokens, logits in texts)
         require_agreement(pairs, output)
     return output
+
+
+def texts_with_logits(checkpoint: Checkpoint, format: Format) -> list[tuple[Tensor, Tensor]]:
+    """Return the texts of `text_tokens`, with the logits of a checkpoint's model that `format` compares."""
+    config = checkpoint.config
+    model = build_model(format.comparable(config).model, config.run.seed)
+    fill(model, partial(checkpoint.tensor, "weight"))
+    return [(tokens, our_logits(model, tokens, config.run.seed)) for tokens in text_tokens(config.model)]
 
 
 def text_tokens(model: ModelConfig) -> list[Tensor]:

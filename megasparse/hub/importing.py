@@ -341,13 +341,14 @@ def resumed_from(config: Config, source: str | Path, ranks: Ranks) -> str:
 
 
 def require_base(config: Config) -> None:
-    if config.lora is not None and not (start := _start_of(config)).exists():
+    """Raise ConfigError if a run with adapters has no base weights."""
+    if not (start := _start_of(config)).exists():
         raise ConfigError("lora", f"{start.parents[1]} contains no base weights", "Name some with --start")
 
 
-def base_digest(config: Config) -> str | None:
-    """Return the digest of the frozen weights of a run with adapters, else None."""
-    return None if config.lora is None else weights_digest(read_manifest(_start_of(config)))
+def base_digest(config: Config) -> str:
+    """Return the digest of the frozen weights of a run with adapters."""
+    return weights_digest(read_manifest(_start_of(config)))
 
 
 def _start_of(config: Config) -> Path:

@@ -67,6 +67,16 @@ WEIGHTS = """
 """
 
 
+RENAMED = {
+    "d_model": "hidden_size",
+    "d_ff": "feed_forward_size",
+    "heads": "num_attention_heads",
+    "dropout": "hidden_dropout_prob",
+    "norm_eps": "layer_norm_eps",
+}
+"""Hugging Face's key for keys of the `model` section."""
+
+
 class ReformerFormat(Format):
     """Format of the Reformer. Parameters are copied exactly, except for the following.
 
@@ -278,12 +288,8 @@ def model_section(config: Any) -> dict[str, Any]:
     section = {
         "max_length": length,
         "layers": len(config.attn_layers),
-        "d_model": config.hidden_size,
-        "d_ff": config.feed_forward_size,
-        "heads": config.num_attention_heads,
+        **{ours: getattr(config, theirs) for ours, theirs in RENAMED.items()},
         "head_dim": config.attention_head_size,
-        "dropout": float(config.hidden_dropout_prob),
-        "norm_eps": float(config.layer_norm_eps),
         "attention": attention,
     }
     if config.axial_pos_embds:
@@ -306,13 +312,9 @@ def hf_config(model: ModelConfig, bos: int) -> dict[str, Any]:
         "max_position_embeddings": model.max_length,
         "axial_pos_embds": model.positions.kind == "axial",
         "attn_layers": [next(iter(heads_of_layer(model, layer))) for layer in range(model.layers)],
-        "hidden_size": model.d_model,
-        "num_attention_heads": model.heads,
+        **{theirs: getattr(model, ours) for ours, theirs in RENAMED.items()},
         "attention_head_size": model.head_dim or model.d_model // model.heads,
-        "feed_forward_size": model.d_ff,
         "hidden_act": "relu",
-        "layer_norm_eps": model.norm_eps,
-        "hidden_dropout_prob": model.dropout,
         "local_attention_probs_dropout_prob": model.attention.dropout,
         "lsh_attention_probs_dropout_prob": model.attention.dropout,
         "hash_seed": None,  # a seed would reset torch's global generator at each call, and so affect sampling

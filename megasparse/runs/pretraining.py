@@ -55,10 +55,10 @@ def pretrain(
         PosixPath('runs/again')
     """
     config = with_tokenizer(config)
+    if start is not None or config.lora is not None:
+        from megasparse.hub import importing  # needs transformers
     if start is None and config.lora is not None:
-        from megasparse.hub.importing import require_base
-
-        require_base(config)
+        importing.require_base(config)
     if texts is None:  # open the data before starting the ranks
         config = from_data(config)
         data = open_data(config)
@@ -68,19 +68,13 @@ def pretrain(
         data = open_data(config)
     if start is not None:
         require_room(config, ranks)
-        from megasparse.hub.importing import resumed_from
-
-        resume = resumed_from(config, start, ranks)
-    base = None
-    if config.lora is not None:
-        from megasparse.hub.importing import adapted, base_digest
-
-        base = base_digest(config)
+        resume = importing.resumed_from(config, start, ranks)
+    base = None if config.lora is None else importing.base_digest(config)
 
     def model() -> Any:
         if config.lora is not None:
             zero = config.deepspeed.get("zero_optimization", {}) if config.run.engine == "deepspeed" else {}
-            built: Any = adapted(config, torch.device("cpu") if zero.get("stage") == 3 else ranks.device)
+            built: Any = importing.adapted(config, torch.device("cpu") if zero.get("stage") == 3 else ranks.device)
         else:
             built = deferred_model(config.model, config.run.seed)
         if config.model.masking.whole_words:
