@@ -186,10 +186,9 @@ def _sizes(codes: Tensor, buckets: int) -> Tensor:
 
 @torch.no_grad()
 def weights_of(call: Call, mechanism: Attention) -> Tensor:
-    """Return the attention matrix (B, H, L, L) of a mechanism on a call's input, in the dtype of its output.
-
-    It is computed from outputs for one-hot values, a few columns at a time, for any mechanism that is linear in the
-    values. If it scales outputs to length 1, a column of ones gives the divisor with which rows sum to 1.
+    """Return the attention matrix (B, H, L, L) of a mechanism on a call's input, in the dtype of its output. It is
+    computed from outputs for one-hot values, a few columns at a time, for any mechanism that is linear in the values.
+    If it scales outputs to length 1, a column of ones gives the divisor with which rows sum to 1.
     """
     length, width = call.inputs.v.shape[2:]
     normalises = mechanism.normalises
@@ -210,10 +209,9 @@ def weights_of(call: Call, mechanism: Attention) -> Tensor:
 
 
 def attention_map(weights: Tensor, visible: Tensor, size: int = 256, causal: bool = False) -> Tensor:
-    """Return a picture of attention matrices (..., L, L): uint8 (..., S, S, 3), S = min(L, size).
-
-    Rows are queries, columns are keys. Masked pairs are white, visible pairs blue, darker for larger weights; a
-    pixel shows the largest of its pairs. causal: keys after their query are drawn as background.
+    """Return a picture of attention matrices (..., L, L): uint8 (..., S, S, 3), S = min(L, size). Rows are queries,
+    columns are keys. Masked pairs are white, visible pairs blue, darker for larger weights; a pixel shows the largest
+    of its pairs. causal: keys after their query are drawn as background.
     """
     if causal:
         weights, visible = weights.tril(), visible.tril()

@@ -219,9 +219,7 @@ def pack(code: Code, tokens: int, text: bytes, digest: bytes) -> bytes:
 
 
 def unpack(path: Path, raw: bytes, digest: bytes, vocabulary: int) -> tuple[Code, int, int]:
-    """Return the code, number of tokens and CRC-32 of a file. Raises DataError if it is damaged or of another format or
-    model.
-    """
+    """Return the code, number of tokens and CRC-32 of a file."""
     if raw[: len(MAGIC)] != MAGIC:
         raise DataError(path, "this file was not written by megasparse compress", "Give a compressed file")
     head = len(MAGIC) + DIGEST + 4
@@ -335,7 +333,7 @@ def open_coder(checkpoint: Path) -> Coder:
 
 
 def read(path: Path, output: Path) -> bytes:
-    """Return a file's bytes. Raises DataError if it is empty, or if `output` exists."""
+    """Return a file's bytes. Raises DataError if `output` exists."""
     if output.exists():
         raise DataError(output, "this file already exists", "Choose another name with --output")
     try:

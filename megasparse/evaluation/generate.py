@@ -60,7 +60,7 @@ class SharedDecoder:
 
 
 def shared_decoder(decoder: Any, ranks: Ranks) -> Any:
-    """Return the decoder for ranks that generate one text. Raises ConfigError if some ranks are not in the group."""
+    """Return the decoder for ranks that generate one text."""
     if ranks.sequence_size < ranks.world_size:
         problem = f"{ranks.sequence_size}, but {ranks.world_size} ranks generate one text"
         raise ConfigError("parallel.sequence", problem, f"Set it to {ranks.world_size}")
@@ -78,7 +78,7 @@ def check_length(prompt: int, tokens: int, max_length: int) -> None:
 
 def end_tokens(config: Config, tokenizer: Tokenizer) -> frozenset[int]:
     """Return the ids that end a decoder's text: its `document_separator`, and for an imported model the `eos_token_id`
-    of the generation_config.json next to its tokenizer.json. Raises ConfigError if that file is damaged.
+    of the generation_config.json next to its tokenizer.json.
     """
     separator, ids = config.model.end_token, list[Any]()
     settings = None if tokenizer.file is None else tokenizer.file.with_name("generation_config.json")

@@ -49,7 +49,7 @@ class Shape(NamedTuple):
 
 
 def image_shape(tokens: int) -> Shape:
-    """Return the shape of images of T = 3·s² (RGB) or s² (grey) tokens. Raises ConfigError for any other number."""
+    """Return the shape of images of T = 3·s² (RGB) or s² (grey) tokens."""
     for channels in (3, 1):
         side = math.isqrt(tokens // channels)
         if side and side**2 * channels == tokens:

@@ -38,10 +38,8 @@ OF_SOURCE = ("downsampling", "verified")
 
 def restore(directory: str | Path, overrides: Sequence[str] = ()) -> tuple[Model, Config, Checkpoint, Ranks]:
     """Load a checkpoint's model in the precision and on the device of its run, on every rank. Several ranks use
-    `parallel.sequence` of the configuration; a single rank processes whole sequences.
-
-    directory: a checkpoint, or a run's folder (its newest checkpoint). overrides: changes of its configuration as
-    `section.key=value`. Raises CheckpointError and ConfigError.
+    `parallel.sequence` of the configuration; a single rank processes whole sequences. directory: a checkpoint, or a
+    run's folder (its newest checkpoint). overrides: changes of its configuration as `section.key=value`.
     """
     checkpoint = open_newest(Path(directory), build=empty_model)
     values, alone = checkpoint.config.model_dump(mode="json"), rank_variable("WORLD_SIZE", 1) == 1
@@ -61,7 +59,7 @@ def restore(directory: str | Path, overrides: Sequence[str] = ()) -> tuple[Model
 
 
 def trained_tokenizer(config: Config, checkpoint: Checkpoint) -> Tokenizer:
-    """Return the tokenizer of a configuration. Raises ConfigError if it is not the checkpoint's."""
+    """Return the tokenizer of a configuration, which must be the checkpoint's."""
     tokenizer, trained = build_tokenizer(config.data.tokenizer), checkpoint.manifest["tokenizer"]
     identity = {"name": tokenizer.name, "sha256": tokenizer.sha256}
     if identity != trained:
@@ -208,13 +206,13 @@ def measures(nats: float, counts: Counts, tokenizer: str) -> dict[str, float | N
 def evaluate_decoder(
     decoder: Any, stream: Stream, protocol: Protocol, batch: int, limit: int | None, ranks: Ranks
 ) -> dict[str, Any]:
-    """Score a split with a decoder by a protocol. Raises ConfigError for pixels that do not form square images.
+    """Score a split with a decoder by a protocol.
 
-    Returns the measures of `measures` for the tokenizer, "accuracy" (fraction of tokens that the model ranks
-    first), "nats", "dims" (scored tokens), "bytes", "words", "standard_deviation" (of the primary measure),
-    "standard_deviations" (of all), "protocol", and for pixels "png_bits_per_dim". Over several hash seeds accuracy
-    and nats are means, not an ensemble's. "protocol" also reports if the numbers are code lengths, the reason for
-    each null, and non-causal layers.
+    Returns the measures of `measures` for the tokenizer, "accuracy" (fraction of tokens that the model ranks first),
+    "nats", "dims" (scored tokens), "bytes", "words", "standard_deviation" (of the primary measure),
+    "standard_deviations" (of all), "protocol", and for pixels "png_bits_per_dim". Over several hash seeds accuracy and
+    nats are means, not an ensemble's. "protocol" also reports if the numbers are code lengths, the reason for each
+    null, and non-causal layers.
     """
     kind = protocol.tokenizer["name"]
     shape = image_shape(protocol.sequence_length) if kind == PIXELS else None

@@ -123,11 +123,11 @@ class BERTFormat(Format):
         return {"input_ids": tokens}
 
     def attention_of(self, config: Any, path: Path) -> dict[str, Any]:
-        """Return `model.attention`. Raises HubError naming `path` and the key."""
+        """Return `model.attention`."""
         return {"pattern": [self.attention]}
 
     def hf_attention(self, model: ModelConfig) -> dict[str, Any]:
-        """Return keys of config.json. Raises HubError naming the key that they cannot express."""
+        """Return keys of config.json."""
         self.must_be(model, "attention.full.shared_qk", False)
         return {"attention_probs_dropout_prob": model.attention.dropout}
 

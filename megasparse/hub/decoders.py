@@ -76,11 +76,9 @@ class DecoderFormat(Format):
 
     A megasparse decoder predicts token t from the tokens before it, and the first one from the embedding of
     `model.start_token`. Hugging Face's input is therefore [BOS, token 0, token 1, ...], and its logits at t predict
-    token t. A model without a `bos_token_id` starts with its first `eos_token_id`, which separates training
-    documents.
+    token t. A model without a `bos_token_id` starts with its first `eos_token_id`, which separates training documents.
 
-    Dropout, tiles and activations are not converted. Attention other than full is replaced attention, see
-    hub.replace.
+    Dropout, tiles and activations are not converted. Attention other than full is replaced attention, see hub.replace.
     """
 
     note = "Start every input with the token `bos_token_id`, as in training; its tokenizer may not add it."
@@ -119,7 +117,7 @@ class DecoderFormat(Format):
         return Exported(hf_config, lambda: ((entry.theirs, entry.write(weight)) for entry in weights), files)
 
     def model_section(self, hf_config: dict[str, Any], path: Path) -> dict[str, Any]:
-        """Return the section `model` for the config.json at `path`. Raises HubError."""
+        """Return the section `model` for the config.json at `path`."""
         config = read_configuration(self.name, hf_config, path)
         if config.hidden_size % config.num_attention_heads and not getattr(config, "head_dim", None):
             raise not_ours(path, "num_attention_heads", config.num_attention_heads, "a divisor of hidden_size")
@@ -180,11 +178,11 @@ class DecoderFormat(Format):
 
     @abstractmethod
     def section(self, config: Any, path: Path) -> dict[str, Any]:
-        """Return further keys of `model`. Raises HubError naming `path` and the key."""
+        """Return further keys of `model`."""
 
     @abstractmethod
     def hf_config(self, model: ModelConfig) -> dict[str, Any]:
-        """Return further keys of config.json. Raises HubError naming the key that they cannot express."""
+        """Return further keys of config.json."""
 
     def _check_expressible(self, model: ModelConfig) -> None:
         required = {"kind": "decoder", "style": "reformer", "blocks": "ordinary", "output_bias": False}
@@ -294,7 +292,7 @@ class GPT2Format(DecoderFormat):
 
 
 def start_token(config: Any, path: Path) -> int:
-    """Return the first token of a model's sequences. Raises HubError if its configuration lacks it."""
+    """Return the first token of a model's sequences."""
     ends = config.eos_token_id
     token = config.bos_token_id if config.bos_token_id is not None else ends[0] if isinstance(ends, list) else ends
     if token is None:
@@ -317,7 +315,7 @@ ROPE_TURNS: dict[str, dict[str, float]] = {
 
 
 def rotary_of(rope: dict[str, Any], path: Path) -> dict[str, Any]:
-    """Return `model.positions`. Raises HubError naming `path` for a scaling that megasparse lacks."""
+    """Return `model.positions`."""
     kind, section = rope["rope_type"], {"kind": "rotary", "base": float(rope["rope_theta"])}
     if rope.get("partial_rotary_factor", 1.0) != 1.0:
         raise not_ours(path, "partial_rotary_factor", rope["partial_rotary_factor"], "1.0")

@@ -166,7 +166,7 @@ def read_configuration(name: str, values: dict[str, Any], path: Path) -> Any:
 
 
 def model_of(section: dict[str, Any], path: Path) -> ModelConfig:
-    """Validate a `model` section read from `path`. Raises HubError, or ConfigError for conflicting values."""
+    """Validate a `model` section read from `path`."""
     try:
         model = ModelConfig.model_validate(section)
     except ValidationError as error:
@@ -264,7 +264,7 @@ def readers(
     tensors: TensorFile, weights: list[Weight], stored: Mapping[str, str], further: Mapping[str, Iterable[int]]
 ) -> dict[str, Callable[[], Tensor]]:
     """Return a reader for each megasparse weight. stored: name in the file of each of Hugging Face's weights. further:
-    shapes of other tensors. Raises HubError for missing, unexpected and wrong-shaped tensors.
+    shapes of other tensors.
     """
     tensors.check({stored[weight.theirs]: weight.shape for weight in weights} | dict(further))
     return {
@@ -334,9 +334,8 @@ def difference(ours: Tensor, theirs: Tensor) -> float:
 
 
 def disagreement(pairs: Iterable[tuple[Tensor, Tensor]]) -> float:
-    """Return 0 if the logits agree in any pair, else their largest difference in the first pair.
-
-    One pair is sufficient: a wrong weight changes all pairs, while rounding changes a hash only in some.
+    """Return 0 if the logits agree in any pair, else their largest difference in the first pair. One pair is
+    sufficient: a wrong weight changes all pairs, while rounding changes a hash only in some.
     """
     differences = []
     for ours, theirs in pairs:

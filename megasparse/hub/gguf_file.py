@@ -124,7 +124,7 @@ class _Bad(Exception):
 
 
 def unpack_gguf(path: Path) -> TemporaryDirectory[str]:
-    """Unpack the model of a GGUF file into a folder, dequantised to fp32 by transformers. Raises HubError."""
+    """Unpack the model of a GGUF file into a folder, dequantised to fp32 by transformers."""
     header = check_gguf(path)
     values = config_of(path, header)
     if find_spec("gguf") is None:

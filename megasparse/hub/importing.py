@@ -147,7 +147,7 @@ class HFModel:
         return fill(model, lambda name: self.tensors[name]())
 
     def compare(self) -> int:
-        """Compare both models on random tokens. Return their number. Raises HubError if the models differ."""
+        """Compare both models on random tokens. Return their number."""
         ours = self.build(self.format.comparable(self.config))
         prefix = "Megasparse" if self.format.name == "megasparse" else "AutoModel"
         loader = hf_class(prefix + TASKS[self.config.model.kind])
@@ -188,7 +188,7 @@ def find_folder(name: str | Path) -> Path:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Read the config.json of a folder. Raises HubError, or ConfigError if it is not JSON."""
+    """Read the config.json of a folder."""
     path = folder / "config.json"
     try:
         text = read_file(path).decode()
@@ -202,7 +202,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def _with_special(folder: Path, sections: dict[str, Any]) -> dict[str, Any]:
-    """Add the tokenizer's mask token to the sections. Raises HubError if the model lacks one of its ids."""
+    """Add the tokenizer's mask token to the sections."""
     tokenizer = build_tokenizer(sections["data"]["tokenizer"])
     model = dict(sections["model"])
     if tokenizer.file is None:
@@ -307,7 +307,7 @@ def identity(name: str) -> dict[str, str]:
 
 def base_values(source: str | Path, weights: bool = True) -> dict[str, Any]:
     """Return the base of a configuration that starts from `source`: its model and tokenizer. weights: False reads only
-    config.json of a decoder, and returns no tokenizer. Raises HubError and CheckpointError.
+    config.json of a decoder, and returns no tokenizer.
     """
     path = Path(source)
     if not weights and (path / "config.json").is_file():
@@ -325,7 +325,7 @@ def base_values(source: str | Path, weights: bool = True) -> dict[str, Any]:
 def resumed_from(config: Config, source: str | Path, ranks: Ranks) -> str:
     """Return the value of `--resume` for a run that starts from `source`: its newest checkpoint, or the checkpoint that
     `write_start` writes to RUN/start, once, on rank 0. With adapters always "auto", because its checkpoints contain
-    only the adapters, and RUN/start the base weights. Every rank calls it. Raises UserError, on all ranks.
+    only the adapters, and RUN/start the base weights. Every rank calls it.
     """
     start = _start_of(config)
 

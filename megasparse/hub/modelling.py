@@ -298,11 +298,9 @@ class MegasparseForCausalLM(MegasparseWriter):
         logits_to_keep: int = 0,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
-        """Predict the next tokens.
-
-        labels: (B, n), a copy of the input with -100 for ignored tokens; the first one is not used (set it to -100
-        after left padding). past_key_values: returned by an earlier call; input_ids are then the tokens after it.
-        logits_to_keep: number of last positions; 0 keeps all.
+        """Predict the next tokens. labels: (B, n), a copy of the input with -100 for ignored tokens; the first one is
+        not used (set it to -100 after left padding). past_key_values: returned by an earlier call; input_ids are then
+        the tokens after it. logits_to_keep: number of last positions; 0 keeps all.
         """
         past_key_values = kwargs.get("cache", past_key_values)  # its name since transformers 5.24
         if past_key_values is not None:

@@ -380,10 +380,9 @@ def _let_padding_have_no_position(embeddings: Any, length: int) -> None:
 
 
 def _hash_as_ours(layer: Any, factors: list[int], number: int, seed: int) -> None:
-    """Use megasparse's rotations in Hugging Face's LSH layer, and keep its windows within a hash round.
-
-    The layer concatenates all rounds into a ring, in which the chunk before a round's first chunk is in another
-    round. Tokens of such a chunk get the number −1, and the mask excludes them.
+    """Use megasparse's rotations in Hugging Face's LSH layer, and keep its windows within a hash round. The layer
+    concatenates all rounds into a ring, in which the chunk before a round's first chunk is in another round. Tokens of
+    such a chunk get the number −1, and the mask excludes them.
     """
     drawn = rotations(
         RngContext.evaluation(seed, 1).key(number, "lsh rotation"),

@@ -44,7 +44,7 @@ class Teacher:
     """
 
     def __init__(self, model: PreTrainedModel, seed: int = 0):
-        """seed: for the draws of queries. Raises HubError if no mechanism can be taught."""
+        """seed: for the draws of queries."""
         self.model, self.seed, self.passes, self.dtype = model, seed, 0, model.dtype
         self.layers = [module for module in model.modules() if isinstance(module, Mechanisms)]
         self._cast(torch.promote_types(self.dtype, torch.float32))  # Adam's steps vanish or overflow in half precision

@@ -48,11 +48,9 @@ class TensorFile:
 
     @staticmethod
     def open(folder: str | Path) -> "TensorFile":
-        """Open a folder's tensors.
-
-        Raises HubError if there are none, if a file is missing, damaged or differs from the index, if the
-        weights are quantised, if the tensors of replaced attention are there twice, and if config.json has more
-        layers than there are tensors, because building them could exhaust memory.
+        """Open a folder's tensors. Raises HubError if there are none, if a file is missing, damaged or differs from the
+        index, if the weights are quantised, if the tensors of replaced attention are there twice, and if config.json
+        has more layers than there are tensors, because building them could exhaust memory.
         """
         folder = Path(folder)
         if not folder.is_dir():
@@ -87,7 +85,7 @@ class TensorFile:
         return tuple(self._file(name).get_slice(name).get_shape())
 
     def read(self, name: str, shape: Iterable[int] | None = None, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Read a tensor, floating point as `dtype`. Raises HubError unless its shape is `shape`, if given."""
+        """Read a tensor, floating point as `dtype`."""
         if shape is not None:
             self._check_shape(name, shape)
         try:
@@ -236,9 +234,7 @@ def refuse_existing(output: Path) -> None:
 
 @contextmanager
 def appearing(output: Path) -> Iterator[Path]:
-    """Yield a temporary folder; sync it and rename it to `output` on exit, or delete it on an error. Raises HubError if
-    `output` exists or cannot be written.
-    """
+    """Yield a temporary folder; sync it and rename it to `output` on exit, or delete it on an error."""
     refuse_existing(output)
     temporary = output.with_name(f".{output.name}-{uuid.uuid4().hex}")
     try:

@@ -75,7 +75,7 @@ def chat_files(config: Config, longest: int, room: int | None = None) -> Files:
 
 
 def companion_files(folder: Path) -> Files:
-    """Return the files next to a decoder's tokenizer.json. Raises HubError for a damaged generation_config.json."""
+    """Return the files next to a decoder's tokenizer.json."""
     files: Files = {name: read_file(folder / name) for name in BESIDE if (folder / name).is_file()}
     try:
         valid = isinstance(json.loads(files.get(GENERATION, "{}")), dict)

@@ -36,10 +36,9 @@ class ArmRun(NamedTuple):
 
 
 def load(name: str | Path, corpora: Sequence[str] | None = None) -> dict[str, dict[str, Any]]:
-    """Return corpus -> comparison for all corpora of a file or those in `corpora`; a single corpus is named "".
-
-    A corpus provides `prepare` and `wheels`, and settings (`set`) added to every arm. Every arm trains on the folder
-    that `prepare` writes, unless it sets `data.path`. Raises ConfigError.
+    """Return corpus -> comparison for all corpora of a file or those in `corpora`; a single corpus is named "". A
+    corpus provides `prepare` and `wheels`, and settings (`set`) added to every arm. Every arm trains on the folder that
+    `prepare` writes, unless it sets `data.path`.
     """
     values, parts = read_values(name), {}
     choices = values.pop("corpora", {"": {}})
@@ -58,7 +57,7 @@ def load(name: str | Path, corpora: Sequence[str] | None = None) -> dict[str, di
 
 
 def chosen(names: Sequence[str] | None, choices: dict[str, Any], option: str) -> list[str]:
-    """Return the names, or all choices if none are given. Raises ConfigError for an unknown one."""
+    """Return the names, or all choices if none are given."""
     for name in names or []:
         if name not in choices:
             hint = f"Choose from {', '.join(choices)}" if any(choices) else "Remove it: there is only one corpus"
@@ -71,7 +70,7 @@ def runs_of(
     overrides: Sequence[str] = (),
 ) -> list[ArmRun]:  # fmt: skip
     """Return the runs of a comparison with folders in `output`, seed by seed. arms: to run; by default all. overrides:
-    `section.key=value` for all runs. Raises ConfigError.
+    `section.key=value` for all runs.
     """
     names, runs = chosen(arms, comparison["arms"], "--arms"), []
     from megasparse.settings.load import Config, load_config, load_settings
@@ -96,7 +95,7 @@ def runs_of(
 
 def train_all(comparison: dict[str, Any], runs: Sequence[ArmRun], log: Path, jobs: int = 1) -> dict[str, list[Row]]:
     """Train and evaluate unfinished runs, `jobs` at a time, each on one CPU thread. log: for the output of preparing
-    the data. Returns label of `ArmRun.evaluations` -> one row per seed. Raises UserError if a command fails.
+    the data. Returns label of `ArmRun.evaluations` -> one row per seed.
     """
     for wheel in comparison.get("wheels", []):
         fetch_wheel(**wheel)

@@ -137,8 +137,6 @@ def with_texts(config: Config, texts: str, ranks: Ranks) -> Config:
     conversations, see `corpora.chats`; in a folder with both, the kind with more bytes is read. The last 5 % of the
     bytes are held out, up to 30 % if the last document is long; if it is longer, all files form one running text.
     Otherwise tokens attend only within their document. A folder of shards becomes `data.path` unchanged.
-
-    Raises UserError, on all ranks, if the texts cannot be prepared.
     """
     output, documents = Path(texts), False
     if not (output / INDEX_FILE).exists():

@@ -91,9 +91,7 @@ def least_flops(task: TaskRun) -> float:
 
 
 def finetune_dry_run(config: FinetuneConfig) -> str:
-    """Run one step and one validation batch of the longest examples on plain torch, and return a report. Raises
-    UserError if they do not fit into GPU memory.
-    """
+    """Run one step and one validation batch of the longest examples on plain torch, and return a report."""
     run = config.run.model_copy(update={"engine": "torch"})
     ranks = start_ranks(run)
     task = open_run(config, ranks.say)

@@ -52,7 +52,7 @@ Next:
 
 
 def quickstart(small: bool = False) -> None:
-    """Run every step. small: train for a minute only. Raises UserError if a step fails."""
+    """Run every step. small: train for a minute only."""
     run = Path("runs/quickstart_small" if small else "runs/quickstart")
     say("1/5  a sample of Wikipedia, as webdataset shards")
     wheel = fetch_wheel("gensim==4.4.0", WHEEL, WHEEL_SHA256, PLATFORM)
@@ -105,7 +105,7 @@ def _xz(raw: bytes) -> bytes:
 
 
 def megasparse(*words: object) -> None:
-    """Print a command and run it. Raises UserError if it fails."""
+    """Print a command and run it."""
     command = shlex.join(["megasparse", *map(str, words)])
     print(f"$ {command}", flush=True)
     code = subprocess.run([sys.executable, "-m", "megasparse", *map(str, words)], check=False).returncode

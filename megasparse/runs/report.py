@@ -58,7 +58,7 @@ class Run(NamedTuple):
 
 
 def read_run(path: Path) -> Run:
-    """Read the folder of a run in any state. Raises DataError if it is not a run or cannot be read."""
+    """Read the folder of a run in any state."""
     if not any((path / name).is_file() for name in ("config.json", "metrics.jsonl")):
         reason = "contains neither config.json nor metrics.jsonl" if path.is_dir() else "is not a folder"
         raise DataError(path, f"not a run: it {reason}", "Give the run.directory of a pretraining or fine-tuning run")

@@ -197,7 +197,7 @@ def local_ranks(world_size: int) -> int:
 
 
 def _world_size() -> int:
-    """Return the world size. Raises ConfigError if the launcher's variables are incomplete."""
+    """Return the world size."""
     size = rank_variable("WORLD_SIZE", 1)
     for name in ("RANK", "LOCAL_RANK"):
         if (rank := rank_variable(name, 0)) >= size:

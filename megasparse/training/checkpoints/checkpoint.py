@@ -137,7 +137,7 @@ class Checkpoint:
     @property
     def config(self) -> Config:
         """Configuration of the pretraining run that wrote it, with the paths of the tokenizer and the shards in the
-        run's folder, which may have been renamed. Raises CheckpointError for other runs.
+        run's folder, which may have been renamed.
         """
         settings = self.settings
         if not isinstance(settings, Config):
@@ -150,7 +150,7 @@ class Checkpoint:
 
     @property
     def settings(self) -> RunSettings:
-        """Configuration of the run that wrote it. Raises CheckpointError if this version cannot read it."""
+        """Configuration of the run that wrote it."""
         kind = FinetuneConfig if "task" in self.manifest["config"] else Config
         try:
             return validated(self.manifest["config"], kind)
@@ -171,7 +171,7 @@ class Checkpoint:
         return self.read(kind, name, 0, math.prod(shape)).view(shape)
 
     def shape(self, kind: str, name: str) -> list[int]:
-        """Return the shape of a whole tensor. Raises CheckpointError if there is no such tensor."""
+        """Return the shape of a whole tensor."""
         return list(self._entry(kind, name)["shape"])
 
     def read(self, kind: str, name: str, start: int, numel: int) -> Tensor:
@@ -256,7 +256,7 @@ def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
 
 def load_weights(module: nn.Module, checkpoint: Checkpoint, buffers_only: bool = False) -> None:
     """Fill a freshly built module with the checkpoint's weights and persistent buffers, or only the buffers. Frozen
-    parameters are not in checkpoints and stay as they are. Raises CheckpointError if names or shapes differ.
+    parameters are not in checkpoints and stay as they are.
     """
     names = persistent_buffers(module) if buffers_only else None
     for name, tensor in _matched(module, checkpoint).items():
@@ -360,7 +360,7 @@ class Merged(Checkpoint):
 
 
 def merge_adapters(checkpoint: Checkpoint) -> Checkpoint:
-    """Return the merged checkpoint if `checkpoint` contains adapters, else `checkpoint`. Raises CheckpointError."""
+    """Return the merged checkpoint if `checkpoint` contains adapters, else `checkpoint`."""
     settings: Any = checkpoint.settings
     if not isinstance(settings, Config) or settings.lora is None:
         return checkpoint

@@ -136,7 +136,7 @@ def parse_manifest(content: bytes, file: Path | str) -> dict[str, Any]:
 
 
 def size_of(file: Path) -> int:
-    """Return the size of a checkpoint's file in bytes. Raises CheckpointError unless it is a regular file."""
+    """Return the size of a checkpoint's file, which must be a regular one."""
     try:
         status = os.lstat(file)
     except FileNotFoundError:
@@ -182,7 +182,7 @@ def find_newest(directory: str | Path) -> Path | None:
 
 
 def find_checkpoint(directory: Path) -> Path:
-    """Return `directory` if it is a checkpoint, else the newest one in it. Raises CheckpointError."""
+    """Return `directory` if it is a checkpoint, else the newest one in it."""
     if (directory / MANIFEST).exists():
         return directory
     for folder in (directory / "checkpoints", directory):
@@ -209,10 +209,8 @@ class RunIdentity:
 
 
 def build_manifest(run: RunIdentity, parts: Iterable[dict[str, Any]], **progress: Any) -> dict[str, Any]:
-    """Return the manifest of a checkpoint.
-
-    parts: `file`, `bytes` and `sha256` of each rank's file, and the `pieces` of its RankFile. progress: `step`,
-    `sequences`, `state`, `optimizer_steps` and `world_size`.
+    """Return the manifest of a checkpoint. parts: `file`, `bytes` and `sha256` of each rank's file, and the `pieces` of
+    its RankFile. progress: `step`, `sequences`, `state`, `optimizer_steps` and `world_size`.
     """
     files: dict[str, dict[str, Any]] = {}
     tensors: dict[str, dict[str, Any]] = {}

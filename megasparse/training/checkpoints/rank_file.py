@@ -51,10 +51,9 @@ class RankFile:
         """Size of the file."""
 
     def copy(self, blocks: list[Tensor]) -> "RankFile":
-        """Return the same file with copies of the fragments in CPU memory, which training does not modify.
-
-        blocks: memory of the copies, BLOCK numbers each, extended as needed; page-locked for fragments on GPUs, and in
-        blocks because torch would round a larger allocation up to a power of two.
+        """Return the same file with copies of the fragments in CPU memory, which training does not modify. blocks:
+        memory of the copies, BLOCK numbers each, extended as needed; page-locked for fragments on GPUs, and in blocks
+        because torch would round a larger allocation up to a power of two.
         """
         on_gpu = any(f.memory.is_cuda for f in self._fragments)
         pieces, end = [], 0
@@ -76,7 +75,7 @@ class RankFile:
         return file
 
     def write(self, path: Path, progress: Callable[[], None]) -> str:
-        """Write the file and return its SHA-256. Raises OSError, and TrainingError if a number is not finite."""
+        """Write the file and return its SHA-256."""
         digest, unsynced = hashlib.sha256(self._header), 0
         with durable(path, self.bytes) as file:
             file.write(self._header)

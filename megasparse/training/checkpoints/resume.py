@@ -198,10 +198,9 @@ def _set_aside_later(directory: Path, checkpoint: Checkpoint) -> None:
 
 
 def check_records(run: RunIdentity, start: Checkpoint | None, resume: str) -> None:
-    """Check that metrics.jsonl and the checkpoint to resume from belong to the same run.
-
-    Raises CheckpointError if they record different losses for the checkpoint's step, or if there is no checkpoint
-    although metrics.jsonl contains twice the steps between two.
+    """Check that metrics.jsonl and the checkpoint to resume from belong to the same run. Raises CheckpointError if they
+    record different losses for the checkpoint's step, or if there is no checkpoint although metrics.jsonl contains
+    twice the steps between two.
     """
     path, settings = run.checkpoints.parent / "metrics.jsonl", run.config.checkpoint
     last, line = read_line(path, start.step if start else 0)

@@ -92,7 +92,7 @@ class Saver:
         return None
 
     def replace_state(self, state: dict[str, Any]) -> None:
-        """Replace the state of the newest checkpoint, unless it is in another run's folder. Raises as `save` does."""
+        """Replace the state of the newest checkpoint, unless it is in another run's folder."""
         save = _Save(self.directory, self.ranks.rank, self.saved or 0, 0, state)
         if self.ranks.rank == 0 and save.final.is_dir():
             manifest = save.final / MANIFEST
@@ -105,7 +105,7 @@ class Saver:
 
     def finish(self) -> Path | None:
         """Complete the save in progress: wait for all ranks' threads and queue the upload. All ranks call it. Returns
-        the checkpoint's path, or None without a save in progress. Raises as `save` and `finish_uploads` do.
+        the checkpoint's path, or None without a save in progress.
         """
         save, self._under_way = self._under_way, None
         if save is None:
@@ -127,7 +127,7 @@ class Saver:
 
     def begin_uploads(self) -> None:
         """Claim `checkpoint.bucket` for this run, and upload the best and the newest checkpoint in the background if
-        they are missing. All ranks call it, once. Raises StorageError and CheckpointError, on every rank.
+        they are missing. All ranks call it, once.
         """
         paths = list_checkpoints(self.directory)
         paths = [path for path in paths if path == paths[-1] or int(path.name) == self.best]

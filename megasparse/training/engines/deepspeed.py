@@ -135,7 +135,6 @@ class DeepSpeedEngine(Engine):
 
     def _pieces(self) -> Iterator[tuple[Tensor, Piece]]:
         """Yield (flat vector, piece of a trained weight in it) under ZeRO 1 to 3; the piece may be empty on this rank.
-
         ZeRO 1 and 2: a parameter group is one vector, and each rank updates a slice of it. ZeRO 3: each weight is split
         evenly among the ranks, the last piece padded, and the pieces of a sub-group are one vector.
         """

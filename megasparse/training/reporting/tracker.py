@@ -93,9 +93,8 @@ BACKENDS = {"TensorBoard": tensorboard, "wandb": wandb, "mlflow": mlflow}
 class Tracker(AbstractContextManager["Tracker"]):
     """Context manager that writes a run's scalars, texts and pictures; ranks other than 0 write nothing.
 
-    metrics.jsonl gets one line per step and survives storage errors. TensorBoard and the backend of `logging.sink`
-    are switched off after their first error, until the run is restarted. start_step: records of later steps are
-    dropped. Raises ConfigError if the package of `logging.sink` is missing.
+    metrics.jsonl gets one line per step and survives storage errors. TensorBoard and the backend of `logging.sink` are
+    switched off after their first error, until the run is restarted. start_step: records of later steps are dropped.
     """
 
     def __init__(self, config: RunSettings, ranks: Ranks, start_step: int):
