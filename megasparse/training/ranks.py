@@ -173,8 +173,9 @@ def start_ranks(run: RunConfig, sequence: int = 1) -> Ranks:
     device = _choose_device(run)
     if device.type == "cpu":
         os.environ["DS_ACCELERATOR"] = "cpu"
+        local = local_ranks(world_size)
         if "OMP_NUM_THREADS" not in os.environ:
-            torch.set_num_threads(max(1, usable_cores() // max(1, local_ranks(world_size))))
+            torch.set_num_threads(max(1, usable_cores() // max(1, local)))
     else:
         torch.cuda.set_device(device)
     if run.deterministic:
