@@ -52,7 +52,6 @@ DEEPEST = 1100
 MARGIN = 1e-9
 """Fraction of a grid step, and smallest selection gap of whole windows. Machines differ by about 1e-12 in fp64."""
 AT_ONCE = 1 << 31
-"""Bytes of a group of windows."""
 
 
 @dataclass(frozen=True)

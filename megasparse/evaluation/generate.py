@@ -219,7 +219,6 @@ class BeamSettings:
     tokens: int
     ends: Collection[int] = ()
     alpha: float = 0.0
-    """Exponent of the length penalty."""
     vocabulary: int | None = None
 
 

@@ -23,7 +23,6 @@ from megasparse.training.engines.contract import Engine
 from megasparse.training.ranks import Ranks, RunHooks, check_stop
 
 Results = dict[str, float | str | Tensor]
-"""Name -> scalar, text or picture."""
 
 PAUSE = 64
 """Tokens of a sample between checks for a stop signal."""

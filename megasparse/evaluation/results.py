@@ -97,7 +97,6 @@ class Protocol:
     split_words: int | None
     """Bytes and reference words of the split's text; None if missing in the index."""
     data_settings: dict[str, Any]
-    """Settings of the shards' preparation."""
 
 
 def protocol_of(
@@ -171,7 +170,6 @@ def score_seeds(
 
 LARGEST = 700.0  # exp of a larger number overflows float64
 BYTES, PIXELS = "bytes", "pixels"
-"""Tokenizers whose tokens are the dims of bits/dim."""
 
 
 class Counts(NamedTuple):

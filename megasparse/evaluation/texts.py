@@ -34,10 +34,8 @@ class Request:
     prompt: bytes
     """Start of the text, not necessarily UTF-8."""
     tokens: int | None
-    """Maximum number of new tokens."""
     sampling: Sampling
     beams: int | None
-    """Width of beam search; None samples."""
     length_penalty: float
 
 

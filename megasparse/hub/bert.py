@@ -63,7 +63,6 @@ class BERTFormat(Format):
     name = "bert"
     architecture = "BertForMaskedLM"
     attention = "full"
-    """Kind of every layer's attention."""
     offset = 0
     """Unused rows at the start of the position table."""
     required: ClassVar = {"hidden_act": "gelu", "is_decoder": False, "position_embedding_type": "absolute"}
@@ -71,7 +70,6 @@ class BERTFormat(Format):
     ignored: tuple[str, ...] = ("bert.pooler.", "cls.seq_relationship.", "bert.embeddings.position_ids")
     """Prefixes of tensors to ignore."""
     head = "cls.predictions."
-    """Prefix of the head's tensors."""
 
     def export(self, config: Config, weight: Callable[[str], Tensor]) -> Exported:
         model = config.model

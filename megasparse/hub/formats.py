@@ -33,11 +33,9 @@ class Exported:
     """A megasparse model in the form of a Hugging Face model."""
 
     config: dict[str, Any]
-    """Content of config.json."""
     tensors: Callable[[], Iterator[tuple[str, Tensor]]]
     """Yields name and value of each tensor, one at a time."""
     files: dict[str, str | bytes] = field(default_factory=dict)
-    """Content of the other files, by name."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +43,6 @@ class Imported:
     """A Hugging Face model in the form of a megasparse model."""
 
     config: dict[str, Any]
-    """Sections of the megasparse configuration."""
     tensors: dict[str, Callable[[], Tensor]]
     """Reader of every parameter and learned buffer (fp32), by megasparse's name."""
 
@@ -56,7 +53,6 @@ class Format(ABC):
     name: str
     """`model_type` in config.json."""
     note = ""
-    """Note for the model card."""
     loading: ClassVar[dict[str, Any]] = {}
     """Arguments of from_pretrained for the model whose logits are compared."""
     unread: ClassVar[frozenset[str]] = frozenset()

@@ -26,7 +26,6 @@ from megasparse.ops.positions import LLAMA3_TURNS
 MAGIC, VERSIONS = b"GGUF", (2, 3)
 TEXT, ARRAY, FP32 = 8, 9, 0
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-"""struct's letter for each numeric type."""
 LONGEST_TEXT = 1 << 20  # a chat template has thousands of bytes
 MOST_DIMENSIONS = 8
 LAYERS = "block_count"
@@ -79,7 +78,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 """Values of further keys that change nothing."""
 UNUSED = ("vocab_size", "tensor_data_layout", "rope.scaling.finetuned")
-"""Keys that never change the model."""
 FREQUENCIES = "rope_freqs.weight"
 """Divisors of the rotary frequencies."""
 _GATED = "attn_norm.w attn_q.w attn_k.w attn_v.w attn_output.w ffn_norm.w ffn_gate.w ffn_up.w ffn_down.w"

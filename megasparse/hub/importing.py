@@ -88,7 +88,6 @@ class HFModel:
     config: Config
     """Configuration of the megasparse model, not yet of a run."""
     tensors: dict[str, Callable[[], Tensor]]
-    """Reader of every weight, by name."""
     temporary: TemporaryDirectory[str] | None = None
     """Parent of the folder if it was unpacked."""
 
@@ -219,13 +218,11 @@ def _with_special(folder: Path, sections: dict[str, Any]) -> dict[str, Any]:
 # Checkpoints of weights that were not trained by megasparse
 
 VOCABULARY = ("embedding.weight", "head.weight", "head.bias")
-"""Weights with one row per token."""
 
 POSITIONS = ("embedding.positions.table", "embedding.positions.axes.0")
 """Weights with one row per position, or per cell of the slowest axis."""
 
 Readers = Mapping[str, Callable[[], Tensor]]
-"""Readers of weights by name."""
 FIRST = Path("checkpoints", "00000000")
 """Path of a checkpoint in a run's folder before the first step."""
 

@@ -114,7 +114,6 @@ class MegasparsePreTrainedModel(PreTrainedModel):
     input_modalities = "text"
     supports_gradient_checkpointing = True
     kinds: ClassVar[tuple[str, ...]] = ("decoder", "encoder")
-    """Kinds of models that the class supports."""
 
     def __init__(self, config: MegasparseConfig):
         super().__init__(config)
@@ -261,7 +260,6 @@ class MegasparseWriter(MegasparsePreTrainedModel, GenerationMixin):
     read_as = "input_ids"
     """The argument of forward for the tokens so far."""
     handed_on: tuple[str, ...] = ("attention_mask", "use_cache")
-    """Arguments of generate that are passed to every forward."""
 
     def prepare_inputs_for_generation(
         self,

@@ -24,7 +24,6 @@ TRAINED = "training_tokenizer.json"
 """The tokenizer's file in training, if `FILE` differs from it."""
 
 Files = dict[str, str | bytes]
-"""Content of files by name."""
 
 
 def write_files(files: Files, folder: Path) -> None:

@@ -30,9 +30,7 @@ class RunData:
 
     tokenizer: Tokenizer
     evaluation: Index
-    """The folder of `data.path`."""
     mixture: list[tuple[Index, float]]
-    """Training folders and their weights."""
 
     @property
     def fingerprint(self) -> str:
@@ -127,7 +125,6 @@ HELD_OUT = (5, 10, 20, 30)
 """Percentages of the bytes to hold out, at the end; the first that the last document fits into is used."""
 
 SHARD = 64 << 20
-"""Bytes of text per shard."""
 
 
 def with_texts(config: Config, texts: str, ranks: Ranks) -> Config:

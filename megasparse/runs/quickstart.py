@@ -29,7 +29,6 @@ ROWS = {
     "gzip -9": "gzip_", "bzip2 -9": "bzip2_", "xz -9": "xz_", "xz -9, primed": "primed_xz_",
     "this model": "", "its file": "file_",
 }  # fmt: skip
-"""Names and keys of the final comparison."""
 
 # The package gensim contains a Wikipedia dump in enwik8's format (6 MB) as test data. The platform tag is fixed, so
 # that every machine gets the same file.

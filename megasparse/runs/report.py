@@ -264,7 +264,6 @@ def results(run: Run) -> list[dict[str, Any]]:
 
 
 LOSSES = {"train/loss": "train", "evaluation/loss": "validation"}
-"""Scalars of the first chart, and their labels."""
 
 
 def losses(runs: Sequence[Run], labels: Sequence[str]) -> str:

@@ -49,7 +49,6 @@ class Recipe:
     make_rng: MakeRng
     build_model: Callable[[], nn.Module]
     initial: Initial | None = field(kw_only=True, default=None)
-    """Initial values of parameters on the meta device."""
     open_data: Callable[[int, RunHooks], Steps]
     """Open this rank's steps, from a global sample number on."""
     build_evaluation: Callable[[Engine, RunHooks], Evaluate | None] = lambda engine, hooks: None
@@ -67,7 +66,6 @@ class TrainingRun:
     saver: Saver
     tracker: Tracker
     start: Checkpoint | None = None
-    """Checkpoint to resume from; None starts at step 0."""
     evaluate: Evaluate | None = None
     selection: Selection | None = None
     """Tracks the best checkpoint, and may end training."""
@@ -75,7 +73,6 @@ class TrainingRun:
     """Step after which to save and stop, while schedules still end at `training.steps`."""
     hooks: RunHooks = field(default_factory=RunHooks)
     flops: tuple[float, ...] = ()
-    """FLOPs per token; see `Recipe.flops_per_token`."""
 
     @property
     def config(self) -> RunSettings:

@@ -11,7 +11,6 @@ from megasparse.training.checkpoints.saving import Saver
 from megasparse.training.engines.contract import Engine
 
 KEPT = ("step", "value", "scalars", "without_better")
-"""Attributes of a Selection that checkpoints store."""
 
 
 class Selection:

@@ -48,7 +48,6 @@ class RankFile:
         text += b" " * (-len(text) % 8)  # numbers start at a multiple of 8
         self._header = len(text).to_bytes(8, "little") + text
         self.bytes = len(self._header) + end
-        """Size of the file."""
 
     def copy(self, blocks: list[Tensor]) -> "RankFile":
         """Return the same file with copies of the fragments in CPU memory, which training does not modify. blocks:

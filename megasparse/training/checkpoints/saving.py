@@ -255,7 +255,6 @@ class _Save:
         self.doing = f"saving step {step}"
         self.bytes = self.free = self.optimizer_steps = 0
         self.part: dict[str, Any] = {"file": f"rank-{rank:05d}.safetensors"}
-        """Manifest entry of this rank's file."""
         self.problem: dict[str, str] | None = None
         """`kind` ("storage", "numbers" or "other") and `text`."""
         self._thread: threading.Thread | None = None

@@ -38,7 +38,6 @@ class StepResult:
     so on, for the layers with a value.
     """
     tokens: int
-    """Tokens read, over all ranks."""
     grad_norm: float
     """L2 norm before clipping."""
     applied: bool

@@ -32,7 +32,6 @@ SHOWN = {
     "train/loss": "loss {:.4f}", "train/bits_per_dim": "{:.4f} {unit}", "optimizer/learning_rate": "lr {:.2e}",
     "speed/tokens_per_second": "{:,.0f} tokens/s", "evaluation/bits_per_dim": "held-out {:.4f} {unit}",
 }  # fmt: skip
-"""Scalars of the progress line."""
 Backend = namedtuple("Backend", "scalars text image close")
 """Functions that write scalars (step, values by name), a text or picture (step, name, value), and close."""
 

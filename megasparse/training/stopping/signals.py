@@ -25,7 +25,6 @@ STOPPING = (signal.SIGTERM, signal.SIGINT, *([USR1] if USR1 else []))
 ONE_REQUEST = 0.5
 """Seconds within which further signals are the same request: launchers send SIGINT and SIGTERM 0.1 s apart."""
 POLL = 0.5
-"""Seconds between checks of the launcher's parent."""
 PR_SET_PDEATHSIG = 1
 
 
