@@ -145,7 +145,6 @@ def recall_of_top(exact: Tensor, sparse: Tensor, top: int) -> Tensor:
 
 
 def _largest(weights: Tensor, top: int) -> Tensor:
-    """Return a bool mask of the `top` largest weights above 0 per row."""
     values, index = weights.topk(min(top, weights.shape[-1]), dim=-1)
     return torch.zeros_like(weights, dtype=torch.bool).scatter_(-1, index, values > 0)
 

@@ -199,7 +199,6 @@ DIGEST = 3
 
 
 def model_digest(model: Any, seed: int, window: int) -> bytes:
-    """Return a digest of the predictor."""
     digest = hashlib.sha256(json.dumps([model.config.model_dump(mode="json"), seed, window]).encode())
     for name, tensor in sorted(model.state_dict().items()):
         digest.update(name.encode() + tensor.detach().cpu().contiguous().numpy().tobytes())

@@ -290,7 +290,6 @@ def _likeliest(logits: Tensor, live: list[_Live], settings: BeamSettings) -> lis
 
 
 def search(model: Any, prompts: Tensor, hash_seed: int, settings: BeamSettings) -> list[list[Hypothesis]]:
-    """Return beam search hypotheses for each of the prompts (B, n)."""
     return search_with(model, prompts, model.new_cache(len(prompts), hash_seed), settings)
 
 

@@ -139,7 +139,6 @@ class _Writer:
 
 
 def _separator(tokenizer: Tokenizer, config: Config) -> int:
-    """Return the token that ends a source and a target."""
     if tokenizer.special is None:
         raise ConfigError("data.tokenizer", f'"{tokenizer.name}" does not define special tokens', "Give another one")
     separator, vocabulary = tokenizer.special.separator, config.model.vocabulary
@@ -151,7 +150,6 @@ def _separator(tokenizer: Tokenizer, config: Config) -> int:
 
 
 def _source(text: bytes, number: int, config: Config, tokenizer: Tokenizer) -> Tensor:
-    """Return the tokens (S,) of a source with its end token."""
     assert config.model.source is not None
     tokens = torch.cat([tokenizer.encode(text), torch.tensor([_separator(tokenizer, config)])])
     if len(tokens) > config.model.source.length:

@@ -16,7 +16,6 @@ FORMATS = {
 
 
 def format_named(name: str) -> Format:
-    """Return the format of this name."""
     if name not in FORMATS:
         raise ConfigError("format", f'unknown format "{name}"', did_you_mean(name, FORMATS))
     module = importlib.import_module(FORMATS[name]).FORMAT

@@ -292,7 +292,6 @@ class GPT2Format(DecoderFormat):
 
 
 def start_token(config: Any, path: Path) -> int:
-    """Return the first token of a model's sequences."""
     ends = config.eos_token_id
     token = config.bos_token_id if config.bos_token_id is not None else ends[0] if isinstance(ends, list) else ends
     if token is None:
@@ -315,7 +314,6 @@ ROPE_TURNS: dict[str, dict[str, float]] = {
 
 
 def rotary_of(rope: dict[str, Any], path: Path) -> dict[str, Any]:
-    """Return `model.positions`."""
     kind, section = rope["rope_type"], {"kind": "rotary", "base": float(rope["rope_theta"])}
     if rope.get("partial_rotary_factor", 1.0) != 1.0:
         raise not_ours(path, "partial_rotary_factor", rope["partial_rotary_factor"], "1.0")

@@ -166,7 +166,6 @@ class HFModel:
 
 @torch.no_grad()
 def fill(model: Model, read: Callable[[str], Tensor]) -> Model:
-    """Set the weights and learned buffers of a model, and return it in evaluation mode."""
     for name, weight in {**dict(model.named_parameters()), **persistent_buffers(model)}.items():
         weight.copy_(read(name))
     return model.eval()
@@ -344,7 +343,6 @@ def require_base(config: Config) -> None:
 
 
 def base_digest(config: Config) -> str:
-    """Return the digest of the frozen weights of a run with adapters."""
     return weights_digest(read_manifest(_start_of(config)))
 
 

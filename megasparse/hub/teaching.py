@@ -117,7 +117,6 @@ class Teacher:
         return loss
 
     def measure(self, tokens: Tensor) -> float:
-        """Return the mean loss of mechanisms on texts (B, L)."""
         return self._run(tokens, _HELD_OUT, 0)
 
     def _cast(self, dtype: torch.dtype) -> None:
@@ -167,7 +166,6 @@ class Teacher:
 
     @torch.no_grad()
     def _resume(self, folder: Path, identity: str) -> dict[str, Any] | None:
-        """Load the progress in `folder` of an interrupted training, if any."""
         path = folder / RECORD
         if not path.exists():
             return None

@@ -74,7 +74,6 @@ class TensorFile:
 
     @staticmethod
     def one(path: Path) -> "TensorFile":
-        """Open one safetensors file."""
         file = _opened(path)
         return TensorFile(path, dict.fromkeys(file.keys(), file))
 
@@ -103,7 +102,6 @@ class TensorFile:
                 raise HubError(self.path, f"contains a tensor {name}, unknown to its architecture", OWN_CONFIG)
 
     def check_tied(self, copy: str, of: str) -> None:
-        """Raise HubError if a tied parameter has two different values."""
         if copy != of and {copy, of} <= self._files.keys() and not torch.equal(self.read(copy), self.read(of)):
             problem = f"{copy} and {of} differ, but are tied by its config.json"
             raise HubError(self.path, problem, 'Set "tie_word_embeddings" to false there, or remove the first one')

@@ -74,7 +74,6 @@ def chat_files(config: Config, longest: int, room: int | None = None) -> Files:
 
 
 def companion_files(folder: Path) -> Files:
-    """Return the files next to a decoder's tokenizer.json."""
     files: Files = {name: read_file(folder / name) for name in BESIDE if (folder / name).is_file()}
     try:
         valid = isinstance(json.loads(files.get(GENERATION, "{}")), dict)
@@ -124,7 +123,6 @@ def own_name(tokenizer: Tokenizer, kind: str) -> str:
 
 
 def separator(tokenizer: Tokenizer, model: ModelConfig) -> int | None:
-    """Return the token that ends sources and targets, if any."""
     if tokenizer.special is None or tokenizer.special.separator >= model.vocabulary:
         return None
     return tokenizer.special.separator
@@ -212,7 +210,6 @@ def of_bytes(special: dict[str, int]) -> dict[str, Any]:
 
 
 def of_words(words: list[str]) -> dict[str, Any]:
-    """Return the content for WordTokenizer."""
     model = {"type": "WordLevel", "vocab": {word: token for token, word in enumerate(words)}, "unk_token": UNKNOWN}
     replaced = {"\n": f" {END} ", **{chr(code): " " for code in range(0x1C, 0x20)}}  # white space only in Python
     parts = [{"type": "Replace", "pattern": {"String": old}, "content": new} for old, new in replaced.items()]

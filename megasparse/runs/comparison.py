@@ -57,7 +57,6 @@ def load(name: str | Path, corpora: Sequence[str] | None = None) -> dict[str, di
 
 
 def chosen(names: Sequence[str] | None, choices: dict[str, Any], option: str) -> list[str]:
-    """Return the names, or all choices if none are given."""
     for name in names or []:
         if name not in choices:
             hint = f"Choose from {', '.join(choices)}" if any(choices) else "Remove it: there is only one corpus"
@@ -155,7 +154,6 @@ def table(results: dict[str, list[Row]]) -> list[str]:
 
 
 def spread(values: Sequence[float], digits: int = 3) -> str:
-    """Return mean ± standard deviation."""
     mean = f"{statistics.mean(values):.{digits}f}"
     return mean if len(values) == 1 else f"{mean} ± {statistics.stdev(values):.{digits}f}"
 

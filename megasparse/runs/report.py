@@ -231,7 +231,6 @@ OTHERS = {
 
 
 def best_result(run: Run) -> dict[str, Any] | None:
-    """Return the result of `megasparse evaluate` of the last checkpoint and the most tokens."""
 
     def order(result: dict[str, Any]) -> list[float]:
         values = (result["protocol"].get("checkpoint_step"), result.get("dims"))
@@ -378,7 +377,6 @@ def thinned(values: np.ndarray) -> list[int]:
 
 
 def ticks(low: float, high: float) -> list[float]:
-    """Return three to seven round numbers between two bounds."""
     power = 10.0 ** math.floor(math.log10((high - low) / 3))
     step = next(power * factor for factor in (5, 2, 1) if power * factor <= (high - low) / 3)
     first = math.ceil(low / step)

@@ -48,7 +48,6 @@ class Ranks:
 
     @property
     def sequence_rank(self) -> int:
-        """Index of this rank in its sequence group."""
         return self.rank % self.sequence_size
 
     @property
@@ -120,12 +119,10 @@ class Ranks:
         return [count > 0 for count in counts.tolist()]
 
     def say(self, line: str) -> None:
-        """Print a line on rank 0's stderr."""
         if self.rank == 0:
             print(line, file=sys.stderr)
 
     def stop(self) -> None:
-        """Destroy the process group."""
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
 
@@ -193,12 +190,10 @@ def start_ranks(run: RunConfig, sequence: int = 1) -> Ranks:
 
 
 def local_ranks(world_size: int) -> int:
-    """Return the number of ranks on this machine."""
     return rank_variable("LOCAL_WORLD_SIZE", rank_variable("LOCAL_SIZE", world_size))
 
 
 def _world_size() -> int:
-    """Return the world size."""
     size = rank_variable("WORLD_SIZE", 1)
     for name in ("RANK", "LOCAL_RANK"):
         if (rank := rank_variable(name, 0)) >= size:

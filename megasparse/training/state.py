@@ -45,7 +45,6 @@ class Selection:
         return 0 < self.patience <= self.without_better
 
     def state(self) -> dict[str, Any]:
-        """Return the JSON that a checkpoint stores."""
         return {"metric": self.scalar, **{name: getattr(self, name) for name in KEPT}}
 
     def write(self, file: Path) -> None:
@@ -81,7 +80,6 @@ class LoopState:
         return f"{best.scalar} has not been better than at step {best.step} for {best.without_better} evaluations"
 
     def state(self) -> dict[str, Any]:
-        """Return the JSON that a checkpoint stores."""
         selection = self.selection.state() if self.selection.scalar else None
         return {
             "loss": self.loss,

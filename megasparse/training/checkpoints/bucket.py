@@ -50,7 +50,6 @@ class Bucket:
         self._requests = Requests(progress, errors=(StorageError, CheckpointError))
 
     def steps(self) -> list[int]:
-        """Return the steps of complete checkpoints, in order."""
         return [step for step in self._folders() if MANIFEST in self._names(f"{step:08d}")]
 
     def manifest(self, step: int) -> tuple[dict[str, Any], bytes]:
@@ -59,7 +58,6 @@ class Bucket:
         return parse_manifest(content, f"{self.url}/{step:08d}/{MANIFEST}"), content
 
     def fetch(self, step: int, directory: Path) -> None:
-        """Download a checkpoint into a folder of checkpoints, atomically."""
         manifest, content = self.manifest(step)
         temporary = directory / f"{TEMPORARY}{step:08d}-{uuid.uuid4().hex}"
         try:
@@ -167,7 +165,6 @@ class Uploads:
             self.begin(path, best)
 
     def begin(self, path: Path, best: int | None) -> None:
-        """Append a checkpoint to the queue. Rank 0 calls it."""
         if self._settings.bucket is not None:
             with self._lock:
                 self._queue.append((path, best))

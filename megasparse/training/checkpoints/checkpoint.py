@@ -150,7 +150,6 @@ class Checkpoint:
 
     @property
     def settings(self) -> RunSettings:
-        """Configuration of the run that wrote it."""
         kind = FinetuneConfig if "task" in self.manifest["config"] else Config
         try:
             return validated(self.manifest["config"], kind)
@@ -160,7 +159,6 @@ class Checkpoint:
             raise CheckpointError(self.path, problem, "Use the version of megasparse that wrote it") from None
 
     def check_base(self, digest: str) -> None:
-        """Raise CheckpointError if its adapters belong to other weights. digest: `weights_digest`."""
         if (base := self.manifest.get("base")) not in (None, digest):
             problem = f"its adapters belong to weights {base[:12]}…, but the run's folder contains {digest[:12]}…"
             raise CheckpointError(self.path, problem, f"Restore {START.parts[0]}/ there")
@@ -171,7 +169,6 @@ class Checkpoint:
         return self.read(kind, name, 0, math.prod(shape)).view(shape)
 
     def shape(self, kind: str, name: str) -> list[int]:
-        """Return the shape of a whole tensor."""
         return list(self._entry(kind, name)["shape"])
 
     def read(self, kind: str, name: str, start: int, numel: int) -> Tensor:

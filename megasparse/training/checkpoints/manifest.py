@@ -177,7 +177,6 @@ def list_checkpoints(directory: Path) -> list[Path]:
 
 
 def find_newest(directory: str | Path) -> Path | None:
-    """Return the checkpoint of the highest step in `directory`, or None."""
     return next(reversed(list_checkpoints(Path(directory))), None)
 
 
@@ -235,7 +234,6 @@ def build_manifest(run: RunIdentity, parts: Iterable[dict[str, Any]], **progress
 
 
 def weights_digest(manifest: dict[str, Any]) -> str:
-    """Return the digest of a checkpoint's files."""
     digests = (entry["sha256"] for _, entry in sorted(manifest["files"].items()))
     return hashlib.sha256(" ".join(digests).encode()).hexdigest()
 
@@ -259,7 +257,6 @@ def _source_digest(folder: Path) -> str:
 
 
 def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
-    """Flatten a nested dictionary to dotted keys."""
     if not (isinstance(value, dict) and value):
         return {prefix: value}
     flat: dict[str, Any] = {}

@@ -100,7 +100,6 @@ class Saver:
         self._refuse(save, self.ranks.gather(save.problem))
 
     def pending(self) -> bool:
-        """True while this rank's part of an asynchronous save is being written."""
         return self._under_way is not None and self._under_way.writing()
 
     def finish(self) -> Path | None:
@@ -163,7 +162,6 @@ class Saver:
         return save, file
 
     def _read_mark(self) -> bytes | None:
-        """Return the content of the run's lock file, which identifies this run's folder."""
         with suppress(OSError):
             return read_file(self.directory.parent / LOCK_FILE)
         return None
@@ -181,7 +179,6 @@ class Saver:
         return file
 
     def _publish(self, save: "_Save", parts: list[dict[str, Any]]) -> None:
-        """Write the manifest of a checkpoint and rename it to its final name."""
         progress = {"step": save.step, "sequences": save.sequences, "state": save.state}
         progress |= {"optimizer_steps": save.optimizer_steps, "world_size": self.ranks.world_size}
         text = seal(build_manifest(self.run, parts, **progress)).encode()
@@ -222,7 +219,6 @@ class Saver:
             print(f"warning: {newest} is saved, but older ones could not be deleted: {error}", file=sys.stderr)
 
     def _refuse(self, save: "_Save", problems: list[dict[str, str] | None]) -> None:
-        """If any rank reports a problem, clean up and raise it on all ranks."""
         reported = [(rank, problem) for rank, problem in enumerate(problems) if problem is not None]
         if not reported:
             return
@@ -297,7 +293,6 @@ class _Save:
         return self._thread is not None and self._thread.is_alive()
 
     def join(self, progress: Callable[[str], None]) -> None:
-        """Wait for the thread and report its progress."""
         reported = -1
         while self._thread is not None and self._thread.is_alive():
             if reported != self._blocks:

@@ -167,7 +167,6 @@ class Engine(ABC):
         return self._fixed_divisors[shapes]
 
     def _mean_scored(self, micro_batches: Sequence[Batch]) -> float:
-        """Return the scored tokens per micro-batch of this step, averaged over all ranks."""
         model: Any = self.module
         device = self.ranks.device if self._shared else torch.device("cpu")  # count_scored may all-reduce
         tokens = (batch.tokens.to(device) for batch in micro_batches)
@@ -224,11 +223,9 @@ class Engine(ABC):
         return [*state, *(fragment for fragment in shared if turns[fragment.name] == self.ranks.rank), *buffers]
 
     def steps_done(self) -> int:
-        """Return the number of optimizer updates so far, without skipped steps."""
         return steps_done(self.optimizer)
 
     def load(self, checkpoint: Checkpoint) -> None:
-        """Load fp32 weights and optimizer state, written with any number of ranks and ZeRO stage."""
         if checkpoint.optimizer_steps:
             for weight in self._state_owners():
                 create_state(self.optimizer, self._optimizer_name, weight)

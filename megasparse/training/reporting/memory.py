@@ -83,7 +83,6 @@ def peak_bytes(device: torch.device) -> int:
 
 
 def resident_bytes() -> int:
-    """Return the resident memory of this process; 0 if the system does not report it."""
     return _of_process().get("memory/resident_bytes", 0)
 
 
@@ -107,7 +106,6 @@ def available_bytes(device: torch.device) -> int:
 
 
 def _of_process() -> dict[str, int]:
-    """Return the current memory use of this process; {} if the system does not report it."""
     scalars = {}
     with suppress(OSError, ValueError, IndexError):
         status = Path("/proc/self/status").read_text()

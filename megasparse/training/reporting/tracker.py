@@ -153,7 +153,6 @@ class Tracker(AbstractContextManager["Tracker"]):
             self._call("text", step, "events", message)
 
     def say(self, message: str) -> None:
-        """Print a line on rank 0's stderr."""
         if self.writing:
             with suppress(OSError):
                 self._bar.write(message, file=sys.stderr)

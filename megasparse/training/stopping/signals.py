@@ -72,7 +72,6 @@ class StopSignals:
                 threading.Thread(target=self._follow, args=(command,), name="launcher", daemon=True).start()
 
     def trace_wanted(self) -> bool:
-        """True if a trace was requested since the last call."""
         requested = self._trace.is_set()
         self._trace.clear()
         return requested

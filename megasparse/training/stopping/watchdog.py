@@ -161,7 +161,6 @@ class Watchdog:
                 return
 
     def exchange(self, store: Store) -> None:
-        """Write this rank's heartbeat and read the others."""
         self._write(store, self._heartbeat())
         others = [rank for rank in range(self._world_size) if rank != self._rank]
         started = [rank for rank in others if self._others[rank] or store.check([str(rank)])]
