@@ -25,15 +25,12 @@ WHOLE = "Export all weights, for example with --to llama"
 
 
 def to_peft(checkpoint: str | Path, output: str | Path, base: str | Path) -> Path:
-    """Export the adapters of a run as a PEFT folder: adapter_config.json and adapter_model.safetensors. Return it.
+    """Export the adapters of a run as a PEFT folder, and return it.
 
-    Before the folder is renamed to `output`, peft loads it on top of `base`, and the logits are compared with the
-    trained model on the same text in fp32. Quantised weights are quantised and dequantised for it.
-
-    checkpoint: a checkpoint's folder, or a run's (its newest checkpoint). base: folder of the Hugging Face decoder that
-    the run started from. Raises CheckpointError if the checkpoint is damaged; HubError if the run trained no adapters
-    or other weights, too, if `base` differs from the weights that it started from, if the folder exists or cannot be
-    written, or if the logits differ.
+    Before the folder is renamed to `output`, peft loads it on top of `base`, the folder of the Hugging Face decoder
+    that the run started from, and the logits are compared with the trained model in fp32. Raises HubError if the run
+    trained no adapters or other weights, too, if `base` differs from the weights that it started from, or if the logits
+    differ.
     """
     output = Path(output)
     refuse_existing(output)

@@ -25,9 +25,8 @@ class AlignedRows:
     def __init__(
         self, input_ids: Tensor, attention_mask: Tensor | None, padding: int = 0, positions: Tensor | None = None
     ):
-        """Move real tokens of (B, n) to the front. attention_mask: 0 for padding. padding: token to write there in
-        `tokens`. positions: transformers' position_ids. Raises ValueError if a row contains only padding, or if
-        positions do not count a row's real tokens from 0.
+        """Move real tokens of (B, n) to the front. padding: token to write there in `tokens`. positions: transformers'
+        position_ids. Raises ValueError for a row of padding, or if positions do not count a row's real tokens from 0.
         """
         refuse_shape("attention_mask", attention_mask, input_ids.shape)
         if positions is not None:

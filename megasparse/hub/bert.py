@@ -51,13 +51,11 @@ SECOND_BIAS = "cls.predictions.decoder.bias"
 class BERTFormat(Format):
     """Format of `BertForMaskedLM`. Parameters are copied exactly, except for the following.
 
-    Token types: the table is copied, although megasparse gives all tokens the first type; without a table, it is
-    exported as a row of zeros. Unused rows of positions (`positions.offset`) are copied; missing ones are exported as
-    zeros. A pooler and a next-sentence head are ignored on import.
-
-    The mask token is `mask_token_id` of config.json, a key that Hugging Face does not define; without it, the last
-    token. Dropout of attention weights, tiles, activations, and the tokens that start, end and pad a text are not
-    converted.
+    The table of token types is copied, although megasparse gives all tokens the first type; without one, a row of zeros
+    is exported. Unused rows of positions (`positions.offset`) are copied; missing ones are exported as zeros. A pooler
+    and a next-sentence head are ignored on import. The mask token is `mask_token_id` of config.json, a key that Hugging
+    Face does not define, or the last token. Dropout of attention weights, tiles, activations, and the tokens that
+    start, end and pad a text are not converted.
     """
 
     name = "bert"
@@ -254,12 +252,10 @@ class YOSOFormat(BERTFormat):
     """BERTFormat with YOSO's attention. Differences from Hugging Face's implementation:
 
     Hashing (`use_expectation` false) runs in a CUDA kernel that transformers downloads on demand, and draws new hashes
-    at each call. `logits` of such a model are therefore computed with its expectation, and compared with megasparse's
-    under `comparable`. Gaussian hashing (`use_fast_hash` false) gives each query the code of the key at its position, a
-    bug; megasparse hashes the query.
+    at each call. `logits` are therefore computed with its expectation, and compared with megasparse's under
+    `comparable`. Gaussian hashing (`use_fast_hash` false) gives each query the code of the key at its position, a bug.
 
-    Padding: its layers expect a mask of 0 and −10,000, but get 1 and 0, so that its attention attends to padding, and
-    only the convolution excludes it; megasparse excludes it in both.
+    Padding: its layers expect a mask of 0 and −10,000, but get 1 and 0, so that its attention attends to padding.
 
     Not supported by Hugging Face: another number of hashes in evaluation than in training. Not supported by megasparse:
     hashing with the expectation's gradients (`lsh_backward` false).

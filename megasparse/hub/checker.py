@@ -93,9 +93,9 @@ def _compared(name: str, pairs: Iterable[tuple[int, Tensor, Tensor]], scale: flo
 
 @torch.no_grad()
 def check_batch(model: Any, tokens: Tensor, seed: int = 0) -> list[CheckResult]:
-    """Check a megasparse decoder in evaluation mode on a batch (B, L) as it is trained on, with the marks of its
-    shards: no token's nats may depend on later tokens, nor on other documents. Documents are replaced by the bits of
-    their numbers, so that each pair is apart in some pass. seed: of the tokens that replace others.
+    """Check a megasparse decoder on a batch (B, L) as it is trained on, with the marks of its shards: no token's nats
+    may depend on later tokens, nor on other documents, which are replaced by the bits of their numbers, so that each
+    pair is apart in some pass.
     """
     config, length = model.config, tokens.shape[1]
     special = {config.separator_id, config.padding_token}
@@ -171,8 +171,8 @@ def _cache(model: Any, tokens: Tensor, whole: Tensor) -> Pairs:
 
 
 def _packing(model: Any, tokens: Tensor, whole: Tensor) -> Pairs:
-    """Pack three documents into one row, marked by positions that restart, and replace the others of each document.
-    A row of its own may give other logits, because windows of chunks are aligned to the row.
+    """Pack three documents into one row, marked by positions that restart, and replace the others of each document. In
+    a row of its own, chunks would be aligned otherwise.
     """
     ends = [0, tokens.shape[1] // 4, tokens.shape[1] // 2 + 3, tokens.shape[1]]
     spans = list(pairwise(ends))
@@ -196,8 +196,8 @@ CHECKS: dict[str, Callable[[Any, Tensor, Tensor], Pairs]] = {
 
 
 def load_model(folder: Path) -> Any:
-    """Load a model of transformers, or one that megasparse exported or replaced, without running code of the folder. In
-    fp32: rounding in bf16 can exceed the tolerance. Raises HubError if it is not a causal language model, or not whole.
+    """Load a model of transformers, or one that megasparse exported or replaced, in fp32: rounding in bf16 can exceed
+    the tolerance. Raises HubError if it is not a causal language model, or not whole.
     """
     try:
         names = parse_json(read_file(folder / "config.json", 1 << 20).decode(), str(folder)).get("architectures")

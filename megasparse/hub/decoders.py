@@ -76,7 +76,7 @@ class DecoderFormat(Format):
 
     A megasparse decoder predicts token t from the tokens before it, and the first one from the embedding of
     `model.start_token`. Hugging Face's input is therefore [BOS, token 0, token 1, ...], and its logits at t predict
-    token t. A model without a `bos_token_id` starts with its first `eos_token_id`, which separates training documents.
+    token t. Without a `bos_token_id`, BOS is the first `eos_token_id`, which separates training documents.
 
     Dropout, tiles and activations are not converted. Attention other than full is replaced attention, see hub.replace.
     """

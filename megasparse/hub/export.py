@@ -80,8 +80,8 @@ def texts_with_logits(checkpoint: Checkpoint, format: Format) -> list[tuple[Tens
 
 
 def text_tokens(model: ModelConfig) -> list[Tensor]:
-    """Return real text, the source code of this file, in three pieces: (2, L) int64 each, with L `compared_length`. Of
-    an encoder every seventh token is masked; of an encoder–decoder the second source and target are padded.
+    """Return real text, the source code of this file, in three pieces (2, L) int64: of an encoder with masked tokens,
+    of an encoder–decoder with padding.
     """
     pieces, count, length = *COMPARED, compared_length(model)
     text = bytearray(Path(__file__).read_bytes()[: pieces * count * length])
@@ -165,9 +165,7 @@ def _use(config: Config, exported: Exported, to: str) -> list[str]:
 
 
 def measurements(checkpoint: Checkpoint, path: str | Path | None) -> list[dict[str, Any]]:
-    """Return the results of `megasparse evaluate` for this checkpoint: the file `path`, or those in the run's folder.
-    Raises HubError if the file is not such a result, or belongs to another checkpoint.
-    """
+    """Return the results of `megasparse evaluate` for this checkpoint, in the file `path` or in the run's folder."""
     results = []
     for file in sorted(checkpoint.path.parent.parent.glob("*.json")) if path is None else [Path(path)]:
         result = _result(file)

@@ -60,8 +60,8 @@ class Format(ABC):
 
     @abstractmethod
     def export(self, config: Config, weight: Callable[[str], Tensor]) -> Exported:
-        """Convert a megasparse model. weight: returns a parameter (fp32) by name. Raises HubError for a key of the
-        configuration with a value that the architecture cannot express.
+        """Convert a megasparse model. weight: returns a parameter (fp32) by name. Raises HubError for a key that the
+        architecture cannot express.
         """
 
     @abstractmethod
@@ -70,8 +70,8 @@ class Format(ABC):
 
     @abstractmethod
     def logits(self, model: Any, tokens: Tensor, seed: int) -> Tensor:
-        """Return the logits (B, L, V) of Hugging Face's model in the convention of `our_logits`. seed: of the run that
-        trained the model; random hashes depend on it.
+        """Return the logits (B, L, V) of Hugging Face's model as `our_logits` does. seed: of the
+        run that trained it.
         """
 
     def comparable(self, config: Config) -> Config:
@@ -143,8 +143,8 @@ def check_only(config: Any, only: Mapping[str, Any], path: Path) -> None:
 
 
 def read_configuration(name: str, values: dict[str, Any], path: Path) -> Any:
-    """Parse Hugging Face's configuration of a model_type. Raises HubError naming `path` if it is invalid, or if the
-    attention was replaced: the weights would be loaded as a model with full attention.
+    """Parse Hugging Face's configuration of a model_type. Raises HubError if it is invalid, or if the attention was
+    replaced: the weights would be loaded as a model with full attention.
     """
     from huggingface_hub.errors import StrictDataclassError
     from transformers import CONFIG_MAPPING
@@ -260,7 +260,7 @@ def readers(
     tensors: TensorFile, weights: list[Weight], stored: Mapping[str, str], further: Mapping[str, Iterable[int]]
 ) -> dict[str, Callable[[], Tensor]]:
     """Return a reader for each megasparse weight. stored: name in the file of each of Hugging Face's weights. further:
-    shapes of other tensors.
+    shapes of other tensors. Raises HubError for missing, unexpected and wrong-shaped tensors.
     """
     tensors.check({stored[weight.theirs]: weight.shape for weight in weights} | dict(further))
     return {
@@ -309,8 +309,8 @@ def padded(tokens: Tensor, config: ModelConfig) -> Tensor:
 
 @torch.no_grad()
 def our_logits(model: Model, tokens: Tensor, seed: int) -> Tensor:
-    """Return the logits (B, L, V) in evaluation, with the random draws of a run's seed; of an encoder–decoder's target.
-    A decoder's logits at t predict token t from the tokens before it; an encoder reads all tokens.
+    """Return the logits (B, L, V) in evaluation, with the draws of a run's seed; of an encoder–decoder's target. A
+    decoder's logits at t predict token t from the tokens before it.
     """
     padding = Padding(segments=padding_of(tokens, model.config).segments)
     rng, source = RngContext.evaluation(seed, len(tokens)), None

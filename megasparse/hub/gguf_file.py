@@ -301,7 +301,7 @@ def _check_tokenizer(path: Path, values: dict[str, Any]) -> None:
 
 
 def _correct_tokenizer(file: Path, header: Header) -> None:
-    """Correct the tokenizer.json that transformers wrote: for a byte-level vocabulary it adds <|endoftext|>, spells
+    """Correct the tokenizer.json of transformers, which, for a byte-level vocabulary, adds <|endoftext|>, spells
     special tokens outside ASCII in bytes, splits unknown kinds of texts as GPT-2's, and always merges.
     """
     content, split = json.loads(file.read_text(encoding="utf-8")), header.values.get("tokenizer.ggml.pre")

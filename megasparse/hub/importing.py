@@ -93,9 +93,9 @@ class HFModel:
 
     @staticmethod
     def open(name: str | Path) -> "HFModel":
-        """Open a model. name: a folder, a GGUF file, or the name of a model in transformers' local cache. Nothing is
-        downloaded, and code that comes with the model is not run. Raises HubError if a file is missing or damaged or
-        megasparse cannot express the architecture, ConfigError for conflicting settings.
+        """Open a model: a folder, a GGUF file, or the name of a model in transformers' local cache. Nothing is
+        downloaded, and code that comes with the model is not run. Raises HubError if it is damaged or cannot be
+        expressed.
         """
         if Path(name).suffix != ".gguf":
             return HFModel._in_folder(folder := find_folder(name), folder)
@@ -235,11 +235,10 @@ def write_checkpoint(
 ) -> Path:
     """Write OUTPUT/checkpoints/00000000, a checkpoint that contains only weights, and OUTPUT/config.json, atomically.
 
-    `megasparse pretrain --resume PATH` starts from it, on any data of its tokenizer and with any settings except those
-    of the model. tensors: readers of every parameter and persistent buffer (fp32), called one at a time. tokenizer:
-    file to copy to `data.tokenizer`, a file in OUTPUT. files: content of further files. Returns the checkpoint's path.
-    Raises HubError if OUTPUT exists or cannot be written, or if a tensor is missing, unexpected, wrong-shaped or not
-    finite.
+    `megasparse pretrain --resume PATH` starts from it, on any data of its tokenizer. tensors: readers of every
+    parameter and persistent buffer (fp32), called one at a time. tokenizer: file to copy to `data.tokenizer` in OUTPUT.
+    files: content of further files. Raises HubError if OUTPUT exists, or for a missing, unexpected, wrong-shaped or not
+    finite tensor.
     """
     output, name, expected = Path(output), "rank-00000.safetensors", shapes(config.model)
     for weight in (*tensors, *expected):
@@ -319,9 +318,9 @@ def base_values(source: str | Path, weights: bool = True) -> dict[str, Any]:
 
 
 def resumed_from(config: Config, source: str | Path, ranks: Ranks) -> str:
-    """Return the value of `--resume` for a run that starts from `source`: its newest checkpoint, or the checkpoint that
-    `write_start` writes to RUN/start, once, on rank 0. With adapters always "auto", because its checkpoints contain
-    only the adapters, and RUN/start the base weights. Every rank calls it.
+    """Return the value of `--resume` for a run that starts from `source`: its newest checkpoint, or the one that
+    `write_start` writes to RUN/start on rank 0. With adapters always "auto", because its checkpoints contain only the
+    adapters, and RUN/start the base weights. Every rank calls it.
     """
     start = _start_of(config)
 
@@ -351,8 +350,8 @@ def _start_of(config: Config) -> Path:
 
 
 def adapted(config: Config, device: torch.device) -> nn.Module:
-    """Return the model of a run with adapters before its first step, on `device`: the frozen weights of RUN/start,
-    quantised or in the precision of the run, and the adapters. Weights are read one at a time.
+    """Return the model of a run with adapters before its first step, on `device`: the frozen weights of RUN/start, read
+    one at a time, quantised or in the precision of the run, and the adapters.
     """
     lora = config.lora
     assert lora is not None
@@ -375,11 +374,8 @@ def adapted(config: Config, device: torch.device) -> nn.Module:
 
 def write_start(config: Config, source: Path, output: Path) -> tuple[list[str], list[str]]:
     """Write OUTPUT/checkpoints/00000000, the model of `config` before its first step, with the pretrained weights of
-    the same names and initial values for all others. A shorter table of positions is repeated. Return the names of the
-    others, and of unused pretrained weights.
-
-    source: a checkpoint, a run's folder, or a Hugging Face model's folder. Raises HubError if a weight has another
-    shape or the tokenizers differ.
+    `source` and initial values for all others. A shorter table of positions is repeated. Return the names of the
+    others, and of unused pretrained weights. Raises HubError if a weight has another shape or the tokenizers differ.
     """
     if (hf_model := _hf_model(source)) is not None:
         pretrained: Readers = hf_model.tensors

@@ -37,8 +37,8 @@ _MODELS = ("Model", "ForCausalLM", "ForMaskedLM", "ForSeq2SeqLM", "ForSequenceCl
 
 
 def code_files(module: str, config: str, models: Sequence[str]) -> Files:
-    """Return the Python files of an exported folder, which `trust_remote_code=True` runs. Their classes are subclasses,
-    so that `save_pretrained` copies these files. module: "PACKAGE import MODULE" with the classes.
+    """Return the Python files of an exported folder. Their classes are subclasses, so that `save_pretrained` copies
+    these files. module: "PACKAGE import MODULE" with the classes.
     """
     head = _IMPORT.format(module=module)
     return {
@@ -52,7 +52,7 @@ CODE = code_files("megasparse.hub import modelling", "MegasparseConfig", [f"Mega
 
 class MegasparseFormat(Format):
     """Format of megasparse's architecture: config.json contains the `model` section and the run's seed, and tensor
-    names are megasparse's with the prefix `model.`.
+    names are megasparse's with a prefix.
     """
 
     name = "megasparse"
@@ -98,8 +98,8 @@ class MegasparseFormat(Format):
 
     @torch.no_grad()
     def logits(self, model: Any, tokens: Tensor, seed: int) -> Tensor:
-        """Return the logits. The configuration contains the seed. Hugging Face's logits omit a decoder's first token,
-        so its logits are computed from the output of the last layer.
+        """Return the logits, of a decoder's first token, which Hugging Face's omit, from the output
+        of the last layer.
         """
         if model.config.is_encoder_decoder:
             source, target = sides(tokens, model.model.config)
@@ -116,7 +116,7 @@ class MegasparseFormat(Format):
 
 def special_tokens(config: Config) -> dict[str, int]:
     """Return the special tokens of an encoder–decoder: padding, also used as the start token, and the separator that
-    ends sources and targets, if it is in the model's vocabulary.
+    ends sources and targets.
     """
     model = config.model
     if model.source is None:

@@ -296,9 +296,11 @@ class MegasparseForCausalLM(MegasparseWriter):
         logits_to_keep: int = 0,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
-        """Predict the next tokens. labels: (B, n), a copy of the input with -100 for ignored tokens; the first one is
-        not used (set it to -100 after left padding). past_key_values: returned by an earlier call; input_ids are then
-        the tokens after it. logits_to_keep: number of last positions; 0 keeps all.
+        """Predict the next tokens.
+
+        labels: (B, n), a copy of the input with -100 for ignored tokens; the first one is not used. past_key_values:
+        returned by an earlier call; input_ids are then the tokens after it. logits_to_keep: number of last positions; 0
+        keeps all.
         """
         past_key_values = kwargs.get("cache", past_key_values)  # its name since transformers 5.24
         if past_key_values is not None:
@@ -386,7 +388,7 @@ class MegasparseForSeq2SeqLM(MegasparseWriter):
 
     Beam search is Hugging Face's: beams are ranked by log-probability / length**length_penalty, and beams cut off by
     max_length are complete. megasparse's divides by ((5 + length)/6)**penalty and returns incomplete beams only if none
-    is complete. With length_penalty=0 and early_stopping=True the results are equal if beams end in time.
+    is complete.
     """
 
     kinds = ("encoder_decoder",)
@@ -423,10 +425,9 @@ class MegasparseForSeq2SeqLM(MegasparseWriter):
         """Predict the target's tokens. The loss is the mean nats per label, in training with label smoothing.
 
         labels: (B, n), targets with their end token; -100 and the padding token are ignored. num_items_in_batch:
-        divisor of the loss, by default the number of labels. encoder_outputs: result of `get_encoder`, instead of
-        input_ids; the loss then excludes the encoder's auxiliary losses. decoder_attention_mask: right padding.
-        past_key_values: of an earlier call; decoder_input_ids are then the tokens after it. logits_to_keep: as in a
-        decoder.
+        divisor of the loss, by default the number of labels. encoder_outputs: result of `get_encoder`; the loss then
+        excludes the encoder's auxiliary losses. decoder_attention_mask: right padding. past_key_values, logits_to_keep:
+        as in a decoder.
         """
         if decoder_input_ids is None:
             if labels is None:

@@ -84,20 +84,18 @@ class ReformerFormat(Format):
     Hugging Face's input is therefore [BOS, token 0, token 1, ...], its logits at t predict token t, and the embedding
     of BOS is the start vector. If that equals the embedding of a token, the token is BOS. Otherwise BOS is an extra
     token with id V; on import it is recognised by its row of the LM head, 0, and its bias, `NEVER`. Its logit is
-    meaningless, and `suppress_tokens` excludes it from generation. A Hugging Face model without a `bos_token_id` starts
-    with its `pad_token_id`, as the published ones were trained.
+    meaningless, and `suppress_tokens` excludes it. Without a `bos_token_id`, BOS is the `pad_token_id`, as in the
+    published models.
 
-    Bias of the LM head: `model.output_bias`; omitted if it is zero. transformers 5 stores it but does not add it.
-    transformers 4, which the published models were made with, adds it, and so does megasparse.
+    Bias of the LM head: `model.output_bias`; omitted if it is zero. transformers 5 stores it but does not add it,
+    unlike transformers 4, which the published models were made with, and megasparse.
 
     Positions: sinusoidal ones, or none, are exported as a table, and recognised by its values on import.
 
     Not supported by Hugging Face: blocks that are not reversible, attention other than `local` and `lsh` with window =
-    "chunk", same_bucket = false and count_rounds = false, and tied embeddings (its head reads both streams). Not
-    supported by megasparse: encoders (their local attention wraps around the sequence), other numbers of chunks, other
-    activations. Dropout of attention weights, training hash rounds and tiles are not converted.
-
-    LSH layers: `note` names two differences, which `reformer_logits` removes for the comparison.
+    "chunk", same_bucket = false and count_rounds = false, and tied embeddings. Not supported by megasparse: encoders
+    (their local attention wraps around the sequence), other numbers of chunks, other activations. Dropout of attention
+    weights, training hash rounds and tiles are not converted.
     """
 
     name = "reformer"
@@ -350,11 +348,10 @@ def other_files(config: Config, bos: int) -> Files:
 
 @torch.no_grad()
 def reformer_logits(model: Any, bos: int, vocabulary: int, tokens: Tensor, seed: int) -> Tensor:
-    """Return logits of Hugging Face's code on [BOS, tokens], with three changes to its LSH layers.
-
-    They get the rotations of megasparse's evaluation with `seed`, attend only within a hash round, and compute in
-    fp64: in fp32, a token without visible keys in any round gets a log-sum-exp of −1e5, rounded so coarsely that
-    the rounds' weights sum to 1 only within 0.4 %. The LM head's bias is added if transformers omits it.
+    """Return logits of Hugging Face's code on [BOS, tokens], with three changes to its LSH layers: the rotations of
+    megasparse's evaluation with `seed`, attention only within a hash round, and fp64, because in fp32 a token without
+    visible keys in any round gets a log-sum-exp of −1e5, rounded so coarsely that the rounds' weights sum to 1 only
+    within 0.4 %. The LM head's bias is added if transformers omits it.
     """
     twin: Any = copy.deepcopy(model).double().eval()
     for number, layer in enumerate(twin.reformer.encoder.layers):
@@ -380,9 +377,9 @@ def _let_padding_have_no_position(embeddings: Any, length: int) -> None:
 
 
 def _hash_as_ours(layer: Any, factors: list[int], number: int, seed: int) -> None:
-    """Use megasparse's rotations in Hugging Face's LSH layer, and keep its windows within a hash round. The layer
-    concatenates all rounds into a ring, in which the chunk before a round's first chunk is in another round. Tokens of
-    such a chunk get the number −1, and the mask excludes them.
+    """Use megasparse's rotations in Hugging Face's LSH layer, and keep its windows within a hash round: the layer
+    concatenates all rounds into a ring. Tokens of a chunk of another round get the number −1, and the mask excludes
+    them.
     """
     drawn = rotations(
         RngContext.evaluation(seed, 1).key(number, "lsh rotation"),

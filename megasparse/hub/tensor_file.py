@@ -127,8 +127,7 @@ class TensorFile:
 
 
 def load_stored(loader: Any, folder: str | Path, new_head: bool = False, **settings: Any) -> Any:
-    """Load the model of a folder by a class of transformers, or of megasparse with the same interface, without the
-    replacement of its attention.
+    """Load the model of a folder by a class of transformers, or of megasparse with the same interface.
 
     transformers completes a folder that lacks weights with random ones, ignores tensors that it does not know, and does
     not tie weights that differ: such folders raise HubError. new_head: accept that the folder lacks weights outside the

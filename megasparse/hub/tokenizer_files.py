@@ -36,11 +36,10 @@ def tokenizer_files(config: Config, longest: int, room: int | None = None) -> Fi
     that tokenizer.json cannot express exactly, only the own file.
 
     Texts get the same ids, except that an encoder's tokenizer recognises special tokens by name, and a Hugging Face
-    tokenizer adds the tokens that its tokenizer.json specifies. An encoder–decoder's adds only the separator after
-    every text, as in its data.
+    tokenizer adds the tokens that its tokenizer.json specifies. An encoder–decoder's adds only the separator.
 
-    longest: the model's maximum input in tokens. room: upper bound of a padding id of bytes; None if any unused id will
-    do, because the model never reads it.
+    longest: the model's maximum input in tokens. room: upper bound of a padding id of bytes; None if the model never
+    reads it.
     """
     tokenizer = build_tokenizer(config.data.tokenizer)
     model = config.model
@@ -87,9 +86,9 @@ def companion_files(folder: Path) -> Files:
 def byte_files(
     longest: int, mask: int | None, padding: int | None = None, room: int | None = None, end: int | None = None
 ) -> Files:
-    """Return the files of a byte tokenizer. mask: an encoder's mask token, None for a decoder. end: token after every
-    text of an encoder–decoder. padding: by default the first unused id. A decoder's tokenizer reads names of special
-    tokens as text, so that every text is exactly its bytes.
+    """Return the files of a byte tokenizer. mask: an encoder's mask token. end: token after every text of an
+    encoder–decoder. padding: by default the first unused id. A decoder's tokenizer reads names of special tokens as
+    text.
     """
     special = {} if mask is None else {"[MASK]": mask}
     if padding is None:
@@ -113,8 +112,8 @@ def files_with_start(files: Files, token: int, name: str) -> Files:
 
 
 def own_name(tokenizer: Tokenizer, kind: str) -> str:
-    """Return the name of a tokenizer's own file in an exported folder; the tokenizer's name if it needs no file. An
-    encoder–decoder's tokenizer.json adds the separator after every text, so the training file has another name.
+    """Return the name of a tokenizer's own file in an exported folder, or its name. An encoder–decoder's training file
+    is another one than its tokenizer.json, which adds the separator after every text.
     """
     if tokenizer.file is None:
         return tokenizer.name
@@ -135,8 +134,8 @@ def require_tokenizer(folder: Path) -> None:
 
 
 def found_tokenizer(folder: Path, named: str | None) -> str:
-    """Return `data.tokenizer` for the model in a folder: a name, or the path of a file in it. named: `own_name` from
-    its config.json. Without it, the tokenizer.json; `bytes` if there is none or it is from `byte_files`.
+    """Return `data.tokenizer` for the model in a folder. named: `own_name` from its config.json; without it, the
+    tokenizer.json, or `bytes` if there is none or it is from `byte_files`.
     """
     if named in NAMED:
         return str(named)
@@ -218,11 +217,9 @@ def of_words(words: list[str]) -> dict[str, Any]:
 
 
 def of_unigram(model: bytes) -> dict[str, Any] | None:
-    """Return the content for SentencePieceTokenizer if the model is a unigram with scores on the GRID. None for others,
-    which tokenizer.json cannot express exactly: bpe, and scores that it would round.
-
-    Pieces are written as their bytes, so that U+2581 in a text is not a space, and a name like `<0x0A>` not a byte.
-    Only bytes that are not known characters are tokens.
+    """Return the content for SentencePieceTokenizer if the model is a unigram with scores on the GRID; None for others,
+    which tokenizer.json cannot express exactly. Pieces are written as their bytes, so that U+2581 in a text is not a
+    space, and a name like `<0x0A>` not a byte. Only bytes that are not known characters are tokens.
     """
     from sentencepiece.sentencepiece_model_pb2 import ModelProto  # type: ignore[attr-defined]
 

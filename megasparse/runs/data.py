@@ -131,9 +131,9 @@ def with_texts(config: Config, texts: str, ranks: Ranks) -> Config:
     """Return the configuration of a run on your own texts, which rank 0 prepares in RUN/data. All ranks call it.
 
     texts: file, folder or URL of text files (one document per file) or JSON lines with a field `text` or with
-    conversations, see `corpora.chats`; in a folder with both, the kind with more bytes is read. The last 5 % of the
-    bytes are held out, up to 30 % if the last document is long; if it is longer, all files form one running text.
-    Otherwise tokens attend only within their document. A folder of shards becomes `data.path` unchanged.
+    conversations; in a folder with both, the kind with more bytes is read. The last 5 % of the bytes are held out, up
+    to 30 % if the last document is long; if it is longer, all files form one running text. Otherwise tokens attend only
+    within their document. A folder of shards becomes `data.path` unchanged.
     """
     output, documents = Path(texts), False
     if not (output / INDEX_FILE).exists():

@@ -25,10 +25,9 @@ def train(run: TrainingRun) -> RunResult:
     """Train from `run.start` to `config.training.steps`. Save every `config.checkpoint.every` steps and at the end.
 
     If `run.hooks` requests a stop on any rank, all ranks save and stop before the next step. An evaluation that a stop
-    interrupted is repeated when the run resumes. With `checkpoint.bucket`, return once the last checkpoint is uploaded.
-
-    Raises TrainingError if MAX_SKIPPED steps in a row were skipped, StorageError if a checkpoint cannot be written,
-    DataError if this rank cannot read its data; the other ranks raise LostPeer.
+    interrupted is repeated when the run resumes. Raises TrainingError if MAX_SKIPPED steps in a row were skipped,
+    StorageError if a checkpoint cannot be written, DataError if this rank cannot read its data, LostPeer on the other
+    ranks.
     """
     config, saver, tracker, steps = run.config, run.saver, run.tracker, run.config.training.steps
     state = LoopState(run.start, run.selection)

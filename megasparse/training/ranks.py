@@ -155,11 +155,9 @@ def check_stop(hooks: RunHooks, ranks: Ranks, doing: str) -> None:
 
 
 def start_ranks(run: RunConfig, sequence: int = 1) -> Ranks:
-    """Join the process group of the launcher; without a launcher, make one of this process only.
-
-    sequence: number of consecutive ranks that split a sequence. Raises ConfigError if the device does not exist, for
-    `run.engine=torch` with several processes, if `sequence` does not divide the world size, or if the rendezvous
-    address is in use or unreachable.
+    """Join the process group of the launcher; without a launcher, make one of this process only. sequence: number of
+    consecutive ranks that split a sequence. Raises ConfigError for settings that do not fit the machine or the
+    launcher.
     """
     world_size = _world_size()
     if world_size % sequence:

@@ -97,8 +97,7 @@ class RunResult:
 @contextmanager
 def run_lock(directory: Path, ranks: Ranks) -> Iterator[None]:
     """Keep other runs out of `directory`, which is created if necessary. All ranks call it; rank 0 holds the lock.
-    Without lock support in the file system, print a warning. Raises UserError, on every rank, if another run holds the
-    lock or the folder cannot be created.
+    Without lock support in the file system, print a warning.
     """
     with ExitStack() as held:
         ranks.on_first_rank(lambda: _take(directory, held))
@@ -155,13 +154,9 @@ def open_training(
     """Set up a run. All ranks call it together.
 
     The context holds the lock of `run.directory` and watches the ranks: a signal to one rank stops all of them, and a
-    rank that hangs ends the run.
-
-    signals: handlers of the process. Without them (in a notebook) signals do not stop the run, and a single process
-    runs without a watchdog, which would also end the notebook.
-
-    Raises the errors of `run_lock`, `find_start` and `build_engine`, and MemoryShortage if memory runs out, here or in
-    the body of the context.
+    rank that hangs ends the run. Without `signals` (in a notebook) these do not stop the run, and a single process runs
+    without a watchdog, which would also end the notebook. Raises MemoryShortage if memory runs out, here or in the body
+    of the context.
     """
     config, hooks = recipe.identity.config, RunHooks()
     directory, launch = Path(config.run.directory), ranks.gather(uuid.uuid4().hex)[0]

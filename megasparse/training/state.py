@@ -16,8 +16,8 @@ KEPT = ("step", "value", "scalars", "without_better")
 class Selection:
     """The best value so far of one scalar, and the step it was reached at.
 
-    patience: end training after this many evaluations in a row without a better value; 0 disables. lower: True if lower
-    values are better. scalars: of the evaluation at the best step. without_better: evaluations since.
+    patience: end training after this many evaluations in a row without a better value; 0 disables. scalars: of the
+    evaluation at the best step. without_better: evaluations since.
     """
 
     def __init__(self, scalar: str, patience: int = 0, lower: bool = False):

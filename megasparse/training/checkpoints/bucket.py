@@ -226,8 +226,8 @@ class Uploads:
 
 def fetch_newest(config: RunSettings, directory: Path, ranks: Ranks, hooks: RunHooks, resume: str) -> None:
     """Download the bucket's newest checkpoint into `directory` if it is newer, and the run's best one. All ranks call
-    it. resume: see `find_start`. Raises the errors of Bucket, on every rank, and CheckpointError if the bucket's newest
-    checkpoint is later than the step of `resume`, because resuming from an older step would fork the run.
+    it. Raises CheckpointError if the bucket's newest checkpoint is later than the step of `resume`, which would fork
+    the run.
     """
 
     def get() -> None:

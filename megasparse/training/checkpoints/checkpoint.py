@@ -83,8 +83,7 @@ class Checkpoint:
         The order is: the manifest's own digest, sizes and headers of files, the configuration, digests of files, so
         that a forged checkpoint fails before terabytes are hashed. Ranks that open it together share the digests.
 
-        progress: called for every MB. build: builds the pretrained model to load, on the meta device; its weights must
-        be those in the manifest. A checkpoint of adapters is then opened merged.
+        build: builds the pretrained model to load, whose weights must be those in the manifest; adapters are merged.
         """
         path = Path(path)
         manifest = read_manifest(path)

@@ -54,9 +54,9 @@ def find_start(
 ) -> Checkpoint | None:
     """Open the checkpoint to resume from; all ranks verify it together. None starts at step 0.
 
-    resume: "auto" (the newest checkpoint, if there is one), "never", or the path of a checkpoint. allow_changed_config:
-    resume even if keys that affect the result have changed. Raises, on every rank, CheckpointError if resuming would
-    lose data or mix up two runs, ConfigError if the ranks have different configurations, data or code.
+    resume: "auto" (the newest checkpoint, if there is one), "never", or the path of a checkpoint. Raises, on every
+    rank, CheckpointError if resuming would lose data or mix up two runs, ConfigError if the ranks have different
+    configurations, data or code.
     """
     inputs = {
         "config": json.loads(run.config.model_dump_json()),
@@ -198,9 +198,8 @@ def _set_aside_later(directory: Path, checkpoint: Checkpoint) -> None:
 
 
 def check_records(run: RunIdentity, start: Checkpoint | None, resume: str) -> None:
-    """Check that metrics.jsonl and the checkpoint to resume from belong to the same run. Raises CheckpointError if they
-    record different losses for the checkpoint's step, or if there is no checkpoint although metrics.jsonl contains
-    twice the steps between two.
+    """Raise CheckpointError if metrics.jsonl and the checkpoint to resume from record different losses for its step, or
+    if there is no checkpoint although metrics.jsonl contains twice the steps between two.
     """
     path, settings = run.checkpoints.parent / "metrics.jsonl", run.config.checkpoint
     last, line = read_line(path, start.step if start else 0)

@@ -71,11 +71,10 @@ class Saver:
         """Write the checkpoint of `step`. All ranks call it, and all get its path.
 
         With `checkpoint.asynchronous`, first finish the previous save, then return None as soon as the state is copied;
-        `finish` completes the save. Errors are raised on every rank, and the attempt is deleted.
-
-        sequences: position in the data. state: JSON, the same on every rank; see `Checkpoint.state`. Raises
-        StorageError if a rank could not write (with `checkpoint.on_failure` "continue", prints a warning and returns
-        None), TrainingError if a number is not finite, CheckpointError if the ranks disagree on the arguments.
+        `finish` completes the save. On every rank, raises StorageError if a rank could not write (with
+        `checkpoint.on_failure` "continue", warns and returns None), TrainingError if a number is not finite,
+        CheckpointError if the ranks disagree on the arguments; the attempt is deleted. sequences: position in the data.
+        state: JSON.
         """
         self.finish()
         try:
@@ -103,8 +102,8 @@ class Saver:
         return self._under_way is not None and self._under_way.writing()
 
     def finish(self) -> Path | None:
-        """Complete the save in progress: wait for all ranks' threads and queue the upload. All ranks call it. Returns
-        the checkpoint's path, or None without a save in progress.
+        """Complete the save in progress: wait for all ranks' threads and queue the upload. All ranks call it, and all
+        get its path. Raises as `save` does.
         """
         save, self._under_way = self._under_way, None
         if save is None:
@@ -134,8 +133,8 @@ class Saver:
             self.ranks.on_first_rank(lambda: self._uploads.start(paths, self.best))
 
     def finish_uploads(self) -> None:
-        """Wait for all uploads. All ranks call it. Raises, on every rank, StorageError if an upload failed (unless
-        `checkpoint.on_failure` is "continue"), CheckpointError if another run uploads to the same bucket.
+        """Wait for all uploads. All ranks call it. Raises, on every rank, StorageError if an upload failed,
+        CheckpointError if another run uploads to the same bucket.
         """
         self._uploads.check(wait=True)
         if self.ranks.rank == 0 and self.config.checkpoint.bucket and (newest := find_newest(self.directory)):

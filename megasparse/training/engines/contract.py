@@ -75,10 +75,7 @@ class Engine(ABC):
     ) -> StepResult:
         """Run one optimizer step: forward and backward of every micro-batch, all-reduce, clipping, update. All ranks
         call it. All scored tokens of the global batch are weighted equally. If any rank's loss or gradient is not
-        finite, no rank updates.
-
-        micro_batches: this rank's, or its parts of shared ones; of equal size on all ranks. step: from 1. progress:
-        called before every forward and backward pass.
+        finite, no rank updates. micro_batches: this rank's, or its parts of shared ones; of equal size on all ranks.
         """
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
@@ -139,8 +136,7 @@ class Engine(ABC):
 
     def _totals(self, sums: dict[str, Tensor]) -> tuple[float, bool, dict[str, float]]:
         """Sum over all ranks in one all-reduce, the only host synchronisation in a step. Returns the mean nats per
-        scored token; True if the objective is finite, so that the step can be applied; and the other sums by name, of a
-        vector over layers one for each layer.
+        scored token; True if the objective is finite; and the other sums by name, of a vector one for each layer.
         """
         names = sorted(sums)
         values = self.ranks.sum(torch.cat([sums[name].reshape(-1).to(self.ranks.device) for name in names])).tolist()

@@ -93,7 +93,7 @@ class Tracker(AbstractContextManager["Tracker"]):
     """Context manager that writes a run's scalars, texts and pictures; ranks other than 0 write nothing.
 
     metrics.jsonl gets one line per step and survives storage errors. TensorBoard and the backend of `logging.sink` are
-    switched off after their first error, until the run is restarted. start_step: records of later steps are dropped.
+    switched off after their first error. start_step: records of later steps are dropped.
     """
 
     def __init__(self, config: RunSettings, ranks: Ranks, start_step: int):
