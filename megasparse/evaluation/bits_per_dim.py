@@ -41,7 +41,7 @@ class Stream(typing.Protocol):
 
 @dataclass(frozen=True)
 class Score:
-    """Sums over `dims` scored tokens. nats: code length. correct: number of tokens that the model ranks first."""
+    """Sums over `dims` scored tokens: nats, and tokens that the model ranks first."""
 
     nats: float
     correct: float
@@ -72,7 +72,7 @@ class ScoredWindow:
 
 def windows(total: int, length: int, stride: int | None = None, score_from: int = 0) -> Iterator[ScoredWindow]:
     """Yield windows that score each of `total` tokens once; the last may be shorter. score_from: tokens at the start of
-    a window that are never scored (model.score_from). Raises ConfigError unless 1 <= stride <= length.
+    a window that are never scored. Raises ConfigError unless 1 <= stride <= length.
     """
     stride = length if stride is None else stride
     if not 1 <= stride <= length:
@@ -106,11 +106,8 @@ def score(
     """Score a split, or its first `limit` windows. All ranks call it and return the same Score.
 
     Ranks divide the windows and run the model equally often, as ZeRO-3 requires. With sequence parallelism, every
-    scorer of a group gets the whole window and returns its part of the sums.
-
-    scorer: see `of_model` and `of_engine`. seed: of the random draws (hash rotations, an encoder's masks). rounds: hash
-    rounds instead of the configured ones. batch: windows per forward pass. Raises ConfigError for an invalid stride or
-    limit, UserError if the model's nats are not finite.
+    scorer of a group gets the whole window and returns its part of the sums. seed: of the random draws (hash rotations,
+    an encoder's masks). rounds: hash rounds instead of the configured ones. batch: windows per forward pass.
     """
     ranks = ranks or Ranks()
     if limit is not None and limit < 1:
@@ -155,7 +152,7 @@ def of_model(model: Any, sequence: ProcessGroup | None = None) -> Scorer:
 
 
 def of_engine(evaluate: Callable[[Tensor, RngContext], tuple[Tensor, dict[str, Tensor]]]) -> Scorer:
-    """Return the scorer of a training engine's `evaluate`, which sums over all scored tokens: without a stride only."""
+    """Return the scorer of a training engine's `evaluate`, which sums over all scored tokens: without a stride."""
 
     def sums(tokens: Tensor, rng: RngContext, skip: int) -> tuple[Tensor, Tensor, Tensor]:
         metrics = evaluate(tokens, rng)[1]

@@ -84,8 +84,8 @@ def probabilities(points: np.ndarray) -> np.ndarray:
 
 
 def groups(model: Any, tokens: int, length: int) -> Iterator[list[int]]:
-    """Yield the starts of windows that are coded in parallel, as many as fit AT_ONCE bytes: caches or streams, and
-    logits with the arrays computed from them. Only the very last window may be shorter.
+    """Yield the starts of windows that are coded in parallel, as many as fit AT_ONCE bytes of caches or streams, and
+    logits with arrays computed from them. Only the last window may be shorter.
     """
     layers, config = model.new_cache(1, 0).layers, model.config
     cached = sum(cache.count_bytes() for layer in layers for cache in layer.values())
@@ -101,8 +101,8 @@ def walk(
     model: Any, tokens: int, length: int, seed: int, choose: Callable[[Sequence[int], int, np.ndarray], Tensor],
     progress: Callable[[int], object], text: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Predict windows of `length` token by token, or a known `text` in whole passes if `whole_passes` can. model:
-    strictly causal, in fp64. choose: (starts of windows, position, `depths` (W, V)) -> tokens (W,) int64.
+    """Predict windows of `length` token by token, or a known `text` in whole passes if `whole_passes` can. model: in
+    fp64. choose: (starts of windows, position, `depths` (W, V)) -> tokens (W,) int64.
     """
     device = next(model.parameters()).device
     for starts in groups(model, tokens, length):
@@ -128,7 +128,7 @@ def walk(
 def whole_passes(
     model: Any, text: Tensor, starts: Sequence[int], size: int, rng: RngContext
 ) -> list[Tensor] | None:  # fmt: skip
-    """Return the streams (W, T, E) of a pass over each window; None if decoding from a cache may select other keys."""
+    """Return the streams (W, T, E) of a pass over each window; None if a cache may select other keys."""
     if not next(model.parameters()).is_cpu or model.config.residual_dtype == "bf16":
         return None
     gaps, streams = list[float](), list[Tensor]()
@@ -170,7 +170,7 @@ def encode(
 def decode(
     model: Any, code: Code, tokens: int, length: int, seed: int, progress: Callable[[int], object] = lambda _: None
 ) -> Tensor:
-    """Return the tokens (n,) int64 of a code. A damaged code gives wrong tokens instead of an error: check them."""
+    """Return the tokens (n,) int64 of a code; wrong ones if it is damaged."""
     from constriction import stream
 
     coder, family = stream.queue.RangeDecoder(code.words), stream.model.Categorical(perfect=False)
@@ -257,7 +257,7 @@ def _varint(number: int) -> bytes:
 
 
 def _read_varint(raw: bytes, at: int) -> tuple[int, int]:
-    """Return the number at a position and the next position. Raises IndexError if it is missing or above 2^63."""
+    """Return the number at a position and the next position. Raises IndexError."""
     number = 0
     for shift in range(0, 63, 7):
         byte, at = raw[at], at + 1
@@ -278,9 +278,7 @@ class Coder(NamedTuple):
 
 
 def compress(checkpoint: Path, source: Path, output: Path) -> tuple[int, int, float]:
-    """Compress `source` to `output`. Return the bytes before and after, and the seconds. Raises ConfigError for an
-    unsupported model, DataError if `source` is unreadable or empty or `output` exists.
-    """
+    """Compress `source` to `output`. Return the bytes before and after, and the seconds."""
     text = read(source, output)
     coder = open_coder(checkpoint)
     tokens = coder.tokenizer.encode(text)
@@ -297,9 +295,7 @@ def compress(checkpoint: Path, source: Path, output: Path) -> tuple[int, int, fl
 
 
 def decompress(checkpoint: Path, source: Path, output: Path) -> tuple[int, float]:
-    """Restore a compressed file to `output`. Return its bytes and the seconds. Raises DataError for a wrong or damaged
-    file, before `output` is written.
-    """
+    """Restore a compressed file to `output`, if it is not damaged. Return its bytes and the seconds."""
     raw = read(source, output)
     coder = open_coder(checkpoint)
     code, count, crc = unpack(source, raw, coder.digest, coder.model.config.vocabulary)
@@ -318,7 +314,7 @@ def decompress(checkpoint: Path, source: Path, output: Path) -> tuple[int, float
 
 
 def open_coder(checkpoint: Path) -> Coder:
-    """Restore a checkpoint. Raises ConfigError unless it is a strictly causal decoder with a lossless tokenizer."""
+    """Restore a checkpoint, which must be a strictly causal decoder with a lossless tokenizer."""
     model, config, opened, _ = restore(checkpoint)
     tokenizer = trained_tokenizer(config, opened)
     if not isinstance(model, Decoder):

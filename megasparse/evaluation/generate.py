@@ -50,8 +50,8 @@ class Sampling:
 
 
 class SharedDecoder:
-    """A decoder whose heads are divided among ranks. All ranks make the same calls and get the same logits; each stores
-    only the cache of its heads.
+    """A decoder whose heads, and their caches, are divided among ranks. All make the same calls and get the same
+    logits.
     """
 
     def __init__(self, decoder: Any, sequence: ProcessGroup):
@@ -78,7 +78,7 @@ def check_length(prompt: int, tokens: int, max_length: int) -> None:
 
 def end_tokens(config: Config, tokenizer: Tokenizer) -> frozenset[int]:
     """Return the ids that end a decoder's text: its `document_separator`, and for an imported model the `eos_token_id`
-    of the generation_config.json next to its tokenizer.json.
+    of generation_config.json.
     """
     separator, ids = config.model.end_token, list[Any]()
     settings = None if tokenizer.file is None else tokenizer.file.with_name("generation_config.json")
@@ -103,9 +103,7 @@ def generate(
     ends: Collection[int] = (),
     **sampling: Any,
 ) -> Iterator[int]:
-    """Yield up to `tokens` ids that continue `prompt` (n,), stopping before a token in `ends`. sampling: fields of
-    `Sampling`.
-    """
+    """Yield up to `tokens` ids that continue `prompt` (n,), before a token in `ends`. sampling: of `Sampling`."""
     settings: dict[str, Any] = {"hash_seed": hash_seed, "vocabulary": vocabulary, "ends": ends}
     for (token,) in continuations(model, prompt[None], tokens, sampling=Sampling(**sampling), **settings):
         if token in ends:
@@ -128,9 +126,8 @@ def continuations(
     """Yield `tokens` times a list with the next token id of each prompt.
 
     model: provides new_cache(batch, seed), prefill((B, n) tokens, cache) and decode((B,) tokens, cache), which return
-    the next token's logits (B, V). prompts: (B, n) int64, on the model's device. hash_seed: of the rotations, the
-    run's. first_row: number of the first prompt, for its seed; samples do not depend on the batch except for rounding.
-    vocabulary, ends: see `restricted`.
+    the next token's logits (B, V). prompts: (B, n) int64. hash_seed: of the rotations. first_row: number of the first
+    prompt, for its seed; samples do not depend on the batch except for rounding. vocabulary, ends: see `restricted`.
     """
     generators = [sampling.generator(first_row + row) for row in range(len(prompts))]
     cache, texts = model.new_cache(len(prompts), hash_seed), prompts.tolist()
@@ -147,9 +144,7 @@ def continuations(
 
 
 def restricted(logits: Tensor, vocabulary: int | None, ends: Collection[int]) -> Tensor:
-    """Return logits (B, V) with −∞ for ids of `vocabulary` or more, except `ends`: the softmax may be wider than the
-    tokenizer.
-    """
+    """Return logits (B, V) with −∞ for ids of `vocabulary` or more, which the tokenizer lacks, except `ends`."""
     if vocabulary is None:
         return logits
     hidden = torch.arange(logits.shape[1], device=logits.device) >= vocabulary
@@ -180,9 +175,7 @@ and append a token to each."""
 
 
 class Hypothesis(NamedTuple):
-    """ended: True if the end token was predicted, whose log-probability is included; False if the
-    text was truncated.
-    """
+    """ended: False if the text was truncated, else the log-probability includes the end token."""
 
     tokens: list[int]
     """Token ids without the end token."""
@@ -206,7 +199,7 @@ def check_beams(beams: int, alpha: float) -> None:
 
 def length_penalty(length: int, alpha: float) -> float:
     """Return ((5 + length)/6)^alpha, the divisor of a hypothesis' log-probability (Wu et al. 2016, Eq. 14, without the
-    coverage term). length includes the end token.
+    coverage term).
     """
     return float(((5 + length) / 6) ** alpha)
 
@@ -226,10 +219,9 @@ class BeamSettings:
 def beam_search(logits: Tensor, step: Step, settings: BeamSettings) -> list[list[Hypothesis]]:
     """Run B beam searches in parallel. logits: (B, V), of the first token.
 
-    In each step, hypotheses that end among the K most likely continuations are completed, and the K most likely
-    other ones are continued. A search stops when K hypotheses have ended, when no other one can reach a better
-    score, or at `settings.tokens`. Returns per search the completed hypotheses, best first; truncated ones only if
-    none was completed.
+    In each step, hypotheses that end among the K most likely continuations are completed, and the K most likely other
+    ones are continued. A search stops when K hypotheses have ended, when no other one can reach a better score, or at
+    `settings.tokens`. Returns per search the completed hypotheses, best first, else truncated ones.
     """
     searches = [_follow(settings) for _ in logits]
     for search in searches:
@@ -276,9 +268,7 @@ def _follow(settings: BeamSettings) -> Generator[list[tuple[int, int]], Tensor, 
 
 
 def _likeliest(logits: Tensor, live: list[_Live], settings: BeamSettings) -> list[tuple[int, int, float]]:
-    """Return the (1 + ends)·K most likely continuations, as (number in `live`, token, log-probability). At least K of
-    them do not end.
-    """
+    """Return the (1 + ends)·K most likely continuations, as (number in `live`, token, log-probability)."""
     log_probabilities = torch.log_softmax(restricted(logits, settings.vocabulary, settings.ends).double(), dim=-1)
     totals = log_probabilities + torch.tensor(
         [[x.log_probability] for x in live], dtype=log_probabilities.dtype, device=log_probabilities.device

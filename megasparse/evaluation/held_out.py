@@ -104,8 +104,7 @@ def held_out(
 
     It returns the results due at a step: those of `attention_quality`; "evaluation/loss" (nats per scored token) and
     "evaluation/accuracy"; for decoders "evaluation/bits_per_dim" and, if configured, "evaluation/sample", a text or for
-    pixels an image (s, s, 3) uint8. It raises StopWanted on all ranks if `hooks` request a stop. Raises DataError if
-    the data lacks a validation split, ConfigError if a sample is configured for pixels that do not form images.
+    pixels an image (s, s, 3) uint8. It raises StopWanted on all ranks if `hooks` request a stop.
     """
     wants_quality = config.logging.attention_quality_every > 0
     if not config.evaluation.every and not wants_quality:
@@ -120,7 +119,7 @@ def held_out(
 
 def sampler(decoder: Any, config: Config, ranks: Ranks, pause: Callable[[], None]) -> Callable[[], str | Tensor]:
     """Return a function that samples a text or an image and regularly calls `pause`. All ranks call it, since ZeRO-3
-    gathers weights from all, and get the same sample. With sequence parallelism, ranks divide the heads.
+    gathers weights from all, and get the same sample.
     """
     tokenizer, tokens = build_tokenizer(config.data.tokenizer), config.evaluation.sample_tokens
     ends = end_tokens(config, tokenizer)

@@ -69,9 +69,7 @@ def picture_of(tokens: Sequence[int] | Tensor, shape: Shape) -> Picture:
 
 
 def read_picture(path: str | Path, shape: Shape) -> Tensor:
-    """Return the tokens (T,) int64 of an image file. Raises DataError if it is unreadable, of another size, or in
-    colour for a model of grey images.
-    """
+    """Return the tokens (T,) int64 of an image file. Raises DataError if it does not fit the model."""
     try:
         with open_file(path) as file:
             content = file.read(MOST_BYTES + 1)
@@ -116,7 +114,7 @@ def sheet(
 
 def png_bits_per_dim(stream: Stream, length: int, limit: int | None = None) -> float:
     """Return the bits per sub-pixel of optimised PNG files of a split's images, or of its first `limit`. length: tokens
-    per image. Raises ConfigError if images are not square or the split does not consist of whole images.
+    per image. Raises ConfigError if the split does not consist of whole images.
     """
     shape = image_shape(length)
     if stream.tokens == 0 or stream.tokens % length:
@@ -131,7 +129,7 @@ def png_bits_per_dim(stream: Stream, length: int, limit: int | None = None) -> f
 
 
 def png_size(picture: np.ndarray) -> int:
-    """Return the bytes of the smallest PNG file that Pillow writes for an image, uint8 (s, s, 3) or (s, s)."""
+    """Return the bytes of the smallest PNG file that Pillow writes for an image (s, s, 3) or (s, s)."""
     file = io.BytesIO()
     Image.fromarray(picture).save(file, format="PNG", optimize=True, compress_level=9)
     return file.tell()
@@ -143,7 +141,7 @@ SHEET = "sheet.png"
 
 
 def shape_of(config: Config, option: str) -> Shape:
-    """Return the shape of the images that a model generates. option: named in the ConfigError for other models."""
+    """Return the shape of the images that a model generates. option: named in the ConfigError."""
     if config.data.tokenizer != "pixels" or config.model.kind != "decoder":
         model = f'a {config.model.kind} of data.tokenizer = "{config.data.tokenizer}"'
         raise ConfigError(option, f"this is {model}, which does not predict pixels", 'Give a decoder of "pixels"')
@@ -186,7 +184,7 @@ def complete_images(
     decoder: Any, shape: Shape, files: Sequence[str], hash_seed: int, sampling: Sampling, directory: str | None
 ) -> None:
     """Write each image with a new lower half, named by its number and file, and a sheet of originals, upper halves and
-    completions. Raises DataError for a file that is not an image of this shape, before anything is written.
+    completions.
     """
     sampling.check()
     originals = torch.stack([read_picture(file, shape) for file in files])

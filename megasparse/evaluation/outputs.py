@@ -14,7 +14,7 @@ HINT = "Make room, or choose another"
 
 
 def require_writable(*paths: Path | None, sources: Sequence[str] = ()) -> None:
-    """Create the folders of output files. Raises UserError if one cannot be written or is one of the sources."""
+    """Create the folders of output files. Raises UserError if one cannot be written or is a source."""
     for path in paths:
         if path is None:
             continue
@@ -32,7 +32,7 @@ def require_writable(*paths: Path | None, sources: Sequence[str] = ()) -> None:
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[IO[bytes]]:
-    """Write a file through `files.replacing` and create its folder. Raises UserError if it cannot be written."""
+    """Write a file through `files.replacing` and create its folder. Raises UserError."""
     require_writable(path)
     try:
         with replacing(path) as out:
@@ -74,7 +74,7 @@ def save_figure(figure: Any, path: Path) -> None:
 
 
 def draw_lengths(lengths: dict[str, Any], path: Path) -> None:
-    """Plot the number of documents and their bytes by length. lengths: the section of a record corpus' report.json."""
+    """Plot the number of documents and their bytes by length. lengths: a section of report.json."""
     figure, (by_number, by_size) = new_figure(2)
     positions = range(len(lengths["documents"]))
     labels = [_size(edge) for edge in lengths["edges"][:-1]]

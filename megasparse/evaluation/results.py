@@ -37,9 +37,8 @@ OF_SOURCE = ("downsampling", "verified")
 
 
 def restore(directory: str | Path, overrides: Sequence[str] = ()) -> tuple[Model, Config, Checkpoint, Ranks]:
-    """Load a checkpoint's model in the precision and on the device of its run, on every rank. Several ranks use
-    `parallel.sequence` of the configuration; a single rank processes whole sequences. directory: a checkpoint, or a
-    run's folder (its newest checkpoint). overrides: changes of its configuration as `section.key=value`.
+    """Load the model of a checkpoint, or of a run's newest one, in the precision and on the device of its run, on every
+    rank. Several ranks use `parallel.sequence` of the configuration; a single rank processes whole sequences.
     """
     checkpoint = open_newest(Path(directory), build=empty_model)
     values, alone = checkpoint.config.model_dump(mode="json"), rank_variable("WORLD_SIZE", 1) == 1
@@ -109,8 +108,8 @@ def protocol_of(
     rounds: int | None = None,
     hash_seeds: int = 1,
 ) -> Protocol:
-    """Return the protocol of scoring a checkpoint on a split. stride: new tokens per window; None uses the length of
-    the windows. Raises ConfigError if windows would start inside records, DataError if the data lacks the split.
+    """Return the protocol of scoring a checkpoint on a split. Raises ConfigError if windows would start inside records,
+    DataError if the data lacks the split.
     """
     length, section = config.evaluation_length, index.split(split)
     if index.record is not None and stride not in (None, length):
@@ -147,7 +146,7 @@ def score_seeds(
     ranks: Ranks,
     scorer: Scorer | None = None,
 ) -> list[Score]:
-    """Score a split once per seed of the protocol, by default with the model's token scores. Ranks return the same."""
+    """Score a split once per seed of the protocol, by default with the model's token scores."""
     return [
         score(
             scorer or of_model(model, ranks.sequence),
@@ -181,8 +180,8 @@ class Counts(NamedTuple):
 
 
 def measures(nats: float, counts: Counts, tokenizer: str) -> dict[str, float | None]:
-    """Return the usual measures for the tokenizer, the primary one first. None if the count is unknown, or if a
-    perplexity overflows, as for text with almost no words.
+    """Return the usual measures for the tokenizer, the primary one first. None if the count is unknown or a perplexity
+    overflows, as for text with almost no words.
     """
 
     def bits(count: int | None) -> float | None:
@@ -206,11 +205,10 @@ def evaluate_decoder(
 ) -> dict[str, Any]:
     """Score a split with a decoder by a protocol.
 
-    Returns the measures of `measures` for the tokenizer, "accuracy" (fraction of tokens that the model ranks first),
-    "nats", "dims" (scored tokens), "bytes", "words", "standard_deviation" (of the primary measure),
-    "standard_deviations" (of all), "protocol", and for pixels "png_bits_per_dim". Over several hash seeds accuracy and
-    nats are means, not an ensemble's. "protocol" also reports if the numbers are code lengths, the reason for each
-    null, and non-causal layers.
+    Returns the measures of `measures` for the tokenizer, "accuracy", "nats", "dims" (scored tokens), "bytes", "words",
+    "standard_deviation" (of the primary measure), "standard_deviations" (of all), "protocol", and for pixels
+    "png_bits_per_dim". Over several hash seeds accuracy and nats are means, not an ensemble's. "protocol" also reports
+    if the numbers are code lengths, the reason for each null, and non-causal layers.
     """
     kind = protocol.tokenizer["name"]
     shape = image_shape(protocol.sequence_length) if kind == PIXELS else None
@@ -260,8 +258,8 @@ def evaluate_decoder(
 
 def _no_code_length(decoder: Any, protocol: Protocol, ranks: Ranks) -> list[str]:
     """Return the reasons why scores are not code lengths of the text. They are if tests show that no later token
-    changes a bit of an earlier prediction, as for all strictly causal mechanisms of the package, except some with
-    packed documents or padding.
+    changes a bit of an earlier prediction, as for strictly causal mechanisms of the package, except some with packed
+    documents or padding.
     """
     special = [key for key in ("document_separator", "padding_token") if getattr(decoder.config, key) is not None]
     reasons = list(decoder.leaks)
@@ -318,10 +316,9 @@ def evaluate_predictions(
     """Score a split with an encoder or encoder–decoder by a protocol.
 
     Returns "loss" (mean nats per token without label smoothing), "perplexity", "accuracy", "nats", "dims" (masked
-    tokens, or targets with their end tokens), "standard_deviation" (of the losses) and "protocol". Each seed masks
-    other tokens, so nats and dims of an encoder are sums over seeds; of an encoder–decoder they describe the mean
-    code length. With model.sentence_order also "sentence_order": "loss" (nats per pair), "accuracy" and "pairs", of
-    a second pass in which half of the pairs are swapped.
+    tokens, or targets with their end tokens), "standard_deviation" (of the losses) and "protocol". nats and dims of an
+    encoder are sums over seeds, which mask other tokens. With model.sentence_order also "sentence_order": "loss" (nats
+    per pair), "accuracy" and "pairs", of a second pass in which half of the pairs are swapped.
     """
     config: ModelConfig = model.config
     scores = score_seeds(model, stream, protocol, batch, limit, ranks)

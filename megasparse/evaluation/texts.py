@@ -66,8 +66,8 @@ def read_sources(text: str | None, file: str | None) -> list[bytes]:
 def texts(
     model: Any, config: Config, tokenizer: Tokenizer, request: Request, sources: Sequence[bytes], device: torch.device
 ) -> Iterable[Iterator[str]]:
-    """Return an iterator of text pieces per source, or one for a decoder. A text stops at an end token. Raises
-    ConfigError for an unsupported request, before any text is generated.
+    """Return an iterator of text pieces per source, or one for a decoder. Raises ConfigError for an unsupported
+    request, before any text is generated.
     """
     if tokenizer.name == "pixels":
         raise ConfigError("--checkpoint", "the model predicts pixels, not text", "Use --images or --complete")

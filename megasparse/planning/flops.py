@@ -143,9 +143,7 @@ def product_speed(precision: str) -> float:
 
 
 def warn_if_long(flops: float, precision: str, changes: Sequence[str], ranks: Ranks) -> None:
-    """Print a warning on rank 0 if a run on CPUs will take hours. flops: of all steps over all ranks. changes: to
-    suggest for a shorter run.
-    """
+    """Print a warning on rank 0 if a run on CPUs will take hours. flops: of all steps over all ranks."""
     if ranks.rank != 0 or ranks.device.type != "cpu":
         return
     speed, local_flops = product_speed(precision), flops / ranks.world_size

@@ -165,9 +165,7 @@ class MemoryPool:
 
 
 def require_fit(pools: Sequence[MemoryPool], ranks: Ranks, hint: str) -> None:
-    """Check that a step fits on every rank, else raise UserError on all. Print a warning if it is close to the limit.
-    hint: changes to suggest.
-    """
+    """Raise UserError on all ranks if a step does not fit on one. Print a warning if it is close to the limit."""
     pool = max(pools, key=lambda pool: pool.peak / max(1, pool.available))
     too_large = ranks.any(pool.peak * (1 - ERROR) > pool.available)
     if pool.peak <= pool.available:

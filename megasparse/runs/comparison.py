@@ -68,9 +68,7 @@ def runs_of(
     comparison: dict[str, Any], output: Path, arms: Sequence[str] | None = None, seeds: Sequence[int] = (0,),
     overrides: Sequence[str] = (),
 ) -> list[ArmRun]:  # fmt: skip
-    """Return the runs of a comparison with folders in `output`, seed by seed. arms: to run; by default all. overrides:
-    `section.key=value` for all runs.
-    """
+    """Return the runs of a comparison with folders in `output`, seed by seed."""
     names, runs = chosen(arms, comparison["arms"], "--arms"), []
     from megasparse.settings.load import Config, load_config, load_settings
 
@@ -93,8 +91,8 @@ def runs_of(
 
 
 def train_all(comparison: dict[str, Any], runs: Sequence[ArmRun], log: Path, jobs: int = 1) -> dict[str, list[Row]]:
-    """Train and evaluate unfinished runs, `jobs` at a time, each on one CPU thread. log: for the output of preparing
-    the data. Returns label of `ArmRun.evaluations` -> one row per seed.
+    """Train and evaluate unfinished runs, `jobs` at a time, each on one CPU thread. Returns label of
+    `ArmRun.evaluations` -> one row per seed.
     """
     for wheel in comparison.get("wheels", []):
         fetch_wheel(**wheel)

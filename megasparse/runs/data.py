@@ -34,9 +34,7 @@ class RunData:
 
     @property
     def fingerprint(self) -> str:
-        """Digest of the training data: the folder's fingerprint, or for a mixture a SHA-256 over fingerprints and
-        weights. With the configuration it determines the order of the training tokens.
-        """
+        """Digest of the training data, of a mixture over fingerprints and weights."""
         if len(self.mixture) == 1:
             return self.mixture[0][0].fingerprint
         identity = [[index.fingerprint, weight] for index, weight in self.mixture]
@@ -65,8 +63,8 @@ def from_data(config: Config) -> Config:
 
 
 def open_data(config: Config) -> RunData:
-    """Open all folders that a run reads. The folders of a mixture are sorted by fingerprint, so that the training data
-    depends neither on their paths nor on their order in the configuration.
+    """Open all folders that a run reads. The folders of a mixture are sorted by fingerprint: the training data depends
+    neither on their paths nor on their order.
     """
     tokenizer = build_tokenizer(config.data.tokenizer)
     evaluation = open_folder(config.data.path, config, tokenizer)
@@ -76,8 +74,8 @@ def open_data(config: Config) -> RunData:
 
 
 def open_folder(path: str | Path, config: Config, tokenizer: Tokenizer) -> Index:
-    """Open the index of a folder of shards, for the model and sequence length of a configuration. Raises DataError as
-    `Index.load`, and ConfigError if a key of data, model or evaluation does not fit the folder.
+    """Open the index of a folder of shards. Raises DataError as `Index.load`, and ConfigError if a key of data, model
+    or evaluation does not fit the folder.
     """
     index = Index.load(path, ShardCache(config.data.cache, int(config.data.cache_gb * GIGABYTE)))
     index.require_tokenizer(tokenizer)
@@ -131,9 +129,9 @@ def with_texts(config: Config, texts: str, ranks: Ranks) -> Config:
     """Return the configuration of a run on your own texts, which rank 0 prepares in RUN/data. All ranks call it.
 
     texts: file, folder or URL of text files (one document per file) or JSON lines with a field `text` or with
-    conversations; in a folder with both, the kind with more bytes is read. The last 5 % of the bytes are held out, up
-    to 30 % if the last document is long; if it is longer, all files form one running text. Otherwise tokens attend only
-    within their document. A folder of shards becomes `data.path` unchanged.
+    conversations; of both, the kind with more bytes is read. The last 5 % of the bytes are held out, up to 30 % if the
+    last document is long; if it is longer, all files form one running text. Otherwise tokens attend only within their
+    document. A folder of shards becomes `data.path` unchanged.
     """
     output, documents = Path(texts), False
     if not (output / INDEX_FILE).exists():

@@ -86,7 +86,7 @@ def quickstart(small: bool = False) -> None:
 
 
 def summarise(run: Path, text: Path) -> dict[str, float]:
-    """Write bits/dim of compressors, the model and the compressed file to RUN/summary.json, and return them."""
+    """Write bits/dim of compressors, the model and the compressed file to RUN/summary.json."""
     raw, packed = text.read_bytes(), text.with_name(f"{text.name}.msz")
     training = EvaluationStream(Index.load(SHARDS), "train")
     training_text = bytes(training.read(0, training.tokens).tolist())

@@ -44,8 +44,8 @@ STYLE = (
 
 
 class Run(NamedTuple):
-    """Contents of a run's folder. config, defaults: dotted key -> value. series: scalar -> (steps, values), NaN if not
-    finite. board: tag -> step -> text or PNG file.
+    """Contents of a run's folder. config, defaults: dotted key -> value. series: scalar -> (steps, values). board: tag
+    -> step -> text or PNG file.
     """
 
     path: Path
@@ -109,7 +109,7 @@ def read_series(path: Path) -> dict[str, tuple[np.ndarray, np.ndarray]]:
 
 def read_board(folder: Path) -> dict[str, dict[int, str | bytes]]:
     """Return the texts and pictures in TensorBoard's files. Records of scalars, possibly millions, are not decoded;
-    unreadable ones, such as the end of a file that is being written, are skipped.
+    unreadable ones are skipped.
     """
     from google.protobuf.message import DecodeError
     from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
@@ -297,7 +297,7 @@ def incident_steps(runs: Sequence[Run]) -> list[int]:
 
 
 def curves(runs: Sequence[Run], labels: Sequence[str]) -> str:
-    """Return a chart of each further scalar with a line for each run. Layers share a chart. A scalar that is constant,
+    """Return a chart of each further scalar, its layers included, with a line for each run. A scalar that is constant,
     or a multiple of an earlier one, gets a line of text.
     """
     charts: defaultdict[str, set[str]] = defaultdict(set)
