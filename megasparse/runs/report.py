@@ -342,8 +342,8 @@ def chart(title: str, lines: Sequence[tuple[str, tuple[np.ndarray, np.ndarray]]]
 
     lines = [(label, (steps[np.isfinite(values)], values[np.isfinite(values)])) for label, (steps, values) in lines]
     bounds = []
-    for points in map(np.concatenate, zip(*(line for _, line in lines), strict=True)):
-        least, most = float(points.min()), float(points.max())
+    for numbers in map(np.concatenate, zip(*(line for _, line in lines), strict=True)):
+        least, most = float(numbers.min()), float(numbers.max())
         bounds.append((least, most if most > least else least + (abs(least) or 1)))
     (left, right), (low, high) = bounds
     across = lambda step: round(LEFT + (step - left) / (right - left) * (RIGHT - LEFT), 1)  # noqa: E731
