@@ -73,10 +73,10 @@ def check_model(model: Any, length: int = 64, seed: int = 0) -> list[CheckResult
             pairs = list(check(model, tokens, whole))
         except Exception as error:
             note = " ".join(str(error).split())[:120] or type(error).__name__
-            broken = not isinstance(error, TypeError | ValueError | AttributeError | NotImplementedError | HubError)
-            results.append(CheckResult(name, False if broken else None, torch.inf if broken else 0.0, None, note))
-            continue
-        results.append(_compared(name, pairs, scale, tolerance))
+            rejected = isinstance(error, TypeError | ValueError | AttributeError | NotImplementedError | HubError)
+            results.append(CheckResult(name, None if rejected else False, 0.0 if rejected else torch.inf, None, note))
+        else:
+            results.append(_compared(name, pairs, scale, tolerance))
     return results
 
 

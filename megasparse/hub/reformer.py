@@ -180,11 +180,8 @@ class ReformerFormat(Format):
 
 
 def start_token(hf_config: Any) -> int:
-    """Return the token whose embedding is the start vector."""
-    for token in (hf_config.bos_token_id, hf_config.pad_token_id):
-        if token is not None:
-            return int(token)
-    return 0
+    tokens = (hf_config.bos_token_id, hf_config.pad_token_id, 0)
+    return int(next(token for token in tokens if token is not None))
 
 
 def added_start(bos: int, head: Tensor, bias: Tensor) -> bool:
@@ -357,23 +354,18 @@ def reformer_logits(model: Any, bos: int, vocabulary: int, tokens: Tensor, seed:
     for number, layer in enumerate(twin.reformer.encoder.layers):
         if hasattr(layer.attention.self_attention, "query_key"):
             _hash_as_ours(layer.attention.self_attention, buckets(model.config), number, seed)
-    _let_padding_have_no_position(twin.reformer.embeddings, tokens.shape[1])
+    embeddings, length = twin.reformer.embeddings, tokens.shape[1]
+    positions = embeddings.position_embeddings.forward
+
+    def padded(position_ids: Tensor) -> Tensor:  # the last chunk's, beyond the last position; no token attends to it
+        return F.pad(positions(position_ids[:, :length]), (0, 0, 0, position_ids.shape[1] - length))
+
+    embeddings.position_embeddings.forward, embeddings.max_position_embeddings = padded, sys.maxsize
     read = torch.cat([torch.full_like(tokens[:, :1], bos), tokens[:, :-1]], dim=1)
     logits = twin(read, use_cache=False).logits
     if twin.lm_head.decoder.bias is None:
         logits = logits + twin.lm_head.bias
     return logits[..., :vocabulary].float()
-
-
-def _let_padding_have_no_position(embeddings: Any, length: int) -> None:
-    """Let Hugging Face's model pad the last chunk beyond the last position; no token attends to padding."""
-    positions = embeddings.position_embeddings.forward
-
-    def padded(position_ids: Tensor) -> Tensor:
-        return F.pad(positions(position_ids[:, :length]), (0, 0, 0, position_ids.shape[1] - length))
-
-    embeddings.position_embeddings.forward = padded
-    embeddings.max_position_embeddings = sys.maxsize
 
 
 def _hash_as_ours(layer: Any, factors: list[int], number: int, seed: int) -> None:

@@ -183,8 +183,11 @@ def start_ranks(run: RunConfig, sequence: int = 1) -> Ranks:
         os.environ.update(alone)
     if not torch.distributed.is_initialized():
         _meet(run, device)
-    rank = torch.distributed.get_rank()
-    return Ranks(rank, world_size, device, _sequence_groups(run, sequence, world_size)[rank // sequence])
+    rank, group = torch.distributed.get_rank(), None
+    for start in range(0, world_size, sequence) if sequence > 1 else ():  # all ranks make all groups, in order
+        made = torch.distributed.new_group(list(range(start, start + sequence)), timeout=_time_limit(run))
+        group = made if start <= rank < start + sequence else group
+    return Ranks(rank, world_size, device, group)
 
 
 def local_ranks(world_size: int) -> int:
@@ -200,14 +203,6 @@ def _world_size() -> int:
     if (size > 1 or "RANK" in started) and len(started) < 4:
         raise ConfigError(started[0], f"of the launcher's variables only {', '.join(started)} is set", NO_LAUNCHER)
     return size
-
-
-def _sequence_groups(run: RunConfig, size: int, world_size: int) -> list[torch.distributed.ProcessGroup | None]:
-    """Make the groups of ranks [g·size, (g + 1)·size), in order on all ranks; None if size is 1."""
-    if size == 1:
-        return [None] * world_size
-    starts, limit = range(0, world_size, size), _time_limit(run)
-    return [torch.distributed.new_group(list(range(start, start + size)), timeout=limit) for start in starts]
 
 
 def _time_limit(run: RunConfig) -> timedelta:

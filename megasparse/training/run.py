@@ -120,7 +120,11 @@ def _take(directory: Path, held: ExitStack) -> None:
     try:
         lock = held.enter_context(FileLock(path))
     except BlockingIOError:
-        problem = f"{directory} is in use by another run ({_holder(path) or f'not named in {path}'})"
+        holder = ""
+        with suppress(OSError), open_file(path) as file:
+            holder = file.read(1024).decode(errors="replace")
+        holder = holder if holder and holder.isprintable() else f"not named in {path}"
+        problem = f"{directory} is in use by another run ({holder})"
         raise ConfigError("run.directory", problem, "Choose another run.directory, or stop that run first") from None
     except OSError as error:
         problem = f"{path} cannot be locked ({error.strerror})"
@@ -131,15 +135,6 @@ def _take(directory: Path, held: ExitStack) -> None:
         os.ftruncate(lock.descriptor, 0)
         write_at(lock.descriptor, f"host {socket.gethostname()}, pid {os.getpid()}, since {since}".encode(), 0)
         os.fsync(lock.descriptor)
-
-
-def _holder(path: Path) -> str:
-    """Return the holder's name from the lock file if it is one printable line."""
-    with suppress(OSError), open_file(path) as file:
-        text = file.read(1024).decode(errors="replace")
-        if text and text.isprintable():
-            return text
-    return ""
 
 
 @contextmanager

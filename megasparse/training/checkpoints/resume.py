@@ -89,7 +89,11 @@ def find_start(
     checkpoint = _open(path, ranks, hooks, None if path != newest else directory)
     _check_data(checkpoint, run)
     _check_config(checkpoint, run.config, allow_changed_config, ranks)
-    _report_versions(checkpoint, ranks)
+    written, current = checkpoint.manifest.get("versions", {}), versions()
+    changed = [key for key in _changed(written, current) if key in written and key != "source"]
+    if changed and checkpoint.step:
+        listed = _listed(written, current, changed)
+        ranks.say(f"resuming under other versions ({listed}): losses may differ in rounding")
     ranks.on_first_rank(lambda: check_records(run, checkpoint, resume))
     ranks.on_first_rank(lambda: _set_aside_later(directory, checkpoint))
     return checkpoint
@@ -165,13 +169,6 @@ def _check_config(checkpoint: Checkpoint, config: RunSettings, allow_changed: bo
     if moved and checkpoint.step:
         line = f"the {schedule} schedule changes with it, so the learning rate differs from this step on"
         ranks.say(f"{_listed(then, now, moved)}; {line}")
-
-
-def _report_versions(checkpoint: Checkpoint, ranks: Ranks) -> None:
-    then, now = checkpoint.manifest.get("versions", {}), versions()
-    changed = [key for key in _changed(then, now) if key in then and key != "source"]
-    if changed and checkpoint.step:
-        ranks.say(f"resuming under other versions ({_listed(then, now, changed)}): losses may differ in rounding")
 
 
 def _changed(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
