@@ -63,7 +63,8 @@ def trained_tokenizer(config: Config, checkpoint: Checkpoint) -> Tokenizer:
     identity = {"name": tokenizer.name, "sha256": tokenizer.sha256}
     if identity != trained:
         names = [f'"{x.get("name")}" (sha256 {x.get("sha256", "")[:12]}…)' for x in (identity, trained)]
-        raise ConfigError("data.tokenizer", f"{names[0]}, but the checkpoint's is {names[1]}", "Set it to the latter")
+        problem = f"{names[0]}, but the checkpoint was trained with {names[1]}"
+        raise ConfigError("data.tokenizer", problem, "Set it to the latter")
     return tokenizer
 
 

@@ -206,7 +206,7 @@ def _sharded(folder: Path) -> dict[str, Any]:
     for name in sorted(set(file_of.values())):
         usable = name.endswith(".safetensors") and name.isprintable() and len(name) < 256
         if Path(name).name != name or not usable:
-            raise HubError(index, f"lists {name[:200]!a}, not a safetensors file next to it", "Do not trust it")
+            raise HubError(index, f"lists {name[:200]!a}, which is not a safetensors file here", "Do not trust it")
         if name not in present:
             raise HubError(folder / name, "missing", _AGAIN)
         file = _opened(folder / name)

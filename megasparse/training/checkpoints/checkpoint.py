@@ -140,7 +140,7 @@ class Checkpoint:
         """
         settings = self.settings
         if not isinstance(settings, Config):
-            raise CheckpointError(self.path, "belongs to a fine-tuned model", "Use predict, or evaluate --task")
+            raise CheckpointError(self.path, "belongs to a fine-tuned model", "Use megasparse evaluate --task")
         run, data = self.path.absolute().parents[1], settings.data
         changes = {"tokenizer": tokenizer_copy(data.tokenizer, run)}
         if Path(data.path) == Path(settings.run.directory, "data") and (run / "data").is_dir():
