@@ -199,9 +199,7 @@ class BERTFormat(Format):
         ]
 
     def _stored_name(self, name: str, names: list[str]) -> str:
-        """Return the name in a file with `names`: a model without its head may lack the prefix, and early BERTs use
-        LayerNorm.gamma and LayerNorm.beta.
-        """
+        """Return the name in a file: without its head it may lack the prefix, and early BERTs use gamma and beta."""
         name, prefix = self.their_name(name), f"{self.name}."
         if not any(stored.startswith(prefix) for stored in names):
             name = name.removeprefix(prefix)
@@ -221,7 +219,7 @@ RENAMED = {
 
 class RoBERTaFormat(BERTFormat):
     """BERTFormat with other names for the head, one type of tokens, and two rows of the position table that only
-    padding uses, which `max_position_embeddings` includes.
+    padding uses.
     """
 
     name = "roberta"

@@ -225,8 +225,8 @@ def weights_of(table: str, layers: str, model: ModelConfig) -> list[Weight]:
 
     table: lines of two names, megasparse's and Hugging Face's; `a|b|c` are concatenated; a `T` at the end means that
     Hugging Face's is transposed. `.*`, `_*` and `~`, with `.*` in the second name, are both a weight and its bias. Two
-    prefixes ending in a dot mean all names with the first one. Names that start with a dot are of each layer, below
-    `blocks.{}` and `layers`.
+    prefixes ending in a dot mean all names with the first one. Names that start with a dot are below `blocks.{}` and
+    `layers`.
     """
     sizes, weights = shapes(model), []
     lines = filter(None, map(str.strip, table.splitlines()))
@@ -330,8 +330,8 @@ def difference(ours: Tensor, theirs: Tensor) -> float:
 
 
 def disagreement(pairs: Iterable[tuple[Tensor, Tensor]]) -> float:
-    """Return 0 if the logits agree in any pair, else their largest difference in the first pair. One pair is
-    sufficient: a wrong weight changes all pairs, while rounding changes a hash only in some.
+    """Return 0 if the logits agree in any pair, else their largest difference in the first: a wrong weight changes all
+    pairs, while rounding changes a hash only in some.
     """
     differences = []
     for ours, theirs in pairs:

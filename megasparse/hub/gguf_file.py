@@ -154,9 +154,7 @@ def unpack_gguf(path: Path) -> TemporaryDirectory[str]:
 
 
 def config_of(path: Path, header: Header) -> dict[str, Any]:
-    """Return the content of config.json. Raises HubError for a tensor or a key that is missing or would be lost, and
-    for a tokenizer that transformers lacks.
-    """
+    """Return the content of config.json. Raises HubError for a tensor or a key that is missing or would be lost."""
     name = header.values.get("general.architecture")
     if header.values.get("split.count", 1) != 1 or PART.search(path.name):
         raise HubError(path, "is one part of a model in several files", "Merge them: llama-gguf-split --merge")
@@ -283,8 +281,8 @@ def _llama3(path: Path, header: Header, base: float, pairs: int) -> dict[str, An
 
 
 def _check_tokenizer(path: Path, values: dict[str, Any]) -> None:
-    """Raise HubError if transformers, corrected by `_correct_tokenizer`, cannot split texts as the model's tokenizer.
-    Report a file that does not specify it.
+    """Raise HubError if transformers, corrected by `_correct_tokenizer`, cannot split texts as the model's tokenizer;
+    report a file that does not specify it.
     """
     kind, split = (values.get(f"tokenizer.ggml.{key}") for key in ("model", "pre"))
     arrays = (values.get(NAMES), values.get(TYPES, Array(0, [])))

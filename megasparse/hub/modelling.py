@@ -87,9 +87,7 @@ class MegasparseConfig(PretrainedConfig):
 
     @property
     def max_position_embeddings(self) -> int:
-        """Longest input in tokens; in an encoder–decoder, of the decoder, with the start token. A decoder uses one of
-        its positions for the start vector.
-        """
+        """Longest input in tokens, of a decoder without its start vector."""
         return int(self.model["max_length"]) - self.is_decoder
 
 
@@ -216,7 +214,7 @@ class MegasparsePreTrainedModel(PreTrainedModel):
 
     def from_cache(self, input_ids: Tensor, cache: MegasparseCache, name: str, mask: Tensor | None) -> Tensor:
         """Append tokens (B, n) to the cache. Return the logits (B, n, V) of the token after each. name, mask: of the
-        new tokens or of all, (B, n) or (B, cached + n). Raises ValueError if it hides tokens.
+        new tokens or of all. Raises ValueError if it hides tokens.
         """
         count = input_ids.shape[1]
         if mask is not None:
@@ -241,9 +239,7 @@ class MegasparsePreTrainedModel(PreTrainedModel):
 
 
 class MegasparseModel(MegasparsePreTrainedModel):
-    """The bare model. last_hidden_state: the final streams, concatenated, before the output norm: fp32 (B, n, E), or
-    (B, n, 2·E) if the model is reversible.
-    """
+    """The bare model. last_hidden_state: the final streams, concatenated, before the output norm: (B, n, E or 2·E)."""
 
     @can_return_tuple
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, **kwargs: Any) -> BaseModelOutput:
@@ -498,8 +494,8 @@ class MegasparseForSeq2SeqLM(MegasparseWriter):
         return EncoderOutput(rows.align(states), rows.real)
 
     def _real_targets(self, mask: Tensor | None, targets: Targets | None) -> Tensor | None:
-        """Return the mask of the target's real positions (B, n): from `mask`, else all up to the last label that is not
-        ignored. None if all are real.
+        """Return the mask of the target's real positions (B, n), up to the last label without a
+        mask; None if all are.
         """
         if mask is not None:
             real = mask != 0

@@ -129,8 +129,8 @@ def _next_data(run: TrainingRun, source: Iterator[Step], step: int) -> Step | Ex
 
 
 def _agree(run: TrainingRun, data: Step | Exception) -> tuple[bool, bool]:
-    """Find out, in one small all-reduce, whether any rank should stop and whether any is writing a checkpoint. Raises
-    an error on all ranks together if the data of some rank failed.
+    """Find out, in one small all-reduce, whether any rank should stop, is writing a checkpoint, or could not read its
+    data, which raises an error on all ranks.
     """
     stopped = isinstance(data, WaitingStopped)
     failed = isinstance(data, Exception) and not stopped

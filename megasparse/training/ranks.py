@@ -61,9 +61,7 @@ class Ranks:
         return self.world_size // self.sequence_size
 
     def gather(self, value: Any, first_only: bool = False) -> list[Any]:
-        """Return the JSON values of all ranks, in rank order. All ranks call it. first_only: send the values to rank 0
-        only; other ranks return an empty list.
-        """
+        """Return the JSON values of all ranks, in rank order; with `first_only` on rank 0 only. All ranks call it."""
         if self.world_size == 1:
             return [value]
         message = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(self.device)
@@ -147,7 +145,7 @@ class StopWanted(Exception):
 
 def check_stop(hooks: RunHooks, ranks: Ranks, doing: str) -> None:
     """Raise StopWanted on every rank if any of them should stop. All ranks call it equally often, between parts of work
-    that may remain unfinished, such as evaluation.
+    that may remain unfinished.
     """
     hooks.progress(doing)
     if ranks.any(hooks.stop_wanted()):
@@ -236,9 +234,7 @@ def _meet(run: RunConfig, device: torch.device) -> None:
 
 
 def _loopback(limit: timedelta) -> dict[str, Any]:
-    """Return the arguments of init_process_group for a rendezvous on the loopback interface, unreachable from other
-    machines; empty for several nodes.
-    """
+    """Return the arguments of a rendezvous on the loopback interface; empty for several nodes."""
     rank, size, port = rank_variable("RANK", 0), rank_variable("WORLD_SIZE", 1), rank_variable("MASTER_PORT", 0)
     if os.environ["MASTER_ADDR"] not in ("127.0.0.1", "localhost") and rank_variable("LOCAL_WORLD_SIZE", 0) != size:
         return {}
@@ -256,11 +252,11 @@ def _loopback(limit: timedelta) -> dict[str, Any]:
 
 
 def _name_of_this_start(store: torch.distributed.Store, rank: int, size: int) -> str:
-    """Agree on a name for this start of the ranks that no earlier start has used.
+    """Agree on a name for this start of the ranks that no earlier start has used: torchrun keeps one store across
+    restarts (torch 2.13), with the addresses of ranks that have died.
 
-    torchrun keeps one store across restarts (torch 2.13), with the addresses of ranks that have died, to which new
-    ranks would connect. Rank 0 proposes a name until every rank has answered it with a name of this start, and each
-    rank waits until its own name is confirmed.
+    Rank 0 proposes a name until every rank has answered it with a name of this start, and each rank waits until its own
+    name is confirmed.
     """
     name = uuid.uuid4().hex
     if rank == 0:

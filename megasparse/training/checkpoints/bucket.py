@@ -41,8 +41,8 @@ T = TypeVar("T")
 
 
 class Bucket:
-    """The checkpoints below a URL. Methods raise StorageError if the store still fails after several attempts,
-    CheckpointError if it denies access.
+    """The checkpoints below a URL. Methods raise StorageError if the store fails, CheckpointError
+    if it denies access.
     """
 
     def __init__(self, url: str, progress: Progress = silent):
@@ -206,8 +206,8 @@ class Uploads:
         self._signs = (self._signs[0] + 1, doing)
 
     def check(self, wait: bool = False) -> None:
-        """Raise the failure that ended the uploads, on every rank; all ranks call it. With `checkpoint.on_failure`
-        "continue", storage failures do not end them. wait: first wait for the queued uploads.
+        """Raise the failure that ended the uploads, on every rank; all ranks call it. wait: first wait for the queued
+        uploads.
         """
 
         def raise_problem() -> None:
@@ -226,8 +226,7 @@ class Uploads:
 
 def fetch_newest(config: RunSettings, directory: Path, ranks: Ranks, hooks: RunHooks, resume: str) -> None:
     """Download the bucket's newest checkpoint into `directory` if it is newer, and the run's best one. All ranks call
-    it. Raises CheckpointError if the bucket's newest checkpoint is later than the step of `resume`, which would fork
-    the run.
+    it. Raises CheckpointError if the newest one is later than the step of `resume`, which would fork the run.
     """
 
     def get() -> None:

@@ -44,8 +44,8 @@ FORGED = "Do not trust it"
 class Fragment:
     """A flat piece of a tensor, in the memory that stores it.
 
-    kind: `weight`, or the name of an optimizer state. name: of the parameter or buffer. shape: of the whole tensor.
-    start: first element of the piece in the flattened tensor. memory: the piece, flat, fp32.
+    kind: `weight`, or the name of an optimizer state. shape: of the whole tensor. start: first element of the piece in
+    the flattened tensor. memory: flat, fp32.
     """
 
     kind: str
@@ -135,9 +135,7 @@ class Checkpoint:
 
     @property
     def config(self) -> Config:
-        """Configuration of the pretraining run that wrote it, with the paths of the tokenizer and the shards in the
-        run's folder, which may have been renamed.
-        """
+        """Configuration of its pretraining run, with paths in the run's folder, which may have been renamed."""
         settings = self.settings
         if not isinstance(settings, Config):
             raise CheckpointError(self.path, "belongs to a fine-tuned model", "Use megasparse evaluate --task")
@@ -232,9 +230,7 @@ def tokenizer_copy(tokenizer: str, run: Path) -> str:
 
 
 def open_newest(directory: Path, **options: Any) -> Checkpoint:
-    """Open the checkpoint that `find_checkpoint` returns, or the next newer one if its run deletes it meanwhile.
-    options: of `Checkpoint.open`.
-    """
+    """Open the checkpoint that `find_checkpoint` returns, or the next newer one if its run deletes it meanwhile."""
     while True:
         path = find_checkpoint(directory)
         try:
@@ -252,7 +248,7 @@ def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
 
 def load_weights(module: nn.Module, checkpoint: Checkpoint, buffers_only: bool = False) -> None:
     """Fill a freshly built module with the checkpoint's weights and persistent buffers, or only the buffers. Frozen
-    parameters are not in checkpoints and stay as they are.
+    parameters stay as they are.
     """
     names = persistent_buffers(module) if buffers_only else None
     for name, tensor in _matched(module, checkpoint).items():
@@ -261,8 +257,8 @@ def load_weights(module: nn.Module, checkpoint: Checkpoint, buffers_only: bool =
 
 
 def on_meta(checkpoint: Checkpoint, model: ModelConfig, build: Callable[[], nn.Module]) -> nn.Module:
-    """Build a checkpoint's model on the meta device. Raises CheckpointError if the configuration is invalid, or has
-    more layers than the checkpoint has weights, which bounds the time that a forged configuration costs.
+    """Build a checkpoint's model on the meta device. Raises CheckpointError for an invalid configuration, or one with
+    more layers than weights, which bounds the time that it costs.
     """
     weights = len(checkpoint.manifest["tensors"].get("weight", {}))
     layers = max(model.layers, (model.source and model.source.layers) or 0)
@@ -279,9 +275,7 @@ def on_meta(checkpoint: Checkpoint, model: ModelConfig, build: Callable[[], nn.M
 
 
 def _matched(module: nn.Module, checkpoint: Checkpoint) -> dict[str, Tensor]:
-    """Return the module's trained parameters and persistent buffers. Raises CheckpointError unless the checkpoint
-    contains exactly these.
-    """
+    """Return the module's trained parameters and persistent buffers, which the checkpoint must contain exactly."""
     trained = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
     parameters = {**trained, **persistent_buffers(module)}
     hint = "Build the model from the checkpoint's own configuration"
@@ -302,10 +296,10 @@ START = Path("start", "checkpoints", "00000000")
 
 
 class Merged(Checkpoint):
-    """A pretraining run's checkpoint with its adapters added to the frozen weights, without the section `lora`.
+    """A pretraining run's checkpoint with its adapters added to the frozen weights, when these are read.
 
-    Weights are merged when they are read. Weights that the run trained in full (mechanisms) come from the run, all
-    others from its start, quantised and dequantised as in the run.
+    Weights that the run trained in full (mechanisms) come from the run, all others from its start, quantised and
+    dequantised as in the run.
     """
 
     def __init__(self, adapters: Checkpoint, base: Checkpoint, lora: LoRAConfig):

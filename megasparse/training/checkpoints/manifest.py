@@ -98,9 +98,7 @@ def _digest(manifest: dict[str, Any], sort: bool) -> str:
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """Read the manifest of a checkpoint. Raises CheckpointError if it is missing, has changed, or
-    has invalid fields.
-    """
+    """Read the manifest of a checkpoint. Raises CheckpointError if it has changed or is invalid."""
     file = path / MANIFEST
     if path.is_symlink():
         raise CheckpointError(path, "is a symbolic link", "Use the folder that it points to")
@@ -149,7 +147,7 @@ def size_of(file: Path) -> int:
 
 
 def _wrong_pieces(manifest: dict[str, Any]) -> str | None:
-    """Describe the first tensor whose pieces do not cover it exactly or are in no file; None if there is none."""
+    """Describe the first tensor whose pieces do not cover it exactly or are in no file, if any."""
     for kind, tensors in manifest["tensors"].items():
         for name, tensor in tensors.items():
             end = 0
@@ -169,8 +167,8 @@ TEMPORARY = ".tmp-"
 
 
 def list_checkpoints(directory: Path) -> list[Path]:
-    """Return the checkpoints in `directory`, oldest first. A numbered folder that is incomplete is damaged, because
-    saving renames only complete ones: it is listed, so that opening it reports the damage.
+    """Return the checkpoints in `directory`, oldest first. Saving renames complete ones only: a numbered folder that is
+    incomplete is damaged, and listed, so that opening it reports the damage.
     """
     paths = directory.iterdir() if directory.is_dir() else ()
     return sorted((p for p in paths if re.fullmatch("[0-9]{8,}", p.name)), key=lambda p: int(p.name))
@@ -192,9 +190,8 @@ def find_checkpoint(directory: Path) -> Path:
 
 @dataclass(frozen=True)
 class RunIdentity:
-    """Identity of a run, which resumes only from checkpoints of the same identity.
-
-    tokenizer: `name` and `sha256`. base: digest of the frozen weights (`weights_digest`) of a run that trains adapters.
+    """Identity of a run, which resumes only from checkpoints of the same identity. base: `weights_digest` of the frozen
+    weights of a run that trains adapters.
     """
 
     config: "RunSettings"

@@ -50,9 +50,9 @@ class RankFile:
         self.bytes = len(self._header) + end
 
     def copy(self, blocks: list[Tensor]) -> "RankFile":
-        """Return the same file with copies of the fragments in CPU memory, which training does not modify. blocks:
-        memory of the copies, BLOCK numbers each, extended as needed; page-locked for fragments on GPUs, and in blocks
-        because torch would round a larger allocation up to a power of two.
+        """Return the same file with copies of the fragments in CPU memory, in `blocks` of BLOCK numbers, extended as
+        needed; page-locked for fragments on GPUs, and in blocks because torch would round a larger allocation up to a
+        power of two.
         """
         on_gpu = any(f.memory.is_cuda for f in self._fragments)
         pieces, end = [], 0

@@ -49,8 +49,7 @@ UNTOUCHED = "Older checkpoints are untouched"
 class Saver:
     """Writer of a run's checkpoints. It keeps the newest `checkpoint.keep` and the best one.
 
-    hooks: called for every block that is written, and when this rank's part is complete. best: step of the best
-    checkpoint. saved: step of the newest one.
+    best: step of the best checkpoint. saved: step of the newest one.
     """
 
     run: RunIdentity
@@ -124,8 +123,8 @@ class Saver:
         return save.final
 
     def begin_uploads(self) -> None:
-        """Claim `checkpoint.bucket` for this run, and upload the best and the newest checkpoint in the background if
-        they are missing. All ranks call it, once.
+        """Claim `checkpoint.bucket` for this run, and upload the best and the newest checkpoint in the background. All
+        ranks call it.
         """
         paths = list_checkpoints(self.directory)
         paths = [path for path in paths if path == paths[-1] or int(path.name) == self.best]

@@ -15,8 +15,7 @@ def build_engine(
     initial: Initial | None = None,
 ) -> Engine:  # fmt: skip
     """Build the engine `config.run.engine` with the weights of `checkpoint`, or of `model` without one. initial: values
-    of parameters on the meta device. Raises ConfigError for incompatible settings, CheckpointError for another model's
-    checkpoint.
+    of parameters on the meta device. Raises ConfigError and CheckpointError.
     """
     if checkpoint is not None:
         load_weights(model, checkpoint, buffers_only=True)

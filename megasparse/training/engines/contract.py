@@ -172,21 +172,19 @@ class Engine(ABC):
 
     def evaluate(self, tokens: Tensor, rng: Any, *padding: Any) -> tuple[Tensor, dict[str, Tensor]]:
         """Compute the model's objective and statistics without gradients. Every rank calls it equally often. padding:
-        extra arguments of the model, such as a mask or a position in a shared sequence.
+        extra arguments of the model.
         """
         with torch.no_grad():
             return self._forward(tokens, rng, *padding)
 
     @abstractmethod
     def _backward(self, objective: Tensor, micro_batches: int, last: bool, poison_gradient: bool) -> None:
-        """Accumulate the gradient of one of `micro_batches`, which are averaged. poison_gradient: make the gradient not
-        finite, if the engine needs that to skip the step.
-        """
+        """Accumulate the gradient of one of `micro_batches`, which are averaged; not finite if `poison_gradient`."""
 
     @abstractmethod
     def _update(self, apply_update: bool, norm: float | None) -> tuple[float, bool]:
-        """Apply the accumulated gradient if it is finite and `apply_update`. Return (gradient norm, applied). norm: if
-        the totals were read after the backward pass.
+        """Apply the accumulated gradient if it is finite and `apply_update`. Return its norm, `norm` if known, and True
+        if applied.
         """
 
     def _gradient_norm(self) -> dict[str, Tensor]:
@@ -245,7 +243,7 @@ Initial = Callable[[str, Sequence[int], int, int], Tensor]
 
 
 class Weights:
-    """Source of a model's weights: the checkpoint, if any, for trained weights; else `initial` for weights on the meta
+    """Source of a model's weights: the checkpoint, if any, for trained ones; else `initial` for those on the meta
     device; else the model itself.
     """
 

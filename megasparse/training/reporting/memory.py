@@ -53,9 +53,7 @@ def memory_scalars(device: torch.device, held: dict[str, tuple[int, int]]) -> di
 
 
 def speed_scalars(ranks: Ranks, flops: tuple[float, ...], tokens: int, seconds: float, wait: float) -> dict[str, float]:
-    """Return a step's scalars speed/... flops: per token of the model and of the hardware, if known. tokens: over all
-    ranks. wait: seconds of waiting for data.
-    """
+    """Return a step's scalars speed/... flops: per token of model and hardware, if known. tokens: over all ranks."""
     rate, size = tokens / seconds, ranks.world_size
     scalars = {"tokens_per_second": rate, "tokens_per_second_per_device": rate / size}
     scalars |= {"step_seconds": seconds, "data_wait_seconds": wait}
@@ -87,9 +85,7 @@ def resident_bytes() -> int:
 
 
 def available_bytes(device: torch.device) -> int:
-    """Return the free bytes of a GPU including torch's cache, or of the CPU within the control group's limit;
-    sys.maxsize on a system without /proc.
-    """
+    """Return the free bytes of a GPU with torch's cache, or of the CPU within the control group's limit."""
     if device.type == "cuda":
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return int(torch.cuda.mem_get_info(device)[0]) + cached
@@ -122,7 +118,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def shortage(error: BaseException, parts: dict[str, tuple[int, int]], ranks: Ranks, directory: Path) -> MemoryShortage:
     """Print the memory use, write it to `directory`/out-of-memory-rank-N.json, and return the error to raise. parts:
-    result of `bytes_of` for each of KINDS; empty if memory ran out while the engine was built.
+    result of `bytes_of` for KINDS, if the engine was built.
     """
     device = ranks.device
     held = dict.fromkeys(KINDS, 0) | {kind: on_device for kind, (on_device, _) in parts.items()}

@@ -120,9 +120,7 @@ class Tracker(AbstractContextManager["Tracker"]):
                 self._backends[name] = backend
 
     def log(self, step: int, scalars: dict[str, float], amend: bool = False) -> None:
-        """Write a step to metrics.jsonl, and every `logging.every` steps to all backends and the progress line. amend:
-        add to the last line, which is of this step.
-        """
+        """Write a step to metrics.jsonl, and if due to backends and progress line. amend: add to the last line."""
         if not self.writing:
             return
         line = {"step": step, **(read_line(self._metrics.path, step)[1] if amend else {})}

@@ -56,8 +56,8 @@ class StopSignals:
             faulthandler.register(USR2, file=2, all_threads=True, chain=True)
 
     def follow_launcher(self) -> None:
-        """Stop when the launcher exits, even by SIGKILL. Without a launcher (no RANK) this does nothing. DeepSpeed
-        starts ranks through a process that outlives the `deepspeed` command, so the command is followed too.
+        """Stop when the launcher exits, even by SIGKILL. DeepSpeed starts ranks through a process that outlives the
+        `deepspeed` command, so the command is followed too.
         """
         if "RANK" not in os.environ:
             return

@@ -39,8 +39,8 @@ class Heartbeat:
     """A rank's state, for the other ranks.
 
     beats: number of this heartbeat; constant if the process is stopped, dead, or cut off. counter: signs of progress so
-    far; the rank with the fewest delays the others. age: seconds since the last one. stop: True if the rank received a
-    request to stop. limit: seconds without progress after which the rank is considered hanging.
+    far; the rank with the fewest delays the others. age: seconds since the last one. stop: True if the rank should
+    stop. limit: seconds without progress after which the rank is considered hanging.
     """
 
     rank: int
@@ -59,18 +59,14 @@ class Watchdog:
     """Context manager that ends this process if the run hangs. Call `watchdog.progress("step 3, ...")` in it.
 
     It fires when no rank has made progress for its limit: it prints one line that names the rank behind, prints the
-    stacks of all threads to stderr, and exits with errors.HANG. While any rank makes progress (for example, saves), the
-    others wait for it.
+    stacks of all threads, and exits with errors.HANG. While any rank makes progress (for example, saves), the others
+    wait for it.
 
     If the main thread holds Python's lock, the watchdog cannot run. A timer of faulthandler then prints the stacks and
     exits with code 1, one second after the limit, or three if other ranks should report first.
 
-    Args:
-        store: Result of `connect`; None for a single rank.
-        timeout: Limit in seconds; 0 disables. Ten times as long until the second step starts, and at least four
-            times the longest time between two calls of `progress` since then.
-        stop_wanted: Returns True if this rank received a request to stop.
-        clock: A monotonic clock in seconds.
+    timeout: limit in seconds; 0 disables. Ten times as long until the second step starts, and at least four times the
+    longest time between two calls of `progress` since then. clock: monotonic, in seconds.
     """
 
     def __init__(
