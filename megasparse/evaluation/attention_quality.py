@@ -66,8 +66,8 @@ def attention_quality(engine: Engine, index: Index, config: Config) -> Callable[
 
 @torch.no_grad()
 def record_calls(model: Any, tokens: Tensor, seed: int, sequence: ProcessGroup | None = None) -> list[Call]:
-    """Return the calls of all mechanisms of a model on tokens (B, L), in evaluation mode; if ranks split the tokens,
-    those of this rank's heads.
+    """Return the calls of all mechanisms of a model on tokens (B, L); on ranks that split the
+    tokens, of their heads.
     """
     training = model.training
     local_tokens, padding = cut(tokens, model.config, sequence)

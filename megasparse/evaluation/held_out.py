@@ -102,7 +102,7 @@ def held_out(
 ) -> HeldOut | None:
     """Build the evaluation during training; None if `evaluation.every` and `logging.attention_quality_every` are 0.
 
-    It returns the results due at a step: those of `attention_quality`; "evaluation/loss" (nats per scored token) and
+    It returns the results due at a step: `attention_quality`; "evaluation/loss" (nats per scored token) and
     "evaluation/accuracy"; for decoders "evaluation/bits_per_dim" and, if configured, "evaluation/sample", a text or for
     pixels an image (s, s, 3) uint8. It raises StopWanted on all ranks if `hooks` request a stop.
     """

@@ -290,7 +290,7 @@ UNITS = {
 
 
 def decoder_summary(result: Mapping[str, Any]) -> str:
-    """Return what megasparse evaluate prints."""
+    """Return the line that megasparse evaluate prints."""
     protocol, values = result["protocol"], {name: result[name] for name in UNITS if result.get(name) is not None}
     if not protocol["lossless"]:  # predicting unknown words is cheap, so this cannot be compared with compressors
         values.pop("bits_per_byte", None)

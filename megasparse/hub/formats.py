@@ -88,7 +88,7 @@ class Format(ABC):
         return HubError(f"model.{key}", problem, "Export to another format, such as megasparse")
 
     def check_parts(self, model: ModelConfig) -> None:
-        """Raise HubError unless PARTS have their defaults."""
+        """Raise HubError unless PARTS are the defaults."""
         for key in PARTS:
             self.must_be(model, key, ModelConfig.model_fields[key].default)
 
@@ -344,4 +344,4 @@ def disagreement(pairs: Iterable[tuple[Tensor, Tensor]]) -> float:
 def require_agreement(pairs: Iterable[tuple[Tensor, Tensor]], folder: Path) -> None:
     """Raise HubError unless our and the exported model's logits agree in one of the pairs."""
     if largest := disagreement(pairs):
-        raise HubError(folder, f"not written: the two models' logits differ by {largest:.2g}", "Please report this")
+        raise HubError(folder, f"not written: its logits differ by {largest:.2g} (over {TOLERANCE})", "Report this")

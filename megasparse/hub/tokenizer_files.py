@@ -64,7 +64,7 @@ def tokenizer_files(config: Config, longest: int, room: int | None = None) -> Fi
 
 
 def chat_files(config: Config, longest: int, room: int | None = None) -> Files:
-    """Return a decoder's original tokenizer files, if it was imported with them; else those of `tokenizer_files`."""
+    """Return a decoder's original tokenizer files, if it was imported with them; else `tokenizer_files`."""
     file = build_tokenizer(config.data.tokenizer).file
     imported = file is not None and file.name == FILE and (file.parent / SETTINGS).is_file()
     if file is None or not imported or config.model.kind != "decoder":

@@ -140,7 +140,7 @@ class Saver:
             self._tidy(newest)  # checkpoints that could not be deleted while they were being uploaded
 
     def _agree(self, engine: Engine, step: int, sequences: int, state: dict[str, Any]) -> "tuple[_Save, RankFile]":
-        """Start a save if all ranks have the same arguments and there is enough space; else raise on all."""
+        """Start a save if all ranks call it with the same arguments and it fits; else raise on all."""
         save = _Save(self.directory, self.ranks.rank, step, sequences, state)
         file = save.attempt(lambda: self._prepare(save, engine))
         arguments = {"step": step, "sequences": sequences, "state": state}
