@@ -160,7 +160,7 @@ class BandAttention(Attention):
         """Attend in the buckets, in the optional window, and to the sinks. See `Codes`."""
         codes = self._seen_codes(query_codes, key_codes)
         if not self.sinks and part.pair_shard is None:
-            return AttentionOutput(inputs.in_buckets(codes, self._spec(inputs.causal))[0], None, {})
+            return AttentionOutput(inputs.in_buckets(codes, self._spec(inputs.causal))[0])
         parts = [self._in_buckets(inputs, *codes, part)]
         if self.sinks:
             sink_rule = {name: self.rule[name] for name in ("scale", "exclude_self")}
@@ -179,7 +179,7 @@ class BandAttention(Attention):
             no_visible_key = no_visible_key & part.owned_tokens(lse.shape[2], lse.device)
         out = torch.where(no_visible_key.unsqueeze(-1), values, out)
         lse = lse.masked_fill(no_visible_key, _LAST)
-        return AttentionOutput(out, None, {}, None if part.pair_shard is None else lse)
+        return AttentionOutput(out, lse=None if part.pair_shard is None else lse)
 
     def _in_buckets(
         self, inputs: AttentionInputs, query_codes: Tensor, key_codes: Tensor | None, part: SequencePart

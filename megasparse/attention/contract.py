@@ -8,6 +8,7 @@ clusters, V vocabulary.
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple, TypeVar, cast
 
 import torch
@@ -48,6 +49,10 @@ class AttentionInputs(NamedTuple):
         q, k, v, key_mask, segments, _, dropout = self
         return bucketed_attention(q, k, v, codes, spec, key_mask, segments, dropout=dropout)
 
+    def without_padding(self, x: Tensor) -> Tensor:
+        """Return x (B, H, L, ...) with padding set to 0."""
+        return x if self.key_mask is None else x.masked_fill(~self.key_mask[:, None, :, None], 0.0)
+
     def continues(self) -> Tensor:
         """Return (B or 1, L) bool, true for real tokens that follow a real token of the same document."""
         continues = (torch.arange(self.q.shape[2], device=self.q.device) > 0)[None]
@@ -65,8 +70,8 @@ class AttentionOutput(NamedTuple):
     """
 
     out: Tensor
-    auxiliary_loss: Tensor | None
-    statistics: dict[str, Tensor]
+    auxiliary_loss: Tensor | None = None
+    statistics: Mapping[str, Tensor] = MappingProxyType({})
     lse: Tensor | None = None
 
 
@@ -127,6 +132,14 @@ class AttentionContext:
     part: SequencePart = field(default_factory=lambda: WHOLE)
     tokens: Tensor | None = None
     repeats: int = 1
+
+    def heads(self, count: int) -> range:
+        """Return the global indices of the first `count` heads."""
+        return range(self.head_offset, self.head_offset + count)
+
+    def key(self, purpose: str) -> int:
+        """Derive the key of a purpose's random draws in this layer and step."""
+        return self.rng.key(self.layer, purpose)
 
 
 class IndexedTokens(NamedTuple):
@@ -272,13 +285,11 @@ class Attention(nn.Module, ABC):
 
     def pair_dropout(self, q: Tensor, context: AttentionContext) -> PairDropout | None:
         """Return the dropout of the probabilities of this rank's queries q (B, H, L, D); None if the rate is 0."""
-        rng = context.rng
-        first = context.head_offset
-        if not rng.training or self.spec.dropout == 0.0:
+        if not context.rng.training or self.spec.dropout == 0.0:
             return None
-        key = rng.key(context.layer, "attention probability dropout")
-        rows = rng.rows(q.shape[2], q.device)
-        return PairDropout.of(self.spec.dropout, key, rows, range(first, first + q.shape[1]))
+        rows = context.rng.rows(q.shape[2], q.device)
+        key = context.key("attention probability dropout")
+        return PairDropout.of(self.spec.dropout, key, rows, context.heads(q.shape[1]))
 
     # Decoding of causal mechanisms token by token, from a cache of their own
 

@@ -75,7 +75,7 @@ class CrossAttention(nn.Module):
         rng = context.rng
         if not rng.training or self.dropout == 0.0:
             return None
-        key = rng.key(context.layer, "cross-attention probability dropout")
+        key = context.key("cross-attention probability dropout")
         first = context.part.of_heads(self.heads).head_rank * q.shape[1]
-        heads = range(first, first + q.shape[1])
-        return PairDropout.of(self.dropout, key, rng.at(0).rows(q.shape[2], q.device), heads)
+        rows = rng.at(0).rows(q.shape[2], q.device)
+        return PairDropout.of(self.dropout, key, rows, range(first, first + q.shape[1]))

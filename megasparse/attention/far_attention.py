@@ -11,6 +11,7 @@ from torch import Tensor
 
 from megasparse.attention.contract import AttentionInputs
 from megasparse.attention.sinks import DocumentRanks
+from megasparse.ops.operator import at_least_fp32
 from megasparse.ops.random import random_bits
 
 SAMPLES = 256
@@ -48,7 +49,7 @@ def far_attention(inputs: AttentionInputs, queries: Tensor, far: Tensor, scale: 
     """Return the probability of each far pair in full attention softmax(scale·q·k): (B, H, S, L), fp32 or wider. far:
     (B or 1, S, L) bool.
     """
-    q, k = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (inputs.q[:, :, queries], inputs.k))
+    q, k = (at_least_fp32(x) for x in (inputs.q[:, :, queries], inputs.k))
     score = (q @ k.transpose(-1, -2)).mul_(scale)  # (B, H, S, L)
     score.masked_fill_(~far_pairs(inputs, queries, 0, None)[:, None], torch.finfo(score.dtype).min)
     return torch.softmax(score, dim=-1).masked_fill_(~far[:, None], 0.0)

@@ -176,11 +176,11 @@ class LHAAttention(BandAttention):
                 output = output._replace(statistics=_balance(inputs, assigned, self.buckets))
         else:
             out, uncovered = attend_in_clusters(inputs, assigned.members, self.rule["scale"], self.config.count_buckets)
-            output = AttentionOutput(out, None, {"queries_in_no_bucket": uncovered})
+            output = AttentionOutput(out, statistics={"queries_in_no_bucket": uncovered})
         if self.config.hash == "random" or not context.rng.training:
             return output
         loss, learned = self.learn(x, inputs, context, assigned)
-        return output._replace(auxiliary_loss=loss, statistics=output.statistics | learned)
+        return output._replace(auxiliary_loss=loss, statistics={**output.statistics, **learned})
 
     def prepare(self, q: Tensor, k: Tensor, first: int) -> tuple[Tensor, Tensor]:
         config = self.config
@@ -240,7 +240,7 @@ class LHAAttention(BandAttention):
         assigned = assigned or self.assign(inputs, context)
         weights = self.hash(inputs.q, context)
         functions = training_functions(weights, self._joint(inputs), inputs.q)
-        token_key, draw_key = (context.rng.key(context.layer, purpose) for purpose in ("lha sample", "lha keys"))
+        token_key, draw_key = map(context.key, ("lha sample", "lha keys"))
         features = self.features(inputs.q, context) if self.config.utility == "features" else None
         tensors = (inputs.q.detach(), inputs.k.detach(), assigned.query_codes, assigned.key_codes)
         examples = chain.from_iterable(
@@ -265,9 +265,8 @@ class LHAAttention(BandAttention):
 
     def features(self, q: Tensor, context: AttentionContext) -> Tensor:
         """Return the rows ω of the random features, (H, F, D). q: any input (B, H, L, D)."""
-        heads = range(context.head_offset, context.head_offset + q.shape[1])
-        key = context.rng.key(context.layer, "lha features")
-        return orthogonal_projections(key, heads, FEATURES, q.shape[3], q.device)
+        heads = context.heads(q.shape[1])
+        return orthogonal_projections(context.key("lha features"), heads, FEATURES, q.shape[3], q.device)
 
     def _examples(
         self, tensors: Sequence[Tensor], joint: bool, functions: Sequence[tuple[Weights, ...]], token_key: int,
@@ -334,9 +333,8 @@ class LHAAttention(BandAttention):
 
     def _collisions(self, inputs: AttentionInputs, context: AttentionContext) -> tuple[Tensor, dict[str, Tensor]]:
         """Return `collision_loss` of sampled queries and their best keys beyond the window and the sinks, weighted."""
-        key = context.rng.key(context.layer, "lha sample")
         width = self.window.chunk
-        queries = drawn_positions(key, inputs.q.shape[2], SAMPLES, inputs.q.device)
+        queries = drawn_positions(context.key("lha sample"), inputs.q.shape[2], SAMPLES, inputs.q.device)
         in_window: InWindow | None = (lambda q, k: (q - k).abs() < width) if self.local else None
         share, best = best_far(inputs, queries, self.sinks, in_window, self.rule["scale"])
         q = inputs.q.detach()

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from megasparse.attention.contract import AttentionContext, MechanismSpec
 from megasparse.ops.hash_learning import ranks, tiles
-from megasparse.ops.operator import at_least_fp32, at_least_rows, implementation
+from megasparse.ops.operator import at_least_fp32, at_least_rows, implementation, wide_dtype
 from megasparse.ops.random import derive, rotations
 
 Weights = tuple[Tensor, ...]
@@ -54,9 +54,8 @@ class HashFunctions(nn.Module):
         """
         if self.kind == "random":
             key = derive(context.rng.seed, context.layer, "lha random hash")
-            heads = range(context.head_offset, context.head_offset + q.shape[1])
             width = 2 * -(-self.buckets // 2)
-            half = rotations(key, heads, 1, q.shape[3], [width], q.device)[:, 0]
+            half = rotations(key, context.heads(q.shape[1]), 1, q.shape[3], [width], q.device)[:, 0]
             projection = torch.cat([half, -half], dim=-1)[..., : self.buckets]
             return (projection,), (projection,)
         weights: dict[str, Weights] = {}
@@ -106,7 +105,7 @@ def merged(functions: Sequence[Weights]) -> Weights:
     """
     heads, dim, buckets = functions[0][2].shape
     width = dim * len(functions) + _CONSTANTS
-    dtype = torch.promote_types(functions[0][0].dtype, torch.float32)
+    dtype = wide_dtype(functions[0][0])
     both = torch.zeros(1, heads, width, width + buckets, dtype=dtype, device=functions[0][0].device)
     layers = both.split((width, buckets), dim=-1)
     layers[0].diagonal(dim1=-2, dim2=-1)[..., -_CONSTANTS:].fill_(1.0)
@@ -192,7 +191,7 @@ def _smallest(x: Tensor, count: int) -> Tensor:
 
 
 def _score(x: Tensor, weights: Weights) -> Tensor:
-    dtype = torch.promote_types(torch.promote_types(x.dtype, weights[0].dtype), torch.float32)
+    dtype = torch.promote_types(x.dtype, wide_dtype(weights[0]))
     x = x.to(dtype)
     wide = [w.to(dtype) for w in weights]
     if len(wide) == 1:

@@ -29,7 +29,7 @@ from megasparse.errors import ConfigError
 from megasparse.ops.bucketed_attention import BucketedAttentionSpec, Window
 from megasparse.ops.bucketed_attention.blocks import QueryBlock, query_attention
 from megasparse.ops.local_attention import LocalAttentionSpec, RelativeVectors, distances, relative_local_attention
-from megasparse.ops.operator import at_least_fp32
+from megasparse.ops.operator import at_least_fp32, wide_dtype
 from megasparse.ops.positions import sinusoids
 
 
@@ -49,8 +49,7 @@ class RelativePositions(nn.Module):
         """Return the vectors of this rank's heads, r in fp32 or wider."""
         steps = distances(chunk, causal)
         r = sinusoids(steps[-1], len(steps), self.width, self.projection.device).flip(0)
-        dtype = torch.promote_types(self.projection.dtype, torch.float32)
-        r = r.to(dtype) @ part.local_part(self.projection, 0).to(dtype)
+        r = r.to(wide_dtype(self.projection)) @ at_least_fp32(part.local_part(self.projection, 0))
         return RelativeVectors(r, part.local_part(self.content_bias, 0), part.local_part(self.distance_bias, 0))
 
 
@@ -110,13 +109,13 @@ class LocalAttention(Attention):
             vectors = self.relative(self.chunk, causal, context.part)
             spec = LocalAttentionSpec(self.chunk, causal, scale)
             out = relative_local_attention(q, k, v, vectors, spec, key_mask, segments, dropout=dropout)
-            return AttentionOutput(out, None, {})
+            return AttentionOutput(out)
         part = context.part
         out, lse = inputs.in_buckets(None, self._rule(causal, part.pair_shard))
         if self.sinks:
             sinks = sink_attention(self.sinks, inputs, part, scale=scale, chunk=self.chunk)
             out, lse = merge([(out, lse), sinks])
-        return AttentionOutput(out, None, {}, None if part.pair_shard is None else lse)
+        return AttentionOutput(out, lse=None if part.pair_shard is None else lse)
 
     @property
     def attends_prefix(self) -> bool:

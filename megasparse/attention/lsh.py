@@ -165,9 +165,7 @@ class LSHAttention(BandAttention):
         self.sinks = config.sinks
         self._rotations: tuple[Any, Tensor] | None = None  # cached: evaluation never redraws them
         if config.window == "chunk":
-            self.leak = (
-                "the chunk window's borders depend on later tokens; attention.lsh.window = band is strictly causal"
-            )
+            self.leak = "later tokens move the borders of chunks; attention.lsh.window = band is strictly causal"
 
     def assign(self, inputs: AttentionInputs, context: AttentionContext) -> Codes:
         codes = angular_hash(*self._hashed(inputs, context))
@@ -180,14 +178,13 @@ class LSHAttention(BandAttention):
 
     def _hashed(self, inputs: AttentionInputs, context: AttentionContext) -> tuple[Tensor, Tensor, list[int]]:
         """Return the vectors to hash, with separate QK queries and keys (2·B, H, L, D), the rotations and factors."""
-        numbers = range(context.head_offset, context.head_offset + inputs.q.shape[1])
-        key = context.rng.key(context.layer, "lsh rotation")
-        rounds = self.rounds(context.rng)
         factors = self.factors if context.rng.training else self.evaluation_factors
-        draws = key, numbers, rounds, factors, inputs.q.device
+        heads = context.heads(inputs.q.shape[1])
+        width = inputs.q.shape[3]
+        draws = context.key("lsh rotation"), heads, self.rounds(context.rng), width, factors, inputs.q.device
         drawn = self._rotations  # read once: threads may share a mechanism
         if drawn is None or drawn[0] != draws:
-            drawn = draws, rotations(key, numbers, rounds, inputs.q.shape[3], factors, inputs.q.device)
+            drawn = draws, rotations(*draws)
             self._rotations = drawn
         vectors = inputs.q if self.shared_qk else torch.cat([inputs.q, inputs.k])  # (B or 2·B, H, L, D)
         return vectors.detach(), drawn[1], factors

@@ -130,7 +130,7 @@ class NGramAttention(Attention):
         bias = F.pad(self.bias(part), (len(parts), 0))[:, None]
         parts += [self._round(inputs, round_codes, part.pair_shard) for round_codes in codes.unbind(1)]
         out, lse = merge(parts, bias)
-        return AttentionOutput(out, None, {}, None if part.pair_shard is None else lse)
+        return AttentionOutput(out, lse=None if part.pair_shard is None else lse)
 
     def _round(self, inputs: AttentionInputs, codes: Tensor, shard: tuple[int, int] | None) -> tuple[Tensor, Tensor]:
         """Return output and log-sum-exp of one round, 0 and −∞ for queries without a match. codes: (B, L)."""

@@ -217,9 +217,9 @@ class SmartBirdAttention(TaughtSketch):
         indices = []
         for number, (q, k) in enumerate(zip(*(x.unbind(1) for x in sketches), strict=True)):
             lse = None
-            first = context.head_offset + number * heads
+            group = context.heads(inputs.q.shape[1])[number * heads : (number + 1) * heads]
             rows = rng.rows(first_query + q.shape[1], q.device)[:, first_query:]
-            noise = Noise(rng.key(context.layer, "sampled keys"), range(first, first + heads), rows)
+            noise = Noise(context.key("sampled keys"), group, rows)
             if sampling.startswith("inverse_log"):
                 queries = F.pad(q, (0, 0, first_query, 0)) if first_query else q  # padding rows are never read
                 lse = _sketch(queries.float(), k.float(), k.float(), inputs)[1][:, first_query:]
@@ -248,8 +248,7 @@ class SketchEmbedding(nn.Module):
 
     def forward(self, tokens: Tensor, numbers: Tensor) -> Tensor:
         """Embed tokens. tokens, numbers: (B, L) int64 token ids and positions."""
-        dtype = torch.promote_types(self.weight.dtype, torch.float32)
-        embedded = F.embedding(tokens.clamp_min(0), self.weight).to(dtype) * (tokens >= 0).unsqueeze(-1)
+        embedded = at_least_fp32(F.embedding(tokens.clamp_min(0), self.weight)) * (tokens >= 0).unsqueeze(-1)
         table = sinusoids(0, self.longest, self.weight.shape[1], tokens.device)
         return embedded + F.embedding(numbers, table)
 

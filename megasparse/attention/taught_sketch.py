@@ -28,6 +28,7 @@ from megasparse.config.schema import ModelConfig, heads_of_layer
 from megasparse.errors import ConfigError
 from megasparse.ops.bucketed_attention import BucketedAttentionSpec, Window
 from megasparse.ops.gathered_attention import gathered_attention
+from megasparse.ops.operator import at_least_fp32
 from megasparse.ops.sketch import KeyChoiceSpec, chosen_keys, exact_projection
 
 
@@ -108,8 +109,7 @@ class TaughtSketch(Attention):
         """Return the auxiliary loss of sketches that learn attention, and its statistics: the divergence of each sketch
         from the mean attention of its heads, averaged over sketches. x: (B, L, E).
         """
-        key = context.rng.key(context.layer, "sketch sample")
-        queries = drawn_positions(key, inputs.q.shape[2], SAMPLES, inputs.q.device)
+        queries = drawn_positions(context.key("sketch sample"), inputs.q.shape[2], SAMPLES, inputs.q.device)
         size = self.window_spec.window.chunk
         in_window = (
             (lambda q, k: (k // size <= q // size + 1) & (k // size + 1 >= q // size)) if self.config.local else None
@@ -282,5 +282,5 @@ class HeadProjection(nn.Module):
         grouped = x.unflatten(1, (len(weights), -1)).transpose(2, 3).flatten(3)  # (B, S, L, G·D)
         if exactly:
             return exact_projection(grouped, weights)
-        dtype = torch.promote_types(x.dtype, torch.float32)
-        return grouped.to(dtype) @ weights.to(dtype).mT
+        grouped = at_least_fp32(grouped)
+        return grouped @ weights.to(grouped.dtype).mT

@@ -23,7 +23,7 @@ from megasparse.errors import ConfigError
 from megasparse.ops.hash_table_attention import HashTableAttentionSpec, expected_attention, hash_table_attention
 from megasparse.ops.hashing import sign_codes
 from megasparse.ops.normalize import unit_vectors
-from megasparse.ops.operator import at_least_fp32
+from megasparse.ops.operator import at_least_fp32, wide_dtype
 
 
 @dataclass
@@ -126,8 +126,8 @@ class YOSOAttention(Attention):
 
     def codes(self, x: Tensor, hashes: int, context: AttentionContext) -> Tensor:
         """Return the codes (B, H, m, L) of queries or keys, which use the same hashes."""
-        heads = range(context.head_offset, context.head_offset + x.shape[1])
-        key = context.rng.key(context.layer, "yoso hash")
+        heads = context.heads(x.shape[1])
+        key = context.key("yoso hash")
         return sign_codes(x.detach(), key, heads, hashes, self.code_bits, self.config.projection)
 
     def forward(self, x: Tensor, inputs: AttentionInputs, context: AttentionContext) -> AttentionOutput:
@@ -145,7 +145,8 @@ class YOSOAttention(Attention):
         if self.convolution is not None:
             out = out + self.convolution(inputs.v, mask, inputs.segments, inputs.causal, context.part)
         real = mask.sum() if mask is not None else matches[:, 0].numel()
-        return AttentionOutput(out.to(inputs.q.dtype), None, {"collisions": matches.sum() / (real * matches.shape[1])})
+        collisions = matches.sum() / (real * matches.shape[1])
+        return AttentionOutput(out.to(inputs.q.dtype), statistics={"collisions": collisions})
 
     def _unit(self, inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
         """Return queries and keys of length 1, (B, H, L, D), with `norm_bound` (B, H, L, D + 2)."""
@@ -181,8 +182,8 @@ class YOSOAttention(Attention):
                 tokens.k = F.pad(tokens.k, (0, 2))
             return YOSOCache(None, tokens, recent)
         hashes = rounds or self.config.hash_rounds(training=False)
-        dtype = torch.promote_types(like.dtype, torch.float32)
-        tables = torch.zeros(batch, spec.heads, hashes, 1 << self.code_bits, width, dtype=dtype, device=like.device)
+        shape = batch, spec.heads, hashes, 1 << self.code_bits, width
+        tables = torch.zeros(shape, dtype=wide_dtype(like), device=like.device)
         return YOSOCache(tables, None, recent)
 
     def fill_cache(self, x: Tensor, inputs: AttentionInputs, cache: YOSOCache, context: AttentionContext) -> None:
@@ -243,7 +244,7 @@ class _Convolution(nn.Module):
         around = (before, size - 1 - before)
         padded = F.pad(v, (0, 0, *around))
         documents = None if segments is None else F.pad(segments, around, value=-1)
-        weight = part.local_part(self.weight, 0).to(torch.promote_types(self.weight.dtype, torch.float32))
+        weight = at_least_fp32(part.local_part(self.weight, 0))
         out = torch.zeros((), dtype=weight.dtype, device=v.device)
         for s in range(size):
             factor = weight[:, s, None, None]  # (H, 1, 1)

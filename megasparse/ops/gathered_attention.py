@@ -1,8 +1,7 @@
 """Exact softmax attention of every query to a few keys given by an index (Smart Bird).
 
-The blockwise form needs linear memory, forward and backward, and is deterministic on a CPU: heads with equal keys and
-index share a gather, and each block of their queries gathers its keys and values. The backward gathers them again:
-exp(score − lse) is the weight of a pair.
+The blockwise form needs linear memory, and is deterministic on a CPU: heads with equal keys and index share a gather,
+and each block of their queries gathers its keys and values, in the backward again.
 
 G key heads, I lists of an index, S shares of H/S = R heads with one gather, K index slots, n queries of a share per
 block.
@@ -17,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megasparse.ops.operator import Function, Operator
+from megasparse.ops.operator import Function, Operator, wide_dtype
 from megasparse.ops.random import PairDropout
 
 _GATHERED_ELEMENTS = 1 << 19  # numbers in a block's gathered keys: 2 MB of fp32, to fit in cache
@@ -62,7 +61,7 @@ class _GatheredAttention(Function):
         if any(ctx.needs_input_grad):
             k = k.contiguous()
             v = v.contiguous()
-        dtype = torch.promote_types(q.dtype, torch.float32)
+        dtype = wide_dtype(q)
         shares = math.lcm(k.shape[1], index.shape[1])
         outs = q.new_empty(len(q) * shares * q.shape[2], q.shape[1] // shares, q.shape[3])
         lses = outs.new_empty(outs.shape[:2], dtype=dtype)
@@ -166,8 +165,8 @@ def _by_head(x: Tensor, q: Tensor) -> Tensor:
 
 class _Block(NamedTuple):
     """Queries `rows` of all B·S·Lq and their keys. q: (n, R, D). k, v: (n, K, D). keys: (n·K), numbers among all
-    B·G·Lk of contiguous keys; empty slots contain an arbitrary key of the head. score: (n, R, K), scale·q·k, −∞ in
-    empty slots. factors: dropout factors of the probabilities, (n, R, K), or None.
+    B·G·Lk of contiguous keys, arbitrary in empty slots. score: (n, R, K), scale·q·k, −∞ in empty slots. factors: of
+    dropout, (n, R, K), or None.
     """
 
     rows: slice

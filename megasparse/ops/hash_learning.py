@@ -2,13 +2,11 @@
 
 ψ_i[b] ∝ Σ_{j in b} A_ij is the share of query i's attention to the keys of bucket b (LHA Eq. 11), ψ′_j[b] ∝ Σ_{i in b}
 A_ij the share of key j's received attention from the queries of bucket b (Eq. 14); A = softmax(qkᵀ/√D) over all pairs,
-even with a causal mask (as in the paper). Both are targets without a gradient. A sequence is one document without
-padding.
+even with a causal mask (as in the paper). A sequence is one document without padding.
 
 C keys are drawn with replacement, key j with expected count c_j: half of the draws in proportion to the attention that
-j receives from the S sampled queries, half uniformly. Σ_draws f(j)/c_j is then an unbiased estimate of Σ_j f(j) for
-every f, and draws concentrate on keys with much attention. The sum over a bucket's keys and the normaliser of the
-softmax are estimated in this way, in O(S·L) time; ψ is their ratio.
+j receives from the S sampled queries, half uniformly. Σ_draws f(j)/c_j is then an unbiased estimate of Σ_j f(j). The
+sum over a bucket's keys and the normaliser of the softmax are estimated in this way, in O(S·L) time; ψ is their ratio.
 
 N buckets, S sampled queries, C drawn keys, T tokens of a tile.
 """
@@ -20,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megasparse.ops.operator import at_least_fp32, implementation
+from megasparse.ops.operator import at_least_fp32, implementation, wide_dtype
 
 _WIDEST = 8192
 """Largest number of buckets for one GPU program."""
@@ -61,17 +59,16 @@ def draw_keys(q: Tensor, k: Tensor, points: Tensor, *, scale: float) -> Draws:
     the number of draws of a key is less than its expectation by at most two.
     """
     keys = k.transpose(-1, -2)  # (B, H, D, L)
-    wide = torch.promote_types(k.dtype, torch.float32)
     scaled = q * scale
     scores = (scaled[:, :, part] @ keys for part in tiles(q, k.shape[2]))  # precise enough for drawing keys
-    received = reduce(torch.add, (score.softmax(-1).sum(-2, dtype=wide) for score in scores))  # Σ_i A_ij, (B, H, L)
+    shares = (score.softmax(-1).sum(-2, dtype=wide_dtype(k)) for score in scores)
+    received = reduce(torch.add, shares)  # Σ_i A_ij, (B, H, L)
     uniform = torch.full((1,), 0.5 * _SHARES / k.shape[2], dtype=torch.float64, device=k.device)
     parts = uniform.add(received, alpha=0.5 * _SHARES / q.shape[2]).long() + 1
     ends = parts.cumsum(-1)
-    count = len(points)
     total = ends[..., -1:]
     tokens = torch.searchsorted(ends, (points * total).long(), right=True).clamp_max_(k.shape[2] - 1)  # even with NaN
-    ln_count = (count * parts.gather(-1, tokens) / total).log().float()
+    ln_count = (len(points) * parts.gather(-1, tokens) / total).log().float()
     return Draws(at_tokens(k, tokens), tokens, ln_count)
 
 

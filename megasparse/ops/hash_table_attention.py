@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megasparse.ops.operator import Function, Operator, without_autocast
+from megasparse.ops.operator import Function, Operator, wide_dtype, without_autocast
 
 _ROW_ELEMENTS = 1 << 22  # numbers per row group
 _TABLE_ELEMENTS = 1 << 18  # numbers in the tables of several hashes, at least one hash: 1 MB of fp32
@@ -144,7 +144,7 @@ class _HashTableAttention(Function):
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, q_codes: Tensor, k_codes: Tensor,
         group: tuple[Tensor, Tensor] | None, spec: HashTableAttentionSpec,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        dtype = torch.promote_types(v.dtype, torch.float32)
+        dtype = wide_dtype(v)
         out = torch.empty(*q.shape[:3], v.shape[3], dtype=dtype, device=q.device)
         total = torch.empty(q.shape[:3], dtype=dtype, device=q.device)
         for part in _parts(q, k, q_codes, spec):
@@ -408,7 +408,7 @@ class _ExpectedAttention(Function):
         ctx.group = group
         ctx.spec = spec
         ctx.save_for_backward(q, k, v)
-        dtype = torch.promote_types(v.dtype, torch.float32)
+        dtype = wide_dtype(v)
         flat_q, flat_k, flat_v = (x.flatten(0, 1).to(dtype) for x in (q, k, v))  # (G, L, D)
         out = torch.empty(*flat_q.shape[:2], v.shape[3], dtype=dtype, device=v.device)
         total = torch.empty(flat_q.shape[:2], dtype=dtype, device=v.device)

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megasparse.ops.operator import Operator, at_least_rows
+from megasparse.ops.operator import Operator, at_least_rows, wide_dtype
 from megasparse.ops.random import bits_by_head, normal_by_head
 
 _BLOCK_ELEMENTS = 1 << 21  # rotated numbers per block: 8 MB of fp32
@@ -62,7 +62,7 @@ def _rotated(x: Tensor, rotations: Tensor) -> Iterator[Tensor]:
     batch, heads, _, head_dim = x.shape
     rounds = rotations.shape[1]
     width = rotations.shape[3]
-    dtype = torch.promote_types(x.dtype, torch.float32)
+    dtype = wide_dtype(x)
     matrix = rotations.to(dtype).permute(0, 2, 1, 3).reshape(heads, head_dim, rounds * width)  # (H, D, R·S)
     for block in x.split(max(1, _BLOCK_ELEMENTS // (batch * heads * rounds * width)), dim=2):
         rotated = (at_least_rows(block.to(dtype)) @ matrix)[:, :, : block.shape[2]]  # (B, H, l, R·S)
@@ -113,7 +113,7 @@ def _sign_codes(x: Tensor, key: int, heads: range, hashes: int, code_bits: int, 
     batch, heads_count, length, width = x.shape
     assert len(heads) == heads_count
     planes = hash_planes(key, heads, hashes, code_bits, width, kind, x.device)
-    dtype = torch.promote_types(x.dtype, torch.float32)
+    dtype = wide_dtype(x)
     groups = planes.shape[1]
     planes = planes.flatten(1, 2)  # (H, m·τ, D) or (H, groups·τ, 3, P)
     planes = planes.to(dtype) if kind == "gaussian" else torch.where(planes < 0, -1.0, 1.0).to(dtype)

@@ -44,17 +44,17 @@ def _unit_keys(q: Tensor) -> tuple[Tensor, Tensor]:
 
     Returns q and k. Use the returned q from then on, to join the gradients of both in one pass.
     """
+
+    def unit(x: Tensor) -> Tensor:
+        return F.normalize(at_least_fp32(x), dim=-1, eps=SHORTEST).to(x.dtype)
+
     # Tiles over heads, because the backward stores several copies.
-    return q, tiled(_unit, [q], [], -(-q.numel() // _ELEMENTS))
-
-
-def _unit(x: Tensor) -> Tensor:
-    return F.normalize(at_least_fp32(x), dim=-1, eps=SHORTEST).to(x.dtype)
+    return q, tiled(unit, [q], [], -(-q.numel() // _ELEMENTS))
 
 
 def _unit_vectors(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Compute x/|x| of x (B, H, L, D), in fp32 or wider; a zero vector stays zero, and gets no gradient. dtype: of the
-    result, by default as computed.
+    """Compute x/|x| of x (B, H, L, D), in fp32 or wider, in `dtype` if given; a zero vector stays zero, and gets no
+    gradient.
     """
     x = at_least_fp32(x)
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
@@ -79,5 +79,5 @@ class Norm(nn.Module):
         return self.by(dict(self.named_parameters()), x, dtype)
 
     def by(self, weights: Mapping[str, Tensor], x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """Apply `forward` with the given weights by name."""
+        """Apply `forward` with these weights by name."""
         return layer_norm(x, weights["weight"], weights.get("bias"), self.eps, dtype)

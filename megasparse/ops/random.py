@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megasparse.ops.operator import implementation
+from megasparse.ops.operator import implementation, wide_dtype
 
 _CPU_BLOCK_ELEMENTS = 1 << 20  # elements per block of dropout: 4 MB of bits
 _GPU_BLOCK_ELEMENTS = 1 << 26
@@ -117,7 +117,7 @@ def add_dropout(stream: Tensor, x: Tensor, rate: float, key: int, rows: Tensor, 
     """Compute stream + sign·dropout(x), summed in fp32 or wider, in the dtype of the stream (B, L, E); on a GPU in one
     pass. sign: 1 or −1."""
     if implementation(x, largest_width=None) != "triton":
-        dropped = dropout(x, rate, key, rows, torch.promote_types(stream.dtype, torch.float32))
+        dropped = dropout(x, rate, key, rows, wide_dtype(stream))
         return (stream + dropped if sign == 1 else stream - dropped).to(stream.dtype)
     return _Dropout.apply(x, stream, rate, key, rows, stream.dtype, sign, False)
 
@@ -129,8 +129,7 @@ def add_dropout_(stream: Tensor, x: Tensor, rate: float, key: int, rows: Tensor,
 
         drop(x, stream.dtype, rate, key, rows, stream=stream, sign=sign, in_place=True)
     else:
-        wide = torch.promote_types(stream.dtype, torch.float32)
-        stream.add_(dropout(x, rate, key, rows, wide), alpha=sign)
+        stream.add_(dropout(x, rate, key, rows, wide_dtype(stream)), alpha=sign)
 
 
 def relu_dropout(x: Tensor, rate: float, key: int, rows: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megasparse.ops.operator import MOST_PAIRS, Function, Operator, implementation, without_autocast
+from megasparse.ops.operator import MOST_PAIRS, Function, Operator, implementation, wide_dtype, without_autocast
 from megasparse.ops.random import derive, halves, random_bits
 
 KEYS = 1 << 11
@@ -77,7 +77,7 @@ def _sketched_attention(
     q, k, v: (B, L, d). key_mask, segments: as in `bucketed_attention`. Returns h (B, L, d) and lse (B, L) in fp32 or
     wider; padding gets 0 and −∞.
     """
-    q, k, v = (x.to(torch.promote_types(q.dtype, torch.float32)) for x in (q, k, v))
+    q, k, v = (x.to(wide_dtype(q)) for x in (q, k, v))
     h, lse = _SketchedAttention.apply(q, k, v, _Sight(causal, key_mask, segments))
     return h, lse
 

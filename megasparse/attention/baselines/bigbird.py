@@ -63,6 +63,5 @@ class BigBirdAttention(BlockSparseAttention):
 
     def extra_blocks(self, blocks: Tensor, heads: int, causal: bool, context: AttentionContext) -> Tensor:
         key = derive(context.rng.seed, context.layer, "bigbird blocks")
-        numbers = range(context.head_offset, context.head_offset + heads)
         total = None if causal else self.blocks
-        return random_blocks(blocks, key, numbers, self.config.globals, total, self.config.random)
+        return random_blocks(blocks, key, context.heads(heads), self.config.globals, total, self.config.random)

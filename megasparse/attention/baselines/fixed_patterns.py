@@ -29,7 +29,7 @@ class FixedPatternAttention(KeyValueAttention):
         """Return the tokens (H or 1, n) visible to a decoder's token at `position`, including itself."""
 
     def forward(self, x: Tensor, inputs: AttentionInputs, context: AttentionContext) -> AttentionOutput:
-        return AttentionOutput(attend_each(inputs, partial(self.attend, context=context)), None, {})
+        return AttentionOutput(attend_each(inputs, partial(self.attend, context=context)))
 
     def decode(
         self, x: Tensor, inputs: AttentionInputs, cache: KeyValueCache, position: int, context: AttentionContext

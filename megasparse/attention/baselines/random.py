@@ -41,12 +41,12 @@ class RandomAttention(BandAttention):
     def assign(self, inputs: AttentionInputs, first: int, context: AttentionContext) -> Tensor:
         """Return the bucket of every position from `first` on: (B, H, 1, L). Positions skip padding."""
         batch, count, length = inputs.q.shape[:3]
-        head = torch.arange(context.head_offset, context.head_offset + count, device=inputs.q.device)
+        head = torch.tensor(context.heads(count), device=inputs.q.device)
         position = torch.arange(first, first + length, device=inputs.q.device).expand(batch, -1)
         if inputs.key_mask is not None:
             position = (inputs.key_mask.cumsum(-1) - 1).clamp_min(0)
         rows = head[:, None] * (1 << 32) + position[:, None]  # (B, H, L)
-        bits = random_bits(context.rng.key(context.layer, "random bucket"), rows, 1)
+        bits = random_bits(context.key("random bucket"), rows, 1)
         return torch.remainder(bits, self.buckets).transpose(-1, -2)
 
     def index(self, x: Tensor, inputs: AttentionInputs, context: AttentionContext) -> IndexedTokens:

@@ -67,10 +67,7 @@ class RoutingAttention(BandAttention):
         self.register_buffer("centroids", torch.zeros(spec.heads, self.buckets, spec.head_dim))  # (H, N, D)
         self._sums: Tensor | None = None  # (H, N, D + 1) float64: sum and count of the step's members
         if config.window == "top_k" and spec.causal:
-            self.leak = (
-                "later tokens can displace a centroid's nearest tokens; "
-                "attention.routing.window = band is strictly causal"
-            )
+            self.leak = "later tokens can displace the nearest; attention.routing.window = band is strictly causal"
 
     def initialise(self, seed: int, name: str) -> None:
         """Set random unit centroids, a pure function of seed, name and head."""
@@ -85,7 +82,7 @@ class RoutingAttention(BandAttention):
         routes = context.recompute.keep(lambda: self._decide(inputs, context))
         if self.config.window == "top_k":
             out, uncovered = attend_in_clusters(inputs, routes, self.rule["scale"], count_clusters=True)
-            return AttentionOutput(out, None, {"queries_in_no_cluster": uncovered})
+            return AttentionOutput(out, statistics={"queries_in_no_cluster": uncovered})
         queries, keys = (codes.unsqueeze(2) for codes in routes)
         return self.attend(inputs, queries, None if inputs.causal else keys, context.part)
 
@@ -135,8 +132,7 @@ class RoutingAttention(BandAttention):
         first = context.part.local_part(first, 0)
         for x, codes in zip((queries.inputs[0], keys.inputs[-1]), self._codes(queries, keys), strict=True):
             members = F.pad(x.double(), (0, 1), value=1.0)  # (B, H, L, D + 1)
-            if inputs.key_mask is not None:
-                members = members.masked_fill(~inputs.key_mask[:, None, :, None], 0.0)
+            members = inputs.without_padding(members)
             self._sums.flatten(0, 1).index_add_(0, (first + codes).flatten(), members.flatten(0, 2))
 
     @torch.no_grad()

@@ -1,12 +1,12 @@
 """Bucketed attention on GPUs: without sorted copies of q, k and v, one launch per round, deterministic.
 
-The forward stores q, k, v, out, log2 Σ exp(score), and the layout (24 bytes per token, head and round; 12 without
-counting of rounds), because sorting again would cost more time. The backward recomputes scores twice: by queries, for
-dq, and by keys, for dk and dv, so that programs write disjoint rows.
+The forward stores the layout (24 bytes per token, head and round; 12 without counting of rounds), because sorting again
+would cost more time. The backward recomputes scores twice: by queries, for dq, and by keys, for dk and dv, so that
+programs write disjoint rows.
 
-Visibility: in each round queries and keys are sorted by (segment, bucket, position), padding last. The sorted keys
-[low_i, high_i) are visible to query i, and both bounds are nondecreasing in sorted order: a block of queries needs a
-contiguous range of keys, and a block of keys a contiguous range of queries.
+In each round queries and keys are sorted by (segment, bucket, position), padding last. The sorted keys [low_i, high_i)
+are visible to query i, and both bounds are nondecreasing: a block of queries needs a contiguous range of keys, and a
+block of keys a contiguous range of queries.
 """
 
 from dataclasses import dataclass, fields, replace
@@ -51,15 +51,14 @@ class Intervals:
     groups: Tensor | None = None
 
     def tensors(self) -> list[Tensor | None]:
-        """Return all fields except the groups."""
         return [getattr(self, field.name) for field in fields(self)[:-1]]
 
     def slots(self, tile: int) -> tuple[Tensor, Tensor]:
         """Return the slot of each sorted key (G, R, L), and the token in each slot (G, R, 4·L), −1 if empty.
 
-        Slots make the forward bit-identical for equal prefixes. Later tokens move sorted indices, which would split a
-        bucket's keys differently among tiles and columns. Slots move only by multiples of `tile`, or in smaller buckets
-        of a power of two >= their size, which does not affect sums over blocks of powers of two.
+        Slots make the forward bit-identical for equal prefixes: later tokens move sorted indices, which would split a
+        bucket's keys differently among tiles and columns, but move slots only by multiples of `tile`, or in smaller
+        buckets of a power of two >= their size, which does not affect sums over blocks of powers of two.
         """
         assert self.groups is not None and self.key_order is not None
         rows, length = self.groups.flatten(0, 1).shape
@@ -74,7 +73,7 @@ class Intervals:
         return key_slot, slot_key
 
     def of_queries(self, places: range) -> "Intervals":
-        """Return a copy in which queries at other sorted places have empty windows; padding is unchanged."""
+        """Return a copy in which queries at other sorted places have empty windows."""
         index = torch.arange(self.low.shape[-1], device=self.low.device)
         before = index < places.start
         after = index >= places.stop
@@ -101,11 +100,7 @@ class Intervals:
 def shared_intervals(
     codes: Tensor | None, like: Tensor, spec: BucketedAttentionSpec, key_mask: Tensor | None, segments: Tensor | None
 ) -> Intervals:
-    """Return intervals for shared codes (B, H, R, L); None: one bucket and round. like: (B, H, L, D).
-
-    With causal attention and buckets sorted by position, the bounds determine visibility; otherwise the kernels
-    also compare positions.
-    """
+    """Return intervals for shared codes (B, H, R, L); None: one bucket and round. like: (B, H, L, D)."""
     batch, _, length, _ = like.shape
     sorted_key = order = None
     if codes is not None or key_mask is not None or segments is not None:
@@ -145,7 +140,7 @@ def separate_intervals(
 def _sort(
     codes: Tensor, key_mask: Tensor | None, segments: Tensor | None, buckets: int | None
 ) -> tuple[Tensor, Tensor]:
-    """Sort codes (B, H, R, L) by (segment, bucket), or by bucket without masks: sorted codes and order, int32."""
+    """Sort codes (B, H, R, L) by (segment, bucket): sorted keys and order."""
     if key_mask is None and segments is None:
         key = codes.flatten(0, 1).contiguous()  # (G, R, L)
         if codes.dtype in _BITS:
@@ -209,7 +204,7 @@ def bucketed_attention(
 
 
 def _order_rule(spec: BucketedAttentionSpec, separate: bool) -> str:
-    """Return RULE of `kernels.visible`: the required comparison of positions, if the bounds are not sufficient."""
+    """Return RULE of `kernels.visible`: the comparison of positions, if the bounds are not sufficient."""
     if separate or not spec.causal:
         return "others" if spec.exclude_self else "all"
     if spec.window.same_bucket:
@@ -316,7 +311,7 @@ class _BucketedAttention(Function):
 
 
 class _Call:
-    """Sizes, settings and layouts that all launches of one call share. values: arguments of the kernels, by name."""
+    """Sizes and layouts that all launches of a call share. values: arguments of the kernels, by name."""
 
     def __init__(self, q: Tensor, spec: BucketedAttentionSpec, separate: bool, intervals: Intervals):
         batch, heads, self.length, head_dim = q.shape
@@ -354,7 +349,7 @@ class _Call:
         return (-(-self.length // size) * self.rows,)
 
     def partial(self, x: Tensor) -> Tensor | None:
-        """Return an fp32 accumulator for sums between rounds, x itself if it is fp32; None for a single round."""
+        """Return an fp32 accumulator between rounds, x itself if it is fp32; None for a single round."""
         if self.rounds == 1:
             return None
         return x if x.dtype == torch.float32 else torch.empty_like(x, dtype=torch.float32)
