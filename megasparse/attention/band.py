@@ -31,8 +31,8 @@ _LAST = -1e30
 
 
 def with_window(codes: Tensor) -> Tensor:
-    """Prepend a round to codes (B, H, R, L) with one bucket for all tokens: its band is a window of the last M
-    tokens. Rounds are merged in one softmax, so a key in both the window and a bucket is included once.
+    """Prepend a round to codes (B, H, R, L) with one bucket for all tokens: its band is a window of the last M tokens.
+    A key in both the window and a bucket is included once.
     """
     return torch.cat([torch.zeros_like(codes[:, :, :1]), codes], dim=2)
 
@@ -41,10 +41,10 @@ def with_window(codes: Tensor) -> Tensor:
 class BandCache(Cache):
     """Keys and values of all tokens so far, and each bucket's last M keys in a ring buffer.
 
-    codes: (B, H, R, capacity), the keys' buckets. rank: (B, H, R, capacity), a key's index inside its bucket. last: (B,
-    H, R, N, M) tokens; the key of rank k is at index k mod M. size: (B, H, R, N). If all heads share codes, H is 1 in
-    these four tensors. next_key, next_codes: with LSH's shifted keys, what the next position stores, (B, H, 1, D) and
-    (B, H, R, 1); None in an empty cache.
+    codes: (B, H, R, capacity), the keys' buckets. rank: likewise, a key's index inside its bucket. last: (B, H, R, N,
+    M) tokens; the key of rank k is at index k mod M. size: (B, H, R, N). If all heads share codes, H is 1 in these
+    four. next_key, next_codes: with LSH's shifted keys, what the next position stores, (B, H, 1, D) and (B, H, R, 1);
+    None in an empty cache.
     """
 
     tokens: KeyValueCache
@@ -59,7 +59,7 @@ class BandCache(Cache):
     def empty(
         batch: int, spec: MechanismSpec, rounds: int, buckets: int, chunk: int, like: Tensor, heads: int | None = None
     ) -> "BandCache":
-        """Return a cache for `batch` sequences, on the device of `like`. heads: heads with codes; None for all."""
+        """Return a cache for `batch` sequences, on the device of `like`. heads: with codes; None for all."""
         shape = (batch, heads or spec.heads, rounds)
         capacity = spec.max_length
         sizes = ((capacity,), (capacity,), (buckets, chunk), (buckets,))
@@ -106,9 +106,7 @@ class BandCache(Cache):
     def attend(self, q: Tensor, code: Tensor, rank: Tensor, spec: BucketedAttentionSpec) -> tuple[Tensor, Tensor]:
         """Compute `bucketed_attention` of one query, bit-identical to a full pass, without `self_at_last`.
 
-        Args:
-            q: (B, H, 1, D).
-            code, rank: (B, H or 1, R, 1) int64, the query's buckets, and the last visible rank in each of them.
+        q: (B, H, 1, D). code, rank: (B, H or 1, R, 1) int64, its buckets and the last visible rank in each.
         """
         return query_attention(q, self.tokens.k, self.tokens.v, spec, self._blocks(q, code, rank, spec))
 
@@ -185,7 +183,7 @@ class BandAttention(Attention):
         self, inputs: AttentionInputs, query_codes: Tensor, key_codes: Tensor | None, part: SequencePart
     ) -> tuple[Tensor, Tensor]:
         """Attend in the buckets, without the sinks' keys. A decoder's sinks attend only to sinks, so they are masked as
-        padding; an encoder's sinks remain queries.
+        padding; an encoder's remain queries.
         """
         without_sinks = inputs
         spec = self._spec(inputs.causal, self_at_last=False, pair_shard=part.pair_shard)
@@ -263,8 +261,8 @@ class BandAttention(Attention):
         return (index, first_tokens) if self.sinks else (index,)
 
     def _always(self, tokens: CachedTokens) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return the tokens that buckets may contain, −1 for others, (B or 1, 1, 1, L) int32; the first token in the
-        window of each query, (B or 1, 1, n, 1); and the tokens of the window and the sinks, (B or 1, 1, n, m) int32.
+        """Return the tokens that buckets may contain, −1 for others, (B or 1, 1, 1, L) int32; the first token in each
+        query's window, (B or 1, 1, n, 1); and the tokens of the window and the sinks, (B or 1, 1, n, m) int32.
         """
         rank = tokens.rank[:, -tokens.number :, None]
         hidden = tokens.rank < self.sinks
@@ -284,7 +282,7 @@ class BandAttention(Attention):
         return BandCache.empty(batch, self.spec.on_rank(part), rounds, buckets, self.window.chunk, like)
 
     def cached_rounds(self, rounds: int | None) -> int:
-        """Return the number of hash rounds in a cache. rounds: overrides the configured number, or None."""
+        """Return the number of hash rounds in a cache. rounds: replaces the configured number."""
         return 1
 
     def fill_cache(self, x: Tensor, inputs: AttentionInputs, cache: BandCache, context: AttentionContext) -> None:
@@ -323,7 +321,7 @@ class BandAttention(Attention):
 
 
 def _newest(match: Tensor, count: int) -> Tensor:
-    """Return the last `count` positions of a mask (..., L) on a CPU, newest first, (..., count), −1 in empty slots."""
+    """Return the last `count` positions of a mask (..., L) on a CPU, newest first, −1 in empty slots."""
     rows = np.arange(0, match.numel(), match.shape[-1])[:, None]
     chosen = np.append(-1, np.flatnonzero(match.numpy()))
     slot = chosen.searchsorted(rows + match.shape[-1]) - 1 - np.arange(count)

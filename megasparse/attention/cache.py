@@ -24,7 +24,7 @@ class Cache:
         )
 
     def select(self, rows: Tensor) -> None:
-        """Keep the sequences `rows`, (n,) int64 indices into the batch; repeats allowed. In place."""
+        """Keep the sequences `rows`, (n,) indices into the batch; repeats allowed. In place."""
         for name, x in vars(self).items():
             if isinstance(x, Cache):
                 x.select(rows)

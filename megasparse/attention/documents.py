@@ -26,9 +26,8 @@ class Document(NamedTuple):
 
 def documents(key_mask: Tensor | None, segments: Tensor | None) -> Iterator[Document]:
     """Yield the documents of a batch. key_mask: (B, L) bool, true for real tokens. segments: (B, L) document numbers.
-    If both are None, yield the whole batch once. On the meta device each row is one document.
-
-    Synchronises with the GPU once, when copying the masks to the host.
+    If both are None, yield the whole batch once. On the meta device each row is one document. Synchronises with the
+    GPU.
     """
     if key_mask is None and segments is None:
         yield Document(slice(None), None)
@@ -48,10 +47,8 @@ def documents(key_mask: Tensor | None, segments: Tensor | None) -> Iterator[Docu
 
 
 def attend_each(inputs: AttentionInputs, attend: Callable[[AttentionInputs], Tensor]) -> Tensor:
-    """Return attend(heads) -> (B, H, L, D), computed separately for each document if rows contain several documents or
-    start with padding.
-
-    Positions are thus relative to the document's first real token. Padding gets 0.
+    """Return attend(heads) -> (B, H, L, D), computed separately for each document if rows contain several or start with
+    padding: positions are relative to the document's first real token. Padding gets 0.
     """
     mask = inputs.key_mask
     # A mask on the meta device contains no values; memory estimates assume sequences without padding.

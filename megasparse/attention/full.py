@@ -132,7 +132,7 @@ class FullAttention(KeyValueAttention):
 def attend_to_all(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, dropout: PairDropout | None) -> Tensor:
     """Compute softmax(qkᵀ/√D)v with dropout of the probabilities. Queries without a real key get 0.
 
-    q: (B, H, Lq, D). k, v: (B, H, Lk, D). key_mask: (B, Lk) bool, true for real keys.
+    q: (B, H, Lq, D). k, v: (B, H, Lk, D). key_mask: (B, Lk) bool.
     """
     if dropout is not None:
         queries, keys = (torch.arange(x.shape[2], device=x.device)[None, None, None] for x in (q, k))
@@ -146,8 +146,8 @@ def attend_to_all(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, drop
 
 
 def _masked(inputs: AttentionInputs, scale: float, exclude_self: bool) -> Tensor:
-    """Attend with a mask that is never materialised as L × L. Triton kernels use one window over the whole sequence;
-    other devices build the mask for a tile of queries at a time, and again in the backward pass.
+    """Attend with a mask that is never materialised as L × L: Triton kernels use one window over the whole sequence,
+    other devices build the mask for a tile of queries at a time, and again in the backward.
     """
     q, k, v = inputs[:3]
     length = q.shape[2]
@@ -171,8 +171,8 @@ def _masked(inputs: AttentionInputs, scale: float, exclude_self: bool) -> Tensor
 
 
 def _mask(inputs: AttentionInputs, first: int, end: int, exclude_self: bool) -> Tensor:
-    """Return the visible pairs of queries first…end − 1, (B, 1, end − first, L) bool. A query without a visible key
-    attends to itself.
+    """Return the visible pairs of queries first…end − 1, (B, 1, end − first, L) bool, each query's own if there are
+    none.
     """
     position = torch.arange(inputs.q.shape[2], device=inputs.q.device)
     diagonal = position[first:end, None] == position

@@ -1,10 +1,8 @@
 """Learning-to-hash attention (LHA): a query attends to the keys in its bucket, assigned by learned hash functions.
 
-The loss of the hash functions is the divergence of their buckets from the attention utility of a sample (Eq. 13). It
-takes O(S·L + U·N) time and memory: a bucket's members are approximated as the tokens whose score exceeds a threshold,
-which is estimated from U tokens, so the scores of all tokens are not needed.
-
-C sampled keys, U tokens of the thresholds.
+The loss of the hash functions is the divergence of their buckets from the attention utility of a sample (Eq. 13), in
+O(S·L + U·N) time and memory: a bucket's members are the tokens whose score exceeds a threshold, which is estimated from
+U tokens. C sampled keys.
 """
 
 import math
@@ -52,8 +50,8 @@ from megasparse.ops.random import random_bits
 
 
 class Assignment(NamedTuple):
-    """Buckets of all tokens. codes: (B, H, L), the best bucket of each token; the joint hash gives queries and keys the
-    same codes. members: for the top_k window, clusters equal to the buckets of every document.
+    """Buckets of all tokens, (B, H, L); with the joint hash the same for queries and keys. members: for the top_k
+    window, clusters equal to the buckets of every document.
     """
 
     query_codes: Tensor
@@ -63,8 +61,7 @@ class Assignment(NamedTuple):
 
 class HashExample(NamedTuple):
     """Training tokens of the query hash (side 0) or the key hash (side 1): inputs as in `HashInputs.inputs`, target
-    utilities (B, H, T, N), current buckets (B, H, T), and the weight of each token (the number of tokens that it
-    represents).
+    utilities (B, H, T, N), current buckets (B, H, T), and the number of tokens that each represents.
     """
 
     side: int
@@ -233,7 +230,7 @@ class LHAAttention(BandAttention):
         self, x: Tensor, inputs: AttentionInputs, context: AttentionContext, assigned: Assignment | None = None
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the auxiliary loss, λ·mean(KL_Q + KL_K) over real tokens, heads and layers (second summand of Eq. 19)
-        or `_collisions`, and its statistics, without computing attention. assigned: the buckets, if already computed.
+        or `_collisions`, and its statistics. assigned: the buckets, if already computed.
         """
         if self.config.utility == "collisions":
             return self._collisions(inputs, context)
@@ -264,7 +261,7 @@ class LHAAttention(BandAttention):
         return WEIGHT / self.spec.layers * kl.sum(), statistics
 
     def features(self, q: Tensor, context: AttentionContext) -> Tensor:
-        """Return the rows ω of the random features, (H, F, D). q: any input (B, H, L, D)."""
+        """Return the rows ω of the random features, (H, F, D)."""
         heads = context.heads(q.shape[1])
         return orthogonal_projections(context.key("lha features"), heads, FEATURES, q.shape[3], q.device)
 
@@ -273,10 +270,10 @@ class LHAAttention(BandAttention):
         draw_key: int, features: Tensor | None,
     ) -> Iterator[HashExample]:  # fmt: skip
         """Yield the examples of a document. U tokens are drawn evenly without replacement, the same for all heads and
-        sequences. The first S are used as queries and the first C as keys; the utilities of queries come from separate
-        draws of keys, see `draw_keys`.
+        sequences. The first S are queries and the first C keys; the utilities of queries come from separate draws of
+        keys.
 
-        tensors: queries and keys (B, H, L, D) and their codes (B, H, L). token_key, draw_key: random keys of the draws.
+        tensors: queries and keys (B, H, L, D) and their codes (B, H, L). token_key, draw_key: random keys.
         """
         all_q, all_k, *codes = tensors
         scale = self.rule["scale"]
@@ -332,7 +329,7 @@ class LHAAttention(BandAttention):
         return 1e-2 if self.config.utility == "collisions" else 3e-3
 
     def _collisions(self, inputs: AttentionInputs, context: AttentionContext) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return `collision_loss` of sampled queries and their best keys beyond the window and the sinks, weighted."""
+        """Return the weighted `collision_loss` of sampled queries and their best keys beyond window and sinks."""
         width = self.window.chunk
         queries = drawn_positions(context.key("lha sample"), inputs.q.shape[2], SAMPLES, inputs.q.device)
         in_window: InWindow | None = (lambda q, k: (q - k).abs() < width) if self.local else None
@@ -358,10 +355,9 @@ class LHAAttention(BandAttention):
     def _hashing_flops(self, length: int) -> Flops:
         """Both hash functions (random ones forward only), plus training them on a sample, forward only.
 
-        Cost of the sample per token of the document: hash functions (with the joint hash both for each token) of S
-        queries and C keys, with gradients, and of the opposite side's tokens; both functions of the U tokens of the
-        thresholds; scores of S queries and all keys; scores of S queries and C keys, twice; sums of their
-        attention over N buckets, for both sides.
+        Of the sample: hash functions (with the joint hash both for each token) of S queries and C keys, with gradients,
+        and of the opposite side's tokens; both functions of the U tokens; scores of S queries and all keys; scores of S
+        queries and C keys, twice; sums of their attention over N buckets, for both sides.
         """
         heads = self.spec.heads
         dim = self.spec.head_dim
@@ -384,14 +380,13 @@ class LHAAttention(BandAttention):
 
 
 def _real(inputs: AttentionInputs) -> Tensor | int:
-    """Return the number of real tokens times heads."""
     batch, count, length = inputs.q.shape[:3]
     return count * (batch * length if inputs.key_mask is None else inputs.key_mask.sum().clamp_min(1))
 
 
 def _balance(inputs: AttentionInputs, codes: Assignment, buckets: int) -> dict[str, Tensor]:
     """Return the share of non-empty buckets, over documents and heads, with more than twice as many queries as keys or
-    the reverse (section 3.2); and the share of queries whose bucket contains no key, which attend only to themselves.
+    the reverse (section 3.2); and the share of queries whose bucket contains no key.
     """
     queries = codes.query_codes.long()
     keys = codes.key_codes.long()
@@ -420,7 +415,7 @@ def _sample_size(buckets: int) -> int:
 
 
 def training_functions(weights: tuple[Weights, Weights], joint: bool, q: Tensor) -> list[tuple[Weights, ...]]:
-    """Return `hash_functions` as leaves of a graph, in fp32 or wider; networks on a GPU `merged`. q: any input."""
+    """Return `hash_functions` as leaves of a graph, in fp32 or wider; networks on a GPU `merged`."""
     sides = hash_functions(weights, joint)[: 2 - joint]
     if len(weights[0]) == 4 and implementation(q, largest_width=None) == "triton":
         sides = [(merged(functions),) for functions in sides]
@@ -431,10 +426,10 @@ def training_functions(weights: tuple[Weights, Weights], joint: bool, q: Tensor)
 class _Divergence(torch.autograd.Function):
     """Divergence whose forward also computes the gradient, tile by tile, so scores and targets are never stored.
 
-    Return (2,), of queries and of keys: Σ KL(ψ ‖ softmax(H)) / count over all examples' tokens and heads (Eq. 13). Also
-    return (2, 2), without gradients: of both sides Σ ψ[bucket] / count, the utility of the current buckets, then of
-    both Σ ψ·ln ψ / count, the negative entropy of the utilities (Figure 4). A token with ψ = 0 contributes nothing.
-    functions: see `training_functions`. weights: of H_Q, then of H_K, which get the gradients, if `learn`.
+    Return (2,), of queries and of keys: Σ KL(ψ ‖ softmax(H)) / count over all examples' tokens and heads (Eq. 13); and
+    (2, 2), without gradients: of both sides Σ ψ[bucket] / count, then of both Σ ψ·ln ψ / count, the negative entropy of
+    the utilities (Figure 4). functions: see `training_functions`. weights: of H_Q, then of H_K, which get the
+    gradients, if `learn`.
     """
 
     @staticmethod

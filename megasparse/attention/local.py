@@ -35,7 +35,7 @@ from megasparse.ops.positions import sinusoids
 
 class RelativePositions(nn.Module):
     """Relative positions of Transformer-XL (Dai et al. 2019, section 3.3): r_{i−j} = R_{i−j}·W_r with sinusoids R, and
-    biases u and w that replace queries; separate for each head.
+    biases u and w, separate for each head.
     """
 
     def __init__(self, spec: MechanismSpec):
@@ -55,9 +55,7 @@ class RelativePositions(nn.Module):
 
 @dataclass
 class LocalCache(Cache):
-    """The last 2C tokens in a ring buffer (position p at p mod 2C), followed by the sinks; and the result of
-    `RelativePositions`, or None.
-    """
+    """The last 2C tokens in a ring buffer (position p at p mod 2C), then the sinks; and `RelativePositions`' result."""
 
     tokens: KeyValueCache
     relative: RelativeVectors | None
@@ -89,9 +87,9 @@ class LocalAttentionConfig(MechanismSection):
 class LocalAttention(Attention):
     """Softmax attention of each query to its chunk of C positions and the previous chunk, in encoders also the next.
 
-    The published enwik8-64K configuration of Reformer uses it. Chunk borders depend only on positions, so nothing
-    leaks. It is bucketed attention with one bucket and one round. The logits are q_i·k_j/√D, with relative positions
-    ((q_i + u)·k_j + (q_i + w)·r_{i−j})/√D. Sinks (not with relative positions) join the same softmax.
+    The published enwik8-64K configuration of Reformer uses it. It is bucketed attention with one bucket and one round.
+    The logits are q_i·k_j/√D, with relative positions ((q_i + u)·k_j + (q_i + w)·r_{i−j})/√D. Sinks (not with relative
+    positions) join the same softmax.
     """
 
     def __init__(self, config: LocalAttentionConfig, spec: MechanismSpec):
@@ -213,7 +211,7 @@ def cached_window(
     q: Tensor, k: Tensor, v: Tensor, capacity: int, position: int, spec: BucketedAttentionSpec
 ) -> tuple[Tensor, Tensor]:
     """Compute `bucketed_attention` in the chunk window of the query (B, H, 1, D) at `position`, bit-identical to a full
-    pass. k, v: (B, H, P, D), with the key of position p at index p mod `capacity`.
+    pass. k, v: (B, H, P, D), position p at index p mod `capacity`.
     """
     chunk = spec.window.chunk
     row = torch.arange(q.shape[0] * q.shape[1], device=q.device)

@@ -109,8 +109,8 @@ def _check_buckets(key: str, buckets: int | list[int] | None) -> None:
 def lsh_buckets(lsh: LSHAttentionConfig, max_length: int, training: bool) -> list[int]:
     """Return the buckets per round as one or two even factors, each hashed by a separate rotation.
 
-    null gives the paper's 2·max_length/chunk, rounded up to a number with such factors. It depends only on the maximum
-    length, so that a shorter batch is hashed the same way.
+    null gives the paper's 2·max_length/chunk, rounded up to a number with such factors, so that a shorter batch is
+    hashed the same way.
     """
     buckets = lsh.buckets if training else lsh.evaluation_buckets or lsh.buckets
     if isinstance(buckets, list):
@@ -139,11 +139,10 @@ def _factors(count: int) -> list[int] | None:
 class LSHAttention(BandAttention):
     """Softmax attention inside the buckets of random rotations (Reformer).
 
-    The outputs of several rounds are merged by log-sum-exp; a key that several rounds select is included once. With
-    shared QK, as in the paper, k = q/|q|, the logits are q·k, and a token attends to itself only if no other key is
-    visible. With separate QK, as in the LHA paper's LSH, the logits are q·k/√D, the same rotations hash queries and
-    keys, and a token may attend to itself. The band window is strictly causal; decoding reads a bucket's last M keys.
-    `chunk` is Reformer's window.
+    Rounds are merged by log-sum-exp; a key that several rounds select is included once. With shared QK, as in the
+    paper, k = q/|q|, the logits are q·k, and a token attends to itself only if no other key is visible. With separate
+    QK, as in the LHA paper's LSH, the logits are q·k/√D, the same rotations hash queries and keys, and a token may
+    attend to itself. The band window is strictly causal; `chunk` is Reformer's window.
 
     With shifted keys, k_j = q_{j−1}/|q_{j−1}|, in the buckets of q_{j−1}, and a token may attend to itself. Equal
     queries select the tokens that followed them, as induction heads do (Olsson et al. 2022), before any training.
@@ -177,7 +176,7 @@ class LSHAttention(BandAttention):
         return codes, F.pad(codes, (1, -1)).masked_fill(~inputs.continues()[:, None, None], 0)
 
     def _hashed(self, inputs: AttentionInputs, context: AttentionContext) -> tuple[Tensor, Tensor, list[int]]:
-        """Return the vectors to hash, with separate QK queries and keys (2·B, H, L, D), the rotations and factors."""
+        """Return the vectors to hash, with separate QK queries and keys, the rotations and factors."""
         factors = self.factors if context.rng.training else self.evaluation_factors
         heads = context.heads(inputs.q.shape[1])
         width = inputs.q.shape[3]
@@ -237,8 +236,8 @@ class LSHAttention(BandAttention):
         return LSHAttention(self.config.model_copy(update={**window, **hashes}), self.spec)
 
     def flops(self, length: int) -> Flops:
-        """Pairs in windows. Codes, forward only: in each round 2·D for each rotation vector, of which there are half as
-        many as the sum of the bucket factors, for queries and, with separate QK, for keys.
+        """Pairs in windows. Codes, forward only: in each round 2·D for each of half as many rotation vectors as the sum
+        of the bucket factors, for queries and, with separate QK, for keys.
         """
         hashed = 1 if self.shared_qk else 2
         width = self.spec.heads * self.spec.head_dim

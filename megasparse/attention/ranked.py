@@ -1,9 +1,7 @@
 """Hash, then rank: buckets find candidate keys, a sketch ranks them, exact softmax attention reads the best.
 
-Learned hashes as in LHA propose, a narrow sketch as in Smart Bird scores, and the K best keys enter one softmax
-together with a window and sinks. Only the pairs of a query and the keys in its buckets are scored.
-
-P probes, M newest members per bucket, T queries per tile, C candidates per query.
+Learned hashes as in LHA propose, a narrow sketch as in Smart Bird scores, and the K best keys enter one softmax with a
+window and sinks. P probes, M newest members per bucket, T queries per tile, C candidates per query.
 """
 
 from collections.abc import Sequence
@@ -98,7 +96,7 @@ class RankedAttention(TaughtSketch):
     def sketches(
         self, x: Tensor, inputs: AttentionInputs, context: AttentionContext, exactly: bool = True
     ) -> tuple[Tensor, Tensor]:
-        """Append the key's bucket // 256 and % 256 to the d numbers of exact keys; else as `TaughtSketch`."""
+        """Append the key's bucket // 256 and % 256 to the d numbers of exact keys."""
         q, k = super().sketches(x, inputs, context, exactly)
         if not exactly:
             return q, k
@@ -157,7 +155,7 @@ class BucketScores(nn.Module):
         self.bias = nn.Parameter(torch.zeros(groups * buckets))
 
     def forward(self, x: Tensor, context: AttentionContext) -> Tensor:
-        """Score the buckets of x (B, groups here, L, d): (B, groups, L, N), in the dtype of x."""
+        """Score the buckets of x (B, groups here, L, d): (B, groups, L, N)."""
         weight, bias = (
             context.part.local_part(part, 0).unflatten(0, (x.shape[1], -1)).to(x.dtype)
             for part in (self.weight, self.bias)
@@ -189,10 +187,8 @@ def bucket_loss(query_scores: Tensor, key_scores: Tensor, shares: Tensor, real: 
 
 @dataclass(frozen=True)
 class RankingSpec:
-    """Settings of `ranked_keys`.
-
-    buckets: N. members: M, the newest keys of a bucket that a query scores; None for all. count: K. causal: only keys
-    at or before the query take part.
+    """Settings of `ranked_keys`. buckets: N. members: M, the newest keys of a bucket that a query scores; None for all.
+    count: K.
     """
 
     buckets: int

@@ -101,12 +101,12 @@ class SmartBirdAttention(TaughtSketch):
     The sketch computes weights α_ij and scores p_ij = (1/log α_ij)². In training each head draws s_ij ~ U(0, p_ij) and
     takes the K keys with the largest s_ij. In evaluation all heads take the K largest p_ij, with ties to earlier keys;
     with evaluation = "draws" or sampling = "random" they draw as in training. A query with at most K visible keys
-    attends to all of them. A causal sketch normalises α_i over j <= i, so later tokens never change a selection. An
-    optional window (as in local attention) and sinks join the selected keys in one softmax, each key once.
+    attends to all of them. A causal sketch normalises α_i over j <= i. An optional window (as in local attention) and
+    sinks join the selected keys in one softmax, each key once.
 
-    A selection is not differentiable, so a separate loss trains the sketch: to predict the task's targets, or with
-    objective = "attention" the heads' full attention. The sketch reads the layer's detached input; with sketch =
-    "transformer" separate token embeddings, with "heads" the queries and keys of `sketch_heads` heads.
+    A separate loss trains the sketch: to predict the task's targets, or with objective = "attention" the heads' full
+    attention. The sketch reads the layer's detached input; with sketch = "transformer" separate token embeddings, with
+    "heads" the queries and keys of `sketch_heads` heads.
     """
 
     def __init__(self, config: SmartBirdAttentionConfig, spec: MechanismSpec):
@@ -164,8 +164,8 @@ class SmartBirdAttention(TaughtSketch):
         return self.objective(h, targets, inputs.key_mask)
 
     def _read(self, x: Tensor, inputs: AttentionInputs, context: AttentionContext, position: int = 0) -> Tensor:
-        """Return the sketch's detached input: the layer's input for this rank's tokens, or token embeddings of the
-        whole sequences, in decoding only of the token at `position`.
+        """Return the sketch's detached input, or token embeddings of the whole sequences, in decoding of the token at
+        `position`.
         """
         if self.embedding is None:
             return x.detach()
@@ -190,7 +190,7 @@ class SmartBirdAttention(TaughtSketch):
 
     def _sketch_flops(self, length: int, visible: float) -> Flops:
         """One sketch for all heads: 12·d per key, 2·d more for the selection, its projections of a detached input (4
-        per weight), the rest of its layer, and its objective's output over the vocabulary.
+        per weight), the rest of its layer, and its objective's output.
         """
         if self.config.objective == "attention":
             return super()._sketch_flops(length, visible)
@@ -247,16 +247,13 @@ class SketchEmbedding(nn.Module):
         self.longest = spec.max_length
 
     def forward(self, tokens: Tensor, numbers: Tensor) -> Tensor:
-        """Embed tokens. tokens, numbers: (B, L) int64 token ids and positions."""
         embedded = at_least_fp32(F.embedding(tokens.clamp_min(0), self.weight)) * (tokens >= 0).unsqueeze(-1)
         table = sinusoids(0, self.longest, self.weight.shape[1], tokens.device)
         return embedded + F.embedding(numbers, table)
 
 
 class SketchLayer(nn.Module):
-    """Transformer layer around an attention of width d (Vaswani et al. 2017): LN(x + W·a), then LN(y + W2·relu(W1·y))
-    with 4d hidden units.
-    """
+    """Transformer layer around an attention of width d (Vaswani et al. 2017), with 4d hidden units."""
 
     def __init__(self, width: int):
         super().__init__()
@@ -267,7 +264,7 @@ class SketchLayer(nn.Module):
         self.shifts = nn.ParameterList(nn.Parameter(torch.zeros(width)) for _ in range(2))
 
     def forward(self, x: Tensor, attended: Tensor) -> Tensor:
-        """Run the layer. x: (B, L, d), the attention's input. attended: (B, L, d), its output."""
+        """Run the layer. x: (B, L, d), the attention's input. attended: its output."""
         x = self._norm(0, x + self.merge(attended))
         return self._norm(1, x + self.back(torch.relu(self.hidden(x))))
 
@@ -284,8 +281,8 @@ _LOGIT_ELEMENTS = 1 << 22  # logits of the token objective in memory at a time
 
 
 class TokenObjective(nn.Module):
-    """Objective of a sketch without labels: each position's output h_i predicts the model's target at that position
-    (the next or the masked token). Mean nats per counted position.
+    """Objective of a sketch without labels: each position's output h_i predicts the model's target there. Mean nats per
+    counted position.
     """
 
     def __init__(self, width: int, vocabulary: int):
@@ -294,7 +291,6 @@ class TokenObjective(nn.Module):
         self.bias = nn.Parameter(torch.zeros(vocabulary))
 
     def forward(self, h: Tensor, targets: Targets, key_mask: Tensor | None) -> Tensor:
-        """Compute the loss of the sketch's predictions. h: (B, L, d) in fp32 or wider."""
         counted = torch.ones(h.shape[:2], dtype=torch.bool, device=h.device)
         for mask in (targets.counted, key_mask):
             if mask is not None:
@@ -312,7 +308,7 @@ class TokenObjective(nn.Module):
 
 class PooledObjective(nn.Module):
     """Objective of a sketch with labels: its outputs h_i, pooled by attention Σ_i softmax_i(u·h_i) h_i, predict the
-    label (section 3.1) or, not in the paper, every token of the answer. Mean nats per label or counted token.
+    label (section 3.1) or, not in the paper, every token of the answer. Mean nats.
     """
 
     def __init__(self, width: int, labels: int):
@@ -322,9 +318,7 @@ class PooledObjective(nn.Module):
         self.bias = nn.Parameter(torch.zeros(labels))
 
     def forward(self, h: Tensor, targets: Targets, key_mask: Tensor | None) -> Tensor:
-        """Compute the loss of the sketch's predictions. h: (B, L, d) in fp32 or wider. targets.values: (B,) labels, or
-        (B, T) tokens.
-        """
+        """Compute the loss. h: (B, L, d). targets.values: (B,) labels, or (B, T) tokens."""
         score = F.linear(h, self.pool.to(h.dtype)).squeeze(-1)  # (B, L)
         if key_mask is not None:
             score = score.masked_fill(~key_mask, torch.finfo(h.dtype).min)

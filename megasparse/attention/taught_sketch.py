@@ -33,10 +33,7 @@ from megasparse.ops.sketch import KeyChoiceSpec, chosen_keys, exact_projection
 
 
 def check_sketch(config: Any, key: str, model: ModelConfig) -> None:
-    """Raise ConfigError unless `sketch_heads` divides the mechanism's heads in every layer, and signs fill bytes.
-
-    key: of the mechanism's section.
-    """
+    """Raise ConfigError unless `sketch_heads` divides the mechanism's heads in every layer, and signs fill bytes."""
     if config.sketch_signs and config.sketch_dim % 8:
         problem = f"{config.sketch_dim} is not a multiple of 8, but sketch_signs = true packs bits into bytes"
         raise ConfigError(f"{key}.sketch_dim", problem, "Set it to 64, for example")
@@ -57,9 +54,9 @@ class SketchCache(Cache):
 class TaughtSketch(Attention):
     """Softmax attention of each query to the K keys with the largest products of its sketch, to a window and to sinks.
 
-    A sketch projects the queries and keys of `sketch_heads` neighbouring heads, after rotation, to d numbers. Its
-    choice is not differentiable, so a separate loss trains it, the divergence from the heads' full attention
-    (`learn`). Earlier keys come first among equals; each key is included once.
+    A sketch projects the queries and keys of `sketch_heads` neighbouring heads, after rotation, to d numbers. A
+    separate loss trains it, the divergence from the heads' full attention (`learn`). Earlier keys come first among
+    equals; each key is included once.
     """
 
     has_auxiliary_loss = True
@@ -89,7 +86,6 @@ class TaughtSketch(Attention):
     def _auxiliary(
         self, x: Tensor, inputs: AttentionInputs, context: AttentionContext
     ) -> tuple[Tensor | None, dict[str, Tensor]]:
-        """Return the auxiliary loss of this pass, None without one, and its statistics."""
         return self.learn(x, inputs, context) if context.rng.training else (None, {})
 
     def _attend(self, inputs: AttentionInputs, index: Tensor, repeats: int) -> Tensor:
@@ -106,8 +102,8 @@ class TaughtSketch(Attention):
         return chosen[0] if chunk is None else merge([inputs.in_buckets(None, self.window_spec), chosen])[0]
 
     def learn(self, x: Tensor, inputs: AttentionInputs, context: AttentionContext) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the auxiliary loss of sketches that learn attention, and its statistics: the divergence of each sketch
-        from the mean attention of its heads, averaged over sketches. x: (B, L, E).
+        """Return the auxiliary loss of sketches that learn attention, and its statistics: the divergence of each from
+        the mean attention of its heads, averaged over sketches. x: (B, L, E).
         """
         queries = drawn_positions(context.key("sketch sample"), inputs.q.shape[2], SAMPLES, inputs.q.device)
         size = self.window_spec.window.chunk
@@ -128,7 +124,7 @@ class TaughtSketch(Attention):
         self, q: Tensor, k: Tensor, shares: Tensor, far: Tensor, real: Sequence[Any], context: AttentionContext
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the loss and statistics of sampled queries q (B, S, samples, d), keys k (B, S, L, d), and shares of
-        attention (B, S, samples, L), 0 unless `far` (B or 1, samples, L). real: masks of queries and keys, or None.
+        attention (B, S, samples, L), 0 unless `far`. real: masks of queries and keys, or None.
         """
         sketches = zip(q.unbind(1), k.unbind(1), shares.unbind(1), strict=True)
         loss = torch.stack([sketch_divergence(*of_group, far, real[0]) for of_group in sketches]).mean()
@@ -140,8 +136,8 @@ class TaughtSketch(Attention):
     def sketches(
         self, x: Tensor, inputs: AttentionInputs, context: AttentionContext, exactly: bool = True
     ) -> tuple[Tensor, Tensor]:
-        """Return the queries and keys of this rank's S sketches, for the tokens in `inputs`: (B, S, L, d) each. Exact
-        keys are rounded to the dtype of x, as replaced models cache them.
+        """Return the queries and keys of this rank's S sketches: (B, S, L, d) each. Exact keys are rounded to the dtype
+        of x, as replaced models cache them.
         """
         q, k = self._project(x, inputs, context, exactly)
         if not self.config.sketch_signs:
@@ -154,7 +150,6 @@ class TaughtSketch(Attention):
     def _project(
         self, x: Tensor, inputs: AttentionInputs, context: AttentionContext, exactly: bool
     ) -> tuple[Tensor, Tensor]:
-        """Return the projected queries and keys of `sketches`."""
         q = self.query(inputs.q.detach(), context.part, exactly)
         return q, self.key(inputs.k.detach(), context.part, exactly)
 
@@ -170,8 +165,8 @@ class TaughtSketch(Attention):
         return work.pairs(self.config.keys + self.config.sinks) + window + self._sketch_flops(length, work.visible)
 
     def _sketch_flops(self, length: int, visible: float) -> Flops:
-        """Count 2·d per key for the selection, two projections, and for a sample of the queries the detached scores of
-        all heads and the scores of the sketches.
+        """Count 2·d per key for the selection, two projections, and for a sample of the queries the scores of all
+        heads, detached, and of the sketches.
         """
         wide = self.config.sketch_dim
         heads = self.spec.heads
@@ -207,7 +202,6 @@ class TaughtSketch(Attention):
         return merge([cached_window(q, k, v, k.shape[2], position, self.window_spec), (out, lse)])[0]
 
     def _store(self, cache: SketchCache, newest: IndexedTokens, position: int) -> None:
-        """Store the newest tokens, from `position` on."""
         cache.heads.put(newest.inputs.k, newest.inputs.v, position)
         assert newest.entries is not None
         cache.sketch[:, position : position + newest.entries.shape[1]] = newest.entries
@@ -237,8 +231,8 @@ class TaughtSketch(Attention):
     def _choose(
         self, sketches: tuple[Tensor, Tensor], inputs: AttentionInputs, context: AttentionContext, first_query: int = 0
     ) -> Tensor:
-        """Return the keys of queries from position `first_query` on, (B, S, Lq, K). sketches: their queries (B, S, Lq,
-        d) and all indexed keys.
+        """Return the keys of queries from position `first_query` on, (B, S, Lq, K), given sketched queries and all
+        indexed keys.
         """
         count = sketches[0].shape[1]
         q = sketches[0].flatten(0, 1)  # (B·S, Lq, d)
@@ -249,7 +243,7 @@ class TaughtSketch(Attention):
 
 
 def repeated_masks(inputs: AttentionInputs, count: int) -> tuple[Tensor | None, Tensor | None]:
-    """Return the key mask and the documents of each of `count` sketches, (B·count, L) each, or None."""
+    """Return the key mask and the documents of each of `count` sketches, (B·count, L), or None."""
     mask = inputs.key_mask
     segments = inputs.segments
     return (
@@ -264,7 +258,7 @@ def signs(x: Tensor) -> Tensor:
 
 
 def _powers(like: Tensor) -> Tensor:
-    """Return the values of the 8 bits of a number in an index. Every dtype represents integers up to 256."""
+    """Return the values of a number's 8 bits. Every dtype represents integers up to 256."""
     return 2.0 ** torch.arange(8, dtype=like.dtype, device=like.device)
 
 
@@ -277,7 +271,7 @@ class HeadProjection(nn.Module):
         self.weight = nn.Parameter(torch.empty(groups * width_out, width_in))
 
     def forward(self, x: Tensor, part: SequencePart, exactly: bool = False) -> Tensor:
-        """Project this rank's heads x (B, H, L, D) to (B, S, L, d); see `exact_projection`."""
+        """Project this rank's heads x (B, H, L, D) to (B, S, L, d)."""
         weights = part.local_part(self.weight, 0).unflatten(0, (self.groups // part.head_shards, -1))  # (S, d, G·D)
         grouped = x.unflatten(1, (len(weights), -1)).transpose(2, 3).flatten(3)  # (B, S, L, G·D)
         if exactly:

@@ -29,7 +29,7 @@ from megasparse.ops.operator import at_least_fp32, wide_dtype
 @dataclass
 class YOSOCache(Cache):
     """Decoding cache. tables: (B, H, m, 2^τ, D), sums of values by key code, fp32 or wider; with the expectation
-    instead tokens: unit keys and values so far. recent: (B, H, S − 1, D), the last values, for the convolution.
+    instead tokens: unit keys and values. recent: (B, H, S − 1, D), the last values.
     """
 
     tables: Tensor | None
@@ -92,12 +92,12 @@ class YOSOAttention(Attention):
 
     Each hash adds the values into a table of 2^τ buckets. A decoder stores these tables, m·2^τ·D numbers per head at
     any length; with `expectation` it stores keys and values. With code_bits = null, its τ is as large as possible while
-    the tables are smaller than a KV cache, 2·max_length·D: 4 bits at 512 tokens and 32 hashes, 11 at 65,536. The tables
-    are not smaller if m >= max_length (τ is 1), and may be larger if code_bits or evaluation_hashes is set.
+    the tables are smaller than a KV cache, 2·max_length·D: 4 bits at 512 tokens and 32 hashes, 11 at 65,536, at least
+    1.
 
-    Recomputing a layer recomputes its codes too (storing them takes 4·m bytes per token, head and layer) for its output
-    and gradients. A reversible recomputation restores q and k only up to rounding, which can flip a sign bit: at a
-    relative error of 1e-7 in 3e-7 of 9-bit codes (measured: 0 of 512,000), at 1e-6 in 2e-6.
+    Recomputing a layer recomputes its codes too (storing them takes 4·m bytes per token, head and layer). A reversible
+    recomputation restores q and k only up to rounding, which can flip a sign bit: at a relative error of 1e-7 in 3e-7
+    of 9-bit codes, at 1e-6 in 2e-6.
     """
 
     normalises = True
@@ -160,7 +160,7 @@ class YOSOAttention(Attention):
 
     def flops(self, length: int) -> Flops:
         """Codes of q and k; 2·D to add a value to a table and to read it, and again for the gradient of v. Gradients of
-        q and k: the cheaper of tables, 4·D² each, and the 1/2^τ of pairs that collide at random, 6·D each.
+        q and k: the cheaper of tables, 4·D² each, and the 1/2^τ of pairs that collide, 6·D each.
         """
         yoso = self.config
         work = self.spec.workload(length)
@@ -210,7 +210,7 @@ class YOSOAttention(Attention):
         return out.to(inputs.q.dtype)
 
     def _take_in(self, k: Tensor, v: Tensor, cache: YOSOCache, position: int, context: AttentionContext) -> None:
-        """Add tokens to the cache. k (of length 1) and v: (B, H, L, D), the tokens from `position` on."""
+        """Add tokens from `position` on to the cache. k (of length 1) and v: (B, H, L, D)."""
         if cache.tokens is not None:
             cache.tokens.put(k, v, position)
         else:
@@ -233,9 +233,7 @@ class _Convolution(nn.Module):
     def forward(
         self, v: Tensor, mask: Tensor | None, segments: Tensor | None, causal: bool, part: SequencePart = WHOLE
     ) -> Tensor:
-        """Convolve the values over positions. v: (B, H, L, D), this rank's heads; mask, segments: (B, L) or None.
-        Returns (B, H, L, D) in fp32 or wider; padding gets 0.
-        """
+        """Convolve v (B, H, L, D), this rank's heads. Returns (B, H, L, D) in fp32 or wider; padding gets 0."""
         length = v.shape[2]
         size = self.weight.shape[1]
         before = size - 1 if causal else size // 2

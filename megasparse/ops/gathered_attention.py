@@ -27,16 +27,10 @@ def _gathered_attention(
 ) -> tuple[Tensor, Tensor]:
     """Compute out_i = Σ_j exp(scale·q_i·k_j − lse_i) v_j over the keys j in row i of the index.
 
-    Args:
-        q: (B, H, Lq, D).
-        k, v: (B, G, Lk, D), a divisor G of H: each key head serves H/G neighbouring heads.
-        index: (B|1, I, Lq, K) int32 or int64 key numbers, a divisor I of H, −1 in empty slots; repeated keys are
-            included repeatedly.
-        scale: Factor of q·k.
-        dropout: Dropout of the probabilities; lse includes all pairs.
-
-    Returns:
-        out (B, H, Lq, D) and lse (B, H, Lq) as in `bucketed_attention`, 0 and −∞ for queries with no visible key.
+    q: (B, H, Lq, D). k, v: (B, G, Lk, D), a divisor G of H: each key head serves H/G neighbouring heads. index: (B|1,
+    I, Lq, K) int32 or int64 key numbers, a divisor I of H, −1 in empty slots; repeated keys are included repeatedly.
+    Returns out (B, H, Lq, D) and lse (B, H, Lq) of all pairs, even dropped ones, 0 and −∞ for queries with no visible
+    key.
     """
     size = len(q) * math.lcm(k.shape[1], index.shape[1]) * index.shape[2:].numel() * q.shape[3]
     numpy = q.device.type == "cpu" and q.dtype in (torch.float32, torch.float64) and not torch.is_grad_enabled()
@@ -106,7 +100,7 @@ class _GatheredAttention(Function):
 
 
 def _one_block(q: Tensor, k: Tensor, v: Tensor, index: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Compute `gathered_attention` of a new token by NumPy, whose calls take half of the time of torch's."""
+    """Compute a new token by NumPy, whose calls take half of the time of torch's."""
     batch, groups, _, dim = k.shape
     _, lists, queries, slots = index.shape
     shares = math.lcm(groups, lists)
@@ -130,7 +124,7 @@ def _one_block(q: Tensor, k: Tensor, v: Tensor, index: Tensor, scale: float) -> 
 
 
 def _softmax_(score: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the softmax of scores (n, R, K), computed in place, 0 in rows of −∞, and its log-sum-exp (n, R)."""
+    """Return the softmax of scores (n, R, K), in place, 0 in rows of −∞, and its log-sum-exp (n, R)."""
     highest = score.amax(-1, keepdim=True).clamp_min_(torch.finfo(score.dtype).min)
     weight = score.sub_(highest).exp_()
     total = weight.sum(-1, keepdim=True)
@@ -139,8 +133,8 @@ def _softmax_(score: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _lines(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, int, int]:
-    """Return keys and values (B, G, L, D) as lines (n, D), of a cache with spare capacity without a copy, and the
-    number of lines of a sequence and of a key head.
+    """Return keys and values (B, G, L, D) as lines (n, D), of a cache without a copy, and the number of lines of a
+    sequence and of a key head.
     """
     batch, groups, length, dim = k.shape
     if k.stride() != v.stride() or k.stride()[2:] != (dim, 1) or k.stride(0) % dim or k.stride(1) % dim:
@@ -153,7 +147,6 @@ def _lines(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, int, int]:
 
 
 def _by_share(x: Tensor, shares: int) -> Tensor:
-    """Reshape (B, H, Lq, ...) to (B·S·Lq, R, ...)."""
     return x.unflatten(1, (shares, -1)).transpose(2, 3).flatten(0, 2)
 
 
@@ -213,8 +206,8 @@ def _blocks(
 
 @lru_cache(maxsize=64)
 def _firsts(batch: int, shares: int, steps: tuple[int, int, int], lists: tuple[int, int, int]) -> np.ndarray:
-    """Return the first line and the first query's list of each sequence and share, an array (2, B·S). steps: lines of a
-    sequence and of a key head, and G. lists: sizes of the index's first dimensions.
+    """Return the first line and the first query's list of each sequence and share, (2, B·S). steps: lines of a sequence
+    and of a key head, and G. lists: sizes of the index's first dimensions.
     """
     sequence, group, groups = steps
     sequences, count, queries = lists

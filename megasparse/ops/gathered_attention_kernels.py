@@ -4,9 +4,7 @@ over a sorted list.
 A row is one head of one sequence. An entry is one slot of a row's index, number query·K + slot; `keys` contains each
 entry's key (Lk if empty), and `order` the entries sorted by (key, number). This list is split into tiles of T entries,
 and a key's sums from several tiles are added in order: no program's work grows with the number of queries that chose a
-key, and results are deterministic.
-
-K index slots, T entries per tile.
+key, and results are deterministic. K index slots.
 """
 
 from typing import Any, NamedTuple
@@ -35,8 +33,8 @@ def attend(
     q_batch, q_head, q_stride, k_batch, k_head, k_stride, v_batch, v_head, v_stride,
     D: tl.constexpr, QUERIES: tl.constexpr, PLACES: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Attend for a block of a row's queries, PLACES slots at a time. Threads add their parts inside the loop and reduce
-    over slots once, at the end. key_heads, list_heads: number of neighbouring heads with the same keys, the same index.
+    """Attend for a block of a row's queries, PLACES slots at a time, which are reduced at the end. key_heads,
+    list_heads: number of neighbouring heads with the same keys, the same index.
     """
     program = tl.program_id(0).to(tl.int64)
     row = program // blocks
@@ -80,8 +78,8 @@ def query_gradients(
     q_batch, q_head, q_stride, k_batch, k_head, k_stride, v_batch, v_head, v_stride, grad_batch, grad_head, grad_stride,
     D: tl.constexpr, QUERIES: tl.constexpr, PLACES: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Compute dq of a block of a row's queries, and for each entry the weight and the gradient of the scaled score:
-    pairs (B·H, Lq·K, 2).
+    """Compute dq of a block of a row's queries, and pairs (B·H, Lq·K, 2): each entry's weight and gradient of the
+    scaled score.
     """
     program = tl.program_id(0).to(tl.int64)
     row = program // blocks
@@ -145,11 +143,9 @@ def tile_gradients(
     order_batch, order_head, q_batch, q_head, q_stride, grad_batch, grad_head, grad_stride,
     D: tl.constexpr, TILE: tl.constexpr, WIDTH: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Compute dk and dv of the keys whose entries are all in this tile. At most two keys are split, the first and the
-    last: their partial sums are stored in key_parts and value_parts (B·H, tiles, 2, D), at index 0 for the first key,
-    else 1.
-
-    Entries are summed per key by a product with the matrix of equal keys.
+    """Compute dk and dv of the keys whose entries are all in this tile. At most two keys are split: their partial sums
+    are stored in key_parts and value_parts (B·H, tiles, 2, D), at index 0 for the tile's first key, else 1. Entries are
+    summed per key by a product with the matrix of equal keys.
     """
     program = tl.program_id(0).to(tl.int64)
     row = program // tiles
@@ -189,9 +185,7 @@ def join_tiles(
     order, keys, dk, dv, key_parts, value_parts, heads, entries, key_count, tiles, order_batch, order_head,
     D: tl.constexpr, TILE: tl.constexpr, WIDTH: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """Compute dk and dv of the key whose entries start in this tile and continue beyond it, if there is one, as the sum
-    of its parts in order of tiles.
-    """
+    """Compute dk and dv of the key whose entries start in this tile and continue beyond it, as the sum of its parts."""
     program = tl.program_id(0).to(tl.int64)
     row = program // tiles
     tile = (program % tiles).to(tl.int32)
@@ -240,7 +234,7 @@ def gathered_attention(q: Tensor, k: Tensor, v: Tensor, index: Tensor, *, scale:
 
 
 class _Sizes(NamedTuple):
-    """QUERIES and PLACES of query-centred programs. TILE and warps of key-centred programs."""
+    """QUERIES and PLACES of queries' programs. TILE and warps of keys' programs."""
 
     queries: int
     slots: int
@@ -290,7 +284,7 @@ class _GatheredAttention(Function):
 
 
 def _by_query(q: Tensor, index: Tensor) -> tuple[tuple[int], dict[str, int]]:
-    """Return grid and sizes of the kernels with one program per block of queries."""
+    """Return grid and sizes of the kernels of queries."""
     batch, heads, queries, head_dim = q.shape
     sizes = _sizes(head_dim, q.dtype)
     blocks = -(-queries // sizes.queries)

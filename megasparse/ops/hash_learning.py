@@ -55,8 +55,7 @@ def at_tokens(x: Tensor, tokens: Tensor) -> Tensor:
 def draw_keys(q: Tensor, k: Tensor, points: Tensor, *, scale: float) -> Draws:
     """Draw C keys of k (B, H, L, D) for sampled queries q (B, H, S, D).
 
-    points: (C,) fp64, a random point of each of C equal parts of [0, 1), the cumulative probability of keys, so that
-    the number of draws of a key is less than its expectation by at most two.
+    points: (C,) fp64, a random point of each of C equal parts of [0, 1), the cumulative probability of keys.
     """
     keys = k.transpose(-1, -2)  # (B, H, D, L)
     scaled = q * scale
@@ -79,7 +78,7 @@ def sampled_queries(
     """Return ψ of the queries, estimated from the drawn keys, (B, H, S, N), whose rows sum to 1, or to 0 after
     underflow; and the log of an estimate of Σ_j exp(scale·q_i·k_j) for each query, (B, H, S).
 
-    in_key: (B, H, C, N), 1 if the drawn key is in the bucket, else 0. features: see `_products`.
+    in_key: (B, H, C, N), 1 if the drawn key is in the bucket. features: see `_products`.
     """
     logarithm = _products(q, draws.k, scale, features) - draws.ln_count.unsqueeze(-2)  # −ln c_j, (B, H, S, C)
     attention = logarithm.softmax(-1)
@@ -90,10 +89,9 @@ def sampled_queries(
 def sampled_keys(
     q: Tensor, k: Tensor, normalizer: Tensor, in_query: Tensor, *, scale: float, features: Tensor | None = None
 ) -> Iterator[tuple[slice, Tensor]]:
-    """Yield ψ′ of keys k (B, H, K, D), tile by tile: (B, H, T, N). Before normalisation, its expectation over samples
-    of queries is proportional to the sum over all queries.
+    """Yield ψ′ of keys k (B, H, K, D), tile by tile: (B, H, T, N).
 
-    normalizer: see `sampled_queries`. in_query: (B, H, S, N), 1 if the query is in the bucket, else 0.
+    normalizer: see `sampled_queries`. in_query: (B, H, S, N), 1 if the query is in the bucket.
     """
     for part in tiles(k, max(in_query.shape[2:])):
         logarithm = _products(k[:, :, part], q, scale, features) - normalizer.unsqueeze(-2)
@@ -103,8 +101,8 @@ def sampled_keys(
 
 
 def _products(x: Tensor, y: Tensor, scale: float, features: Tensor | None) -> Tensor:
-    """Return scale·x_i·y_j in fp32 or wider, (B, H, Lx, Ly). features: (H, F, D), rows ω: return ln φ(x_i)·φ(y_j)
-    instead, its estimate by positive random features φ(x) = exp(√scale·ωx − scale·|x|²/2)/√F (LHA Eq. 15).
+    """Return scale·x_i·y_j, (B, H, Lx, Ly). features: (H, F, D), rows ω: return ln φ(x_i)·φ(y_j) instead, its estimate
+    by positive random features φ(x) = exp(√scale·ωx − scale·|x|²/2)/√F (LHA Eq. 15).
     """
     x, y = at_least_fp32(x), at_least_fp32(y)
     if features is None:
@@ -133,9 +131,7 @@ def unit_sum(utility: Tensor) -> Tensor:
 @torch.no_grad()
 def ranks(scores: Tensor, first: int) -> Tensor:
     """Return ranks of tokens in every bucket, (B, H, N, T) int64: ascending by decreasing softmax(scores) over a
-    token's buckets, then by token number, which is stored in the low 32 bits.
-
-    scores: (B, H, T, N) of the tokens from number `first` on.
+    token's buckets, then by token number, the low 32 bits. scores: (B, H, T, N) from number `first` on.
     """
     if _by_kernel(scores):
         from megasparse.ops import hash_learning_kernels
@@ -154,8 +150,7 @@ def divergence(
     """Return (3,): weight·Σ KL(ψ ‖ softmax(scores)) (LHA Eq. 13), weight·Σ ψ[code] and weight·Σ ψ·ln ψ; and, if
     `learn`, the gradient of the first with respect to the scores, weight·(softmax(scores)·Σψ − ψ), else None.
 
-    scores, utility ψ: (B, H, T, N); scores may be overwritten. codes: (B, H, T), a bucket per token. A token with ψ = 0
-    contributes nothing.
+    scores, utility ψ: (B, H, T, N); scores may be overwritten. codes: (B, H, T), a bucket per token.
     """
     if _by_kernel(scores):
         from megasparse.ops import hash_learning_kernels

@@ -1,15 +1,14 @@
 """Attention by Bernoulli sampling (YOSO): values are summed in hash tables, which queries read by their codes.
 
-The blockwise form needs linear memory, forward and backward, and is deterministic on a CPU. For one hash at a time,
-each key adds its value to the table row of its code, and each query reads the row of its code: Σ_j [same code] v_j
-without enumerating pairs. Causal attention proceeds by chunks: a chunk's queries read the tables of all earlier chunks,
-then its keys are added; collisions inside the chunk are counted pair by pair.
+The blockwise form is deterministic on a CPU. For one hash at a time, each key adds its value to the table row of its
+code, and each query reads the row of its code: Σ_j [same code] v_j without enumerating pairs. Causal attention proceeds
+by chunks: a chunk's queries read the tables of all earlier chunks, then its keys are added; collisions inside the chunk
+are counted pair by pair.
 
 The backward (Eq. 10 and 12) is the same sum with other values. With the collision matrix B and the gradient g of the
-output,
-    ∇v = Bᵀg,   ∇q_i = τ/2 Σ_j B_ij (g_i·v_j) k_j = τ/2 Σ_l g_il Σ_j B_ij v_jl k_j,   ∇k likewise:
-either B applied to v_l·k for every column l of v (`tables`, cost L·m·D²), or a sum over colliding pairs (`pairs`, Eq.
-22, cost nnz·(m + D)). It uses the codes of the forward.
+output, ∇v = Bᵀg, ∇q_i = τ/2 Σ_j B_ij (g_i·v_j) k_j = τ/2 Σ_l g_il Σ_j B_ij v_jl k_j, ∇k likewise: either B applied to
+v_l·k for every column l of v (`tables`, cost L·m·D²), or a sum over colliding pairs (`pairs`, Eq. 22, cost nnz·(m +
+D)).
 
 m hashes, τ code bits, G rows (heads of batch elements) at a time, T buckets, C chunk, X columns.
 """
@@ -37,7 +36,7 @@ class HashTableAttentionSpec:
     """Settings of YOSO attention.
 
     code_bits: τ, codes are below 2^τ. causal: only keys at or before the query are visible. chunk: causal positions per
-    chunk, inside which collisions are counted pair by pair; affects only the speed of the blockwise implementation.
+    chunk of the blockwise implementation; affects only its speed.
     """
 
     code_bits: int
@@ -46,7 +45,7 @@ class HashTableAttentionSpec:
 
     @property
     def causal_chunk(self) -> int | None:
-        """Return the chunk of causal attention; None if attention is bidirectional."""
+        """Chunk of causal attention; None if attention is bidirectional."""
         return self.chunk if self.causal else None
 
 
@@ -82,9 +81,7 @@ hash_table_attention = Operator(
 
 def groups(q: Tensor, k: Tensor, key_mask: Tensor | None, segments: Tensor | None) -> tuple[Tensor, Tensor] | None:
     """Return numbers (B·H, Lq) and (B·H, Lk) that are equal for exactly the visible query-key pairs; None if all pairs
-    are visible.
-
-    A real token's number is its document (>= 0); masked queries get −1 and masked keys −2, which never match.
+    are visible. A real token's number is its document (>= 0).
     """
     if key_mask is None and segments is None:
         return None
@@ -100,16 +97,14 @@ def groups(q: Tensor, k: Tensor, key_mask: Tensor | None, segments: Tensor | Non
 
 
 def row_slices(rows: int, elements: int, size: int) -> Iterator[slice]:
-    """Yield slices of all rows, each with at most `elements` numbers at `size` numbers per row (at least one row)."""
+    """Yield slices of all rows, of at most `elements` numbers, `size` per row (at least one row)."""
     step = max(1, elements // max(1, size))
     for start in range(0, rows, step):
         yield slice(start, min(start + step, rows))
 
 
 class HashCodes(NamedTuple):
-    """Hash codes. queries: (G, m, Lq). keys: (G, m, Lk). Integers in [0, tables): a query and a key collide in a hash
-    if their codes are equal.
-    """
+    """Hash codes of queries (G, m, Lq) and keys (G, m, Lk), in [0, tables)."""
 
     queries: Tensor
     keys: Tensor
@@ -120,7 +115,7 @@ def _buckets(
     q_codes: Tensor, k_codes: Tensor, group: tuple[Tensor, Tensor] | None, part: slice, code_bits: int
 ) -> HashCodes:
     """Return the codes of some rows, unchanged if 2^τ tables are small enough and all pairs are visible; else dense
-    indices of (group, code) per row, so that there are never more buckets than tokens for any number of documents.
+    indices of (group, code) per row, so that there are never more buckets than tokens.
     """
     q_codes, k_codes = (codes.flatten(0, 1)[part] for codes in (q_codes, k_codes))  # (G, m, Lq) and (G, m, Lk)
     length = q_codes.shape[2]
@@ -195,7 +190,7 @@ def _parts(q: Tensor, k: Tensor, codes: Tensor, spec: HashTableAttentionSpec) ->
 
 
 def _prefers_pairs(collisions: Tensor, codes: HashCodes, head_dim: int) -> bool:
-    """Compare the costs of the paper's min(L·m·D², nnz·(m + D)), with the number of collisions as nnz."""
+    """Compare the costs of the paper's min(L·m·D², nnz·(m + D))."""
     rows, hashes, length = codes.queries.shape
     over_tables = rows * hashes * (length + codes.keys.shape[2]) * head_dim**2
     return collisions.item() * _PAIR_COST * (hashes + head_dim) < over_tables
@@ -204,7 +199,7 @@ def _prefers_pairs(collisions: Tensor, codes: HashCodes, head_dim: int) -> bool:
 def _through_tables(
     source: Tensor, target: Tensor, tables: int, values: Tensor, chunk: int | None, reverse: bool = False
 ) -> Tensor:
-    """Return Σ_h Σ_j [same bucket in hash h] values_j over all sources j, or over sources in earlier (later) chunks.
+    """Return Σ_h Σ_j [same bucket in hash h] values_j over all sources j, or those in earlier (later) chunks.
 
     source: (G, m, Ls), target: (G, m, Lt) buckets < tables. values: (G, Ls, X). Returns (G, Lt, X).
     """
@@ -252,9 +247,7 @@ def _chunks(codes: HashCodes, chunk: int | None, dtype: torch.dtype) -> Iterator
 def _table_gradients(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, codes: HashCodes, chunk: int | None
 ) -> tuple[Tensor, Tensor]:
-    """Return Σ_j c_ij (g_i·v_j) k_j for each query and Σ_i c_ij (g_i·v_j) q_i for each key; c_ij is the number of
-    hashes in which they collide.
-    """
+    """Return Σ_j c_ij (g_i·v_j) k_j for each query and Σ_i c_ij (g_i·v_j) q_i for each key, of c_ij collisions."""
     into_q = torch.zeros_like(q)
     into_k = torch.zeros_like(k)
     slab = max(1, _ROW_ELEMENTS // (2 * len(q) * max(codes.tables, q.shape[1], k.shape[1]) * q.shape[2]))
@@ -274,7 +267,7 @@ def _table_gradients(
 
 
 class _Runs(NamedTuple):
-    """Keys that collide with each query in each hash, a run in bucket order: order[start : start + size].
+    """Keys that collide with each query in each hash: order[start : start + size].
 
     order: (G, m, Lk) key numbers. start, size: (G·Lq, m).
     """
@@ -287,11 +280,7 @@ class _Runs(NamedTuple):
 def _pair_gradients(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, codes: HashCodes, causal: bool
 ) -> tuple[Tensor, Tensor]:
-    """Return Σ_j c_ij (g_i·v_j) k_j for each query and Σ_i c_ij (g_i·v_j) q_i for each key; c_ij is the number of
-    hashes in which they collide.
-
-    q, g: (G, Lq, D). k, v: (G, Lk, D). causal: only j <= i.
-    """
+    """Compute `_table_gradients` by pairs. q, g: (G, Lq, D). k, v: (G, Lk, D)."""
     runs = _key_runs(codes, causal)
     # Contiguous for any strides of q and k, because `flatten` of the targets must not copy
     into_q, into_k = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k))
@@ -363,8 +352,8 @@ def expected_attention(
     """Compute out_i = Σ_j W_ij v_j, W_ij = (1 − acos(q_i·k_j)/π)^τ over the keys visible to i (YOSO Eq. 4).
 
     This is the limit of `hash_table_attention` for infinitely many hashes, with the same masks. The cosine is clamped
-    to [−1, 1] (rounding can exceed 1 for equal vectors); ∂W_ij/∂(q_i·k_j) is the paper's lower bound τ/2·W_ij (Eq. 19),
-    which is finite everywhere. Returns out (B, H, Lq, D) and W's row sums (B, H, Lq), in fp32 or wider.
+    to [−1, 1]; ∂W_ij/∂(q_i·k_j) is the paper's lower bound τ/2·W_ij (Eq. 19), which is finite everywhere. Returns out
+    (B, H, Lq, D) and W's row sums (B, H, Lq), in fp32 or wider.
     """
     assert not spec.causal or q.shape[2] == k.shape[2]
     return _ExpectedAttention.apply(q, k, v, groups(q, k, key_mask, segments), spec)
@@ -373,9 +362,7 @@ def expected_attention(
 def _tiles(
     q: Tensor, k: Tensor, group: tuple[Tensor, Tensor] | None, spec: HashTableAttentionSpec
 ) -> Iterator[tuple[slice, slice, slice, Tensor]]:
-    """Yield the tiles of all pairs: rows, queries, keys that may be visible to them, and the weights (G, T, Lk). q, k:
-    (B·H, L, D).
-    """
+    """Yield the tiles of all pairs: rows, queries, keys that may be visible to them, and the weights (G, T, Lk)."""
     height = min(_QUERIES, q.shape[1])
     for rows in row_slices(len(q), _TILE_ELEMENTS, height * k.shape[1]):
         for start in range(0, q.shape[1], height):
@@ -391,7 +378,7 @@ def _tiles(
 
 
 def _power(x: Tensor, n: int) -> Tensor:
-    """Return x^n, n >= 1, by repeated squaring: on a CPU ten times as fast as torch.pow. Overwrites x."""
+    """Return x^n, n >= 1, by repeated squaring, ten times as fast as torch.pow. Overwrites x."""
     result = x if n & (n - 1) == 0 else x.clone()
     for bit in bin(n)[3:]:
         result.square_()

@@ -1,7 +1,5 @@
-"""Hash functions of attention, from vectors to bucket codes: angular LSH (Reformer) and sign codes (YOSO).
-
-Torch in blocks of positions, so that projections of a whole sequence are never stored. m hashes, τ code bits, P the
-next power of two of D.
+"""Hash functions of attention, from vectors to bucket codes: angular LSH (Reformer) and sign codes (YOSO), in blocks of
+positions. m hashes, τ code bits, P the next power of two of D.
 """
 
 import math
@@ -32,14 +30,8 @@ def _angular_hash(x: Tensor, rotations: Tensor, factors: list[int]) -> Tensor:
     A factorised hash costs √n instead of n. Implementations differ only if the two largest scores are equal up to
     rounding. On a CPU the code of a vector does not depend on the number of vectors.
 
-    Args:
-        x: (B, H, L, D).
-        rotations: (H, R, D, Σ n_f/2), the concatenated matrices of the factors.
-        factors: Factors n_f of the number of buckets.
-
-    Returns:
-        Codes (B, H, R, L), int16 if large enough, else int32. Computed in fp32 or wider, without TF32 in the kernels;
-        not differentiable.
+    x: (B, H, L, D). rotations: (H, R, D, Σ n_f/2), the concatenated matrices of the factors n_f. Returns codes (B, H,
+    R, L), int16 if large enough, else int32; not differentiable.
     """
     of_blocks = []
     for rotated in _rotated(x, rotations):
@@ -71,7 +63,7 @@ def _rotated(x: Tensor, rotations: Tensor) -> Iterator[Tensor]:
 
 def code_gap(x: Tensor, rotations: Tensor, factors: list[int]) -> float:
     """Return the smallest difference between the two largest scores of a hash in `angular_hash`, relative to the
-    longest vector; NaN if all vectors are 0. Relative errors of x far below it change no code.
+    longest vector: errors of x far below it change no code. NaN if all vectors are 0.
     """
     gaps = []
     for rotated in _rotated(x, rotations):
@@ -158,9 +150,7 @@ def hash_planes(
 
 
 def hadamard(x: Tensor) -> Tensor:
-    """Compute Hx over the last dimension, a power of two, without the factor P^−1/2, by log₂ P rounds of sums and
-    differences.
-    """
+    """Compute Hx over the last dimension, a power of two, without the factor P^−1/2."""
     half = 1
     while half < x.shape[-1]:
         a, b = x.unflatten(-1, (-1, 2, half)).unbind(-2)  # (..., P/(2·half), half)

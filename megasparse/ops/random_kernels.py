@@ -39,8 +39,8 @@ def _dropout(
     x, rows, stream, out, count, width, low, high, threshold, scale, SIGN: tl.constexpr, RELU: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Dropout with the draws of `ops.random.random_bits`; elements whose bits are at least `threshold` are kept. RELU:
-    apply to relu(x). stream: tensor to which SIGN times the result is added, or None.
+    """Dropout with the draws of `ops.random.random_bits`, kept from `threshold` on. RELU: apply to relu(x). stream:
+    tensor to which SIGN times the result is added, or None.
     """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -70,8 +70,7 @@ def drop(
     in_place: bool = False,
 ) -> Tensor:
     """Return dropout(x) of x (B, L, E), or dropout(relu(x)), bit-identical to `ops.random` in torch. rows: (B, L)
-    int64. stream: tensor to which sign times the result is added. in_place: write the sum to the stream, which is
-    contiguous.
+    int64. stream: tensor to which sign times the result is added, with in_place overwritten.
     """
     x = x.contiguous()
     rows = rows.contiguous()
@@ -145,9 +144,7 @@ def _draw_bits(out: Tensor, rows: Tensor | None, key: int, first: int, count: in
 
 @triton.jit(do_not_specialize=["first", "low", "high", "other_low", "other_high", "count"])
 def _normals(out, first, count, columns, low, high, other_low, other_high, COLUMNS: tl.constexpr):
-    """Draw normal numbers of (head, number) `program_id(0)`. low, high: key of the radius. other_low, other_high: key
-    of the angle.
-    """
+    """Draw normal numbers. low, high: key of the radius. other_low, other_high: key of the angle."""
     pair = tl.program_id(0)
     row = (first + pair // count).to(tl.int64) * 65536 + pair % count
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -161,7 +158,7 @@ def _normals(out, first, count, columns, low, high, other_low, other_high, COLUM
 
 
 def normals(key: int, heads: range, count: int, columns: int, device: torch.device) -> Tensor:
-    """Compute `ops.random.normal_by_head` in one launch, equal up to the rounding of float64 logarithms and cosines."""
+    """Compute `ops.random.normal_by_head` in one launch, equal up to rounding."""
     out = torch.empty(len(heads), count, columns, dtype=torch.float32, device=device)
     grid = (len(heads) * count, -(-columns // _LARGEST_COLUMNS))
     low, high = halves(derive(key, "radius"))

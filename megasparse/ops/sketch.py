@@ -130,8 +130,7 @@ def chosen_keys(
 @torch.no_grad()
 def exact_projection(x: Tensor, weight: Tensor) -> Tensor:
     """Compute x·Wᵀ of x (B, L, E) and weight (d, E) in float64, (B, L, d); of (B, G, L, E) and (G, d, E), (B, G, L, d).
-    Each row is independent of the number of rows, so that equal tokens tie and are ordered by position; otherwise
-    decoding could choose other tokens than a full pass.
+    Each row is independent of the number of rows, so that equal tokens tie, in decoding as in a full pass.
     """
     several = x.dim() == 4 and x.shape[2] < _ROWS  # one product launches less than a kernel per sketch
     if weight.shape[-2] <= WIDEST and not several and implementation(x, _FLOATS, largest_width=None) == "triton":
@@ -224,9 +223,8 @@ def _scores(q: Tensor, k: Tensor, sight: _Sight, rows: slice, last: int) -> Tens
 
 
 class _ProductTile(NamedTuple):
-    """Products of some queries and keys, (B, T, C), in memory that the next tile overwrites.
-
-    rows: the queries. positions (T), keys (C): of queries and of keys, from first_query and first_key on.
+    """Products of some queries and keys, (B, T, C), in memory that the next tile overwrites. positions (T), keys (C):
+    of the queries `rows` and of keys, from first_query and first_key on.
     """
 
     products: Tensor
@@ -307,8 +305,8 @@ def drawn_keys(
 
 
 def top_keys(q: Tensor, k: Tensor, count: int, sight: _Sight, first_query: int) -> Tensor:
-    """Compute `chosen_keys` without noise in tiles. Products are in float64, so that equal keys have equal ranks in
-    every tile; on a CPU in fp32 if these can be rounded as float64 ones, see `_top_products`.
+    """Compute `chosen_keys` without noise. Products are in float64, so that equal keys have equal ranks in every tile;
+    on a CPU in fp32 if these can be rounded as float64 ones, see `_top_products`.
     """
     best = _BestKeys(q, 1, count)
     if q.device.type != "cpu":
@@ -341,8 +339,8 @@ def _largest_errors(q: Tensor, k: Tensor) -> Tensor | None:
 def top_k(ranks: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """Return the `count` largest of the numbers (..., C), or all of them, and their indices, in falling order.
 
-    If C is large, only blocks whose maximum is among the `count` largest maxima are searched; block i contains every
-    n-th number from i on. Equal numbers may be replaced by each other.
+    If C is large, only blocks (every n-th number) whose maximum is among the `count` largest maxima are searched. Equal
+    numbers may be replaced by each other.
     """
     size = ranks.shape[-1]
     number = math.isqrt(size // count)
@@ -367,8 +365,8 @@ def _top_products(
     Only products that reach the K-th largest maximum of a row's blocks, or round to the same number, are ranked: about
     1.4·K of them. A rank includes its position, so that numbers are sorted, not pairs.
 
-    exact: None for float64 products; for fp32 ones the queries (B, T, d), the keys (B, C, d) and the largest errors
-    (B, T) of the products. Products whose rounding the error could change are computed again in float64.
+    exact: None for float64 products; for fp32 ones the queries (B, T, d), the keys (B, C, d) and the largest errors (B,
+    T) of products, to compute again in float64 those whose rounding the error could change.
     """
     numbers = products.numpy()
     size = products.shape[-1]
@@ -437,7 +435,7 @@ def _log_p(score: Tensor, sampling: str, lse: Tensor | None) -> Tensor:
 
 
 def _log_uniform(noise: Noise, rows: slice, tile: int, keys: int) -> Tensor:
-    """Return log u, (B, H, T, C) fp32, of the first `keys` keys of a tile; u is one of 2^23 numbers (n + ½)/2^23."""
+    """Return log u, (B, H, T, C) fp32, of the first `keys` keys of a tile; u is (n + ½)/2^23, n < 2^23."""
     row_numbers = noise.rows[:, rows]
     u = torch.empty(len(row_numbers), len(noise.heads), row_numbers.shape[1], keys, device=row_numbers.device)
     for head in range(len(noise.heads)):
@@ -446,7 +444,7 @@ def _log_uniform(noise: Noise, rows: slice, tile: int, keys: int) -> Tensor:
 
 
 def _ranks(score: Tensor, keys: Tensor) -> Tensor:
-    """Return int64 numbers in the order of the fp32 scores; ties are ordered by falling position."""
+    """Return int64 numbers in the order of the fp32 scores, then of falling position."""
     bits = score.add_(0.0).view(torch.int32)  # −0 becomes 0
     bits ^= (bits >> 31).bitwise_and_(0x7FFFFFFF)
     return bits.long().bitwise_left_shift_(32).add_(_LOW - keys)

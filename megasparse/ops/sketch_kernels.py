@@ -1,11 +1,11 @@
 """The sketch as Triton kernels, in fp32 for every input dtype. Memory O(L·(d + H·K)).
 
 A program processes a few rows, and its lanes columns: sums over columns stay in their lane until the end, so loops
-contain neither reductions nor shared memory. A sketch is too narrow for matrix instructions: its products are sums of d
-multiplications of separate coordinates. Vectors are stored as (B, d, L) fp32, queries multiplied by d^-½.
+contain neither reductions nor shared memory. A sketch is too narrow for matrix instructions. Vectors are stored as (B,
+d, L) fp32, queries multiplied by d^-½.
 
-A program that chooses keys is one warp with a few rows of one head. It stores their best keys and processes the others
-in order of position: a later key must exceed the worst stored one, which few do after the first tiles.
+A program that chooses keys is one warp with a few rows of one head, which processes keys in order of position: a key
+must exceed the worst stored one, which few do after the first tiles.
 """
 
 from typing import Any
@@ -87,8 +87,9 @@ def attend(
     q, k, v, documents, h, lse, length,
     WIDTH: tl.constexpr, CAUSAL: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Compute h (B, L, d) and lse (B, L) of a program's queries in two passes: the largest score, then the sums. (A
-    running maximum would cost a second exponential per pair, more than recomputing the scores.)"""
+    """Compute h (B, L, d) and lse (B, L) of a program's queries in two passes: the largest score, then the sums. A
+    running maximum would cost a second exponential per pair.
+    """
     batch = tl.program_id(1).to(tl.int64)
     first = (tl.num_programs(0) - 1 - tl.program_id(0)) * ROWS  # causal rows with most visible keys start first
     queries = first + tl.arange(0, ROWS)
@@ -202,7 +203,7 @@ def grad_keys(
 
 @triton.jit(do_not_specialize=["count"])
 def project(x, weight, out, count, width_in, width, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Compute out (N, d) = x (N, E)·weightᵀ, weight (d, E), in float64, with the same summation order for each row."""
+    """Compute out (N, d) = x (N, E)·weightᵀ, weight (d, E), in float64, each row in the same order."""
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     output = tl.arange(0, WIDTH)
     total = tl.zeros([ROWS, WIDTH], tl.float64)
@@ -219,7 +220,7 @@ def project(x, weight, out, count, width_in, width, WIDTH: tl.constexpr, ROWS: t
 
 @triton.jit(do_not_specialize=["candidates"])
 def multiply(q, k, index, out, candidates, width, WIDTH: tl.constexpr, COLUMNS: tl.constexpr):
-    """Compute out (T, C) = q (T, d)·k[index] (T, C, d) in float64, with the same summation order for each pair."""
+    """Compute out (T, C) = q (T, d)·k[index] (T, C, d) in float64, each pair in the same order."""
     row = tl.program_id(0).to(tl.int64)
     coordinate = tl.arange(0, WIDTH)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -293,7 +294,7 @@ def uniform(row, column):
 @triton.jit
 def insert(rank, keys, best, index, worst):
     """Replace each row's worst stored rank by the row's highest rank (ROWS, COLUMNS) if that is higher, and remove it
-    from `rank`. Among equal highest ranks the first is stored, among equal worst ranks the last is replaced.
+    from `rank`. Of equal highest ranks the first is stored, of equal worst ranks the last replaced.
     """
     highest = tl.max(rank, 1)
     beats = highest > worst
@@ -325,8 +326,8 @@ def choose(
     TILE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PLACES: tl.constexpr,
 ):  # fmt: skip
     """Compute out (B, H, Lq, K) int32 of a program's rows. numbers: (B, Lq) int64, row numbers. seeds: (H, tiles, 2)
-    int32, the halves of the keys of every head and tile of TILE keys, a multiple of COLUMNS; None without draws.
-    PLACES: K rounded up to a power of two. Avoid loops nested in branches: some assemblers miscompile them.
+    int32, the halves of the keys of every head and tile of TILE keys; None without draws. PLACES: K rounded up to a
+    power of two. Avoid loops nested in branches: some assemblers miscompile them.
     """
     tl.static_assert(TILE % COLUMNS == 0)
     batch = (tl.program_id(1) // HEADS).to(tl.int64)
@@ -391,8 +392,6 @@ def sketched_attention(
 
 
 class _Attention(Function):
-    """Stores q, k, v, h and lse; the backward recomputes α, by queries for ∂q and by keys for ∂k and ∂v."""
-
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool, documents: Tensor | None
@@ -437,10 +436,8 @@ def chosen_keys(
     q: Tensor, k: Tensor, spec: KeyChoiceSpec, noise: Noise | None, lse: Tensor | None = None,
     key_mask: Tensor | None = None, segments: Tensor | None = None, first_query: int = 0,
 ) -> Tensor:  # fmt: skip
-    """Compute `sketch.chosen_keys`. Any strides.
-
-    s is computed in fp32, for each pair by the same operations in the same order, so that equal keys tie in any tile,
-    and a row's choice does not depend on other rows.
+    """Compute `sketch.chosen_keys` in fp32, for each pair by the same operations in the same order, so that equal keys
+    tie, and a row's choice does not depend on other rows.
     """
     batch, queries, width = q.shape
     length = k.shape[1]
@@ -463,7 +460,7 @@ def chosen_keys(
 
 
 def _coordinates(x: Tensor, scale: float = 1.0) -> Tensor:
-    """Return x (B, L, d) as (B, d, L) fp32, times `scale`, so that warps read contiguous coordinates."""
+    """Return x (B, L, d) as (B, d, L) fp32, times `scale`."""
     return x.float().mul(scale).transpose(1, 2).contiguous()
 
 
@@ -476,7 +473,7 @@ def _documents(key_mask: Tensor | None, segments: Tensor | None) -> Tensor | Non
 
 
 def exact_projection(x: Tensor, weight: Tensor) -> Tensor:
-    """Compute `sketch.exact_projection` in one launch: it reads x once and does 2·d·E float64 operations per row."""
+    """Compute `sketch.exact_projection` in one launch."""
     rows = x.reshape(-1, x.shape[2])
     width = len(weight)
     out = torch.empty(len(rows), width, dtype=torch.float64, device=x.device)
@@ -489,7 +486,7 @@ def exact_projection(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def gathered_products(q: Tensor, k: Tensor, index: Tensor) -> Tensor:
-    """Compute `sketch.gathered_products` without storing the gathered rows; it moves 8·C·(d + 2) bytes per query."""
+    """Compute `sketch.gathered_products` without storing the gathered rows."""
     candidates = index.shape[1]
     width = q.shape[1]
     out = torch.empty(index.shape, dtype=torch.float64, device=q.device)

@@ -49,7 +49,7 @@ class RoutingAttention(BandAttention):
 
     Decoders need one cluster per token, so their keys are the queries, as in the paper: logits q·q/|q| as in Reformer,
     and in the band a token attends to itself only if no other key is visible. The centroids, a persistent buffer, are
-    updated once per step (`after_step`).
+    updated once per step.
     """
 
     centroids: Tensor
@@ -109,7 +109,7 @@ class RoutingAttention(BandAttention):
         return clusters_by_document(inputs, lambda document: (nearest(queries, document), nearest(keys, document)))
 
     def _sides(self, inputs: AttentionInputs, context: AttentionContext) -> tuple[HashInputs, HashInputs]:
-        """Return the vectors to compare with the centroids: unit queries and unit keys, in a decoder the same."""
+        """Return the vectors to compare with the centroids: unit queries and keys, in a decoder the same."""
         q, k = (F.normalize(at_least_fp32(x), dim=-1) for x in (inputs.q, inputs.k))
         weights = (context.part.local_part(self.centroids, 0).transpose(1, 2),)  # (H, D, N)
         if inputs.causal:
@@ -124,7 +124,6 @@ class RoutingAttention(BandAttention):
     def _remember(
         self, inputs: AttentionInputs, queries: HashInputs, keys: HashInputs, context: AttentionContext
     ) -> None:
-        """Add unit queries and unit keys, except padding, to the sums of their nearest centroids."""
         if self._sums is None:
             shape = (*self.centroids.shape[:2], self.centroids.shape[2] + 1)
             self._sums = torch.zeros(shape, dtype=torch.float64, device=inputs.q.device)
@@ -138,7 +137,7 @@ class RoutingAttention(BandAttention):
     @torch.no_grad()
     def after_step(self, applied: bool, sum_over_ranks: Callable[[Tensor], Tensor]) -> None:
         """Update the centroids, μ ← normalise(decay·μ + (1 − decay)·mean of the members), over queries and keys of all
-        micro-batches and ranks of the step. Do nothing if the step was not applied; keep centroids without members.
+        micro-batches and ranks of the step, if it was applied; keep centroids without members.
         """
         sums = self._sums
         self._sums = None

@@ -80,9 +80,7 @@ def asymmetric(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def equal_clusters(values: Tensor, size: int) -> Tensor:
-    """Sort tokens by values (B, H, R, n) and split them into clusters of `size`: (B, H, R·⌈n/size⌉, min(size, n)). In
-    E2LSH's (a·x + b)/r, only a·x affects the order.
-    """
+    """Sort tokens by values (B, H, R, n) and split them into clusters of `size`: (B, H, R·⌈n/size⌉, min(size, n))."""
     order = values.argsort(dim=-1, stable=True)
     size = min(size, order.shape[-1])
     return F.pad(order, (0, -order.shape[-1] % size), value=-1).unflatten(-1, (-1, size)).flatten(2, 3)

@@ -502,6 +502,8 @@ def key_gradient(
     to_k = tl.zeros([KEYS, BLOCK_D], tl.float32)
     to_v = tl.zeros([KEYS, BLOCK_D], tl.float32)
     for start in range(tl.load(first_query + meeting), tl.load(end_query + meeting), QUERIES):
+        level = lse2 + statistics
+        delta_row = delta + statistics
         query_index = start + tl.arange(0, QUERIES)
         query_inside = query_index < length
         query = token_at(query_order, origin, query_index, query_inside)
@@ -510,8 +512,8 @@ def key_gradient(
         high = tl.load(highs + origin + query_index, mask=real, other=0)
         q_tile = gather(q_row, query, q_stride, real, HEAD_DIM, BLOCK_D)
         grad_tile = gather(grad_row, query, grad_stride, real, HEAD_DIM, BLOCK_D)
-        end = tl.load(lse2 + statistics + query_index, mask=real, other=0.0)
-        common = tl.load(delta + statistics + query_index, mask=real, other=0.0)
+        end = tl.load(level + query_index, mask=real, other=0.0)
+        common = tl.load(delta_row + query_index, mask=real, other=0.0)
         shown = visible(low, high, index, query, key, RULE, True)
         shown = shown_first(shown, past_low, past_high, past_index, query, key, real, inside, length, EARLIER, True)
         weight, slope = score_gradient(
