@@ -19,6 +19,7 @@ from megasparse.attention.contract import (
     IndexedTokens,
     MechanismSpec,
 )
+from megasparse.attention.flops import Flops
 from megasparse.attention.sequence_part import WHOLE, SequencePart
 from megasparse.attention.sinks import DocumentRanks, cached_sinks, merge, sink_attention
 from megasparse.errors import ConfigError
@@ -138,15 +139,21 @@ class BandCache(Cache):
 class BandAttention(Attention):
     """Hashed attention in a band of each bucket. Decodes from each bucket's last keys."""
 
-    window: Window
-    buckets: int
-    shares_pairs = True
     rule: dict[str, Any]
     """The fields scale, exclude_self and count_rounds of `BucketedAttentionSpec`."""
-    local: bool = False
-    """True if each head also attends to a window, see `with_window`."""
-    sinks: int = 0
-    """Number of first tokens that all later tokens attend to, in the same softmax; excluded from buckets and window."""
+
+    def __init__(self, config: Any, spec: MechanismSpec):
+        super().__init__(config, spec)
+        self.window = Window("band", min(config.chunk, spec.max_length))
+        self.buckets = -(-spec.max_length // config.chunk)
+        self.shares_pairs = getattr(config, "window", "band") != "top_k"
+        self.local: bool = getattr(config, "local", False)
+        self.sinks: int = getattr(config, "sinks", 0)
+
+    def band_flops(self, keys: float, length: int, rounds: int = 1) -> Flops:
+        """Return the FLOPs of pairs with this many keys per round, in the window and with sinks."""
+        work = self.spec.workload(length)
+        return work.pairs(keys) * (rounds + self.local) + work.pairs(self.sinks)
 
     @abstractmethod
     def band_codes(self, inputs: AttentionInputs, position: int, context: AttentionContext) -> Codes:

@@ -40,7 +40,7 @@ from megasparse.config.schema import ModelConfig
 from megasparse.config.section import Count, Positive
 from megasparse.errors import ConfigError
 from megasparse.ops import hash_learning
-from megasparse.ops.bucketed_attention import Codes, Window
+from megasparse.ops.bucketed_attention import Codes
 from megasparse.ops.cluster_attention import ClusterIndices
 from megasparse.ops.hash_learning import Draws
 from megasparse.ops.linear_attention import orthogonal_projections
@@ -150,11 +150,6 @@ class LHAAttention(BandAttention):
         linear = {"bias": False, "device": torch.get_default_device()}
         projections = {side: skip_init(Linear, spec.d_model, spec.heads * spec.head_dim, **linear) for side in sides}
         self.position_projections = nn.ModuleDict(projections)
-        self.window = Window("band", min(config.chunk, spec.max_length))
-        self.local = config.local
-        self.sinks = config.sinks
-        self.shares_pairs = config.window == "band"
-        self.buckets = -(-spec.max_length // config.chunk)
         self.bucket_size = math.floor(math.sqrt(2) * spec.max_length / self.buckets)
         self.changes_keys = config.sinusoidal_positions or config.normalize
         self.rule = {"scale": spec.head_dim**-0.5, "exclude_self": False, "count_rounds": True}
@@ -350,7 +345,7 @@ class LHAAttention(BandAttention):
         work = self.spec.workload(length)
         band = self.config.window == "band"
         keys = work.band(self.config.chunk, False) if band else work.clusters(self.buckets, self.bucket_size)
-        return work.pairs(keys) * (1 + self.local) + work.pairs(self.sinks) + self._hashing_flops(length)
+        return self.band_flops(keys, length) + self._hashing_flops(length)
 
     def _hashing_flops(self, length: int) -> Flops:
         """Both hash functions (random ones forward only), plus training them on a sample, forward only.

@@ -72,12 +72,8 @@ class LocalAttentionConfig(MechanismSection):
 
     def check(self, key: str, model: ModelConfig) -> None:
         if self.relative and model.positions.kind == "rotary":
-            raise ConfigError(
-                f"{key}.relative",
-                'true adds relative positions to queries and keys that model.positions.kind = "rotary" already rotates '
-                "by position",
-                "Set it to false, or choose another model.positions.kind",
-            )
+            problem = 'true adds relative positions to queries and keys that model.positions.kind = "rotary" rotates'
+            raise ConfigError(f"{key}.relative", problem, "Set it to false, or choose another model.positions.kind")
         if self.relative and self.sinks:
             problem = f"{self.sinks} sinks may be farther away than the largest distance of relative = true"
             raise ConfigError(f"{key}.sinks", problem, "Set it to 0, or relative to false")
@@ -187,7 +183,14 @@ class LocalAttention(Attention):
         k = cache.tokens.k
         v = cache.tokens.v
         if cache.relative is not None:
-            return self._decode_relative(inputs.q, cache.tokens, cache.relative, position)
+            keys = torch.arange(max(0, position // self.chunk - 1) * self.chunk, position + 1, device=k.device)
+            k, v = (at_least_fp32(x[:, :, keys % capacity]) for x in (k, v))
+            r, u, w = cache.relative
+            r = r[:, capacity - 1 - (position - keys)].to(k.dtype)
+            wide = inputs.q.to(k.dtype)
+            score = (wide + u[:, None]) @ k.transpose(-1, -2) + (wide + w[:, None]) @ r.transpose(-1, -2)
+            weight = torch.softmax(score * self.spec.head_dim**-0.5, dim=-1)  # (B, H, 1, keys)
+            return (weight @ v).to(inputs.q.dtype)
         out, lse = cached_window(inputs.q, k, v, capacity, position, self._rule(causal=True))
         if self.sinks:
             scale = self.spec.head_dim**-0.5
@@ -195,16 +198,6 @@ class LocalAttention(Attention):
             sinks = cached_sinks(range(self.sinks), inputs.q, k, v, position, scale=scale, chunk=self.chunk)
             out, _ = merge([(out, lse), sinks])
         return out
-
-    def _decode_relative(self, q: Tensor, tokens: KeyValueCache, relative: RelativeVectors, position: int) -> Tensor:
-        keys = torch.arange(max(0, position // self.chunk - 1) * self.chunk, position + 1, device=q.device)
-        k, v = (at_least_fp32(x[:, :, keys % (2 * self.chunk)]) for x in (tokens.k, tokens.v))
-        r, u, w = relative
-        r = r[:, 2 * self.chunk - 1 - (position - keys)].to(k.dtype)
-        wide = q.to(k.dtype)
-        score = (wide + u[:, None]) @ k.transpose(-1, -2) + (wide + w[:, None]) @ r.transpose(-1, -2)
-        weight = torch.softmax(score * self.spec.head_dim**-0.5, dim=-1)  # (B, H, 1, keys)
-        return (weight @ v).to(q.dtype)
 
 
 def cached_window(

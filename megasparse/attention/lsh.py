@@ -67,12 +67,8 @@ class LSHAttentionConfig(MechanismSection):
             problem = 'false with window = "band" is not causal: later tokens move the borders of the window'
             raise ConfigError(f"{key}.same_bucket", problem, 'Set same_bucket to true, or window to "chunk"')
         if self.window == "chunk" and not self.shared_qk:
-            raise ConfigError(
-                f"{key}.window",
-                '"chunk" needs all tokens in one order, but with shared_qk = false queries and keys have different '
-                "buckets",
-                'Set window to "band", or shared_qk to true',
-            )
+            problem = '"chunk" needs one order, but with shared_qk = false queries and keys have different buckets'
+            raise ConfigError(f"{key}.window", problem, 'Set window to "band", or shared_qk to true')
         check_band(key, self.window, False, self.sinks)  # local = true is allowed with chunks too
         if self.shifted_keys:
             self._check_shifted_keys(f"{key}.shifted_keys", model)
@@ -160,8 +156,6 @@ class LSHAttention(BandAttention):
         excludes_self = self.shared_qk and not self.shifted_keys
         self.rule = {"scale": scale, "exclude_self": excludes_self, "count_rounds": config.count_rounds}
         self.window = Window(config.window, min(config.chunk, spec.max_length), config.same_bucket)
-        self.local = config.local
-        self.sinks = config.sinks
         self._rotations: tuple[Any, Tensor] | None = None  # cached: evaluation never redraws them
         if config.window == "chunk":
             self.leak = "later tokens move the borders of chunks; attention.lsh.window = band is strictly causal"
@@ -245,7 +239,7 @@ class LSHAttention(BandAttention):
         work = self.spec.workload(length)
         chunk = self.config.chunk
         keys = work.band(chunk, self.shared_qk) if self.config.window == "band" else work.chunks(chunk)
-        return work.pairs(keys) * (self.config.rounds + self.local) + work.pairs(self.sinks) + Flops(codes)
+        return self.band_flops(keys, length, self.config.rounds) + Flops(codes)
 
     def cached_rounds(self, rounds: int | None) -> int:
         return rounds or self.config.hash_rounds(training=False)

@@ -131,9 +131,23 @@ class SmartBirdAttention(TaughtSketch):
     ) -> tuple[Tensor | None, dict[str, Tensor]]:
         if self.config.objective == "attention":
             return super()._auxiliary(x, inputs, context)
-        if context.targets is None:
+        targets = context.targets
+        part = context.part
+        if targets is None:
             return None, {}
-        loss = self._objective(x, inputs, context.targets, context.part)
+        target = "answer" if targets.answer else "token" if targets.values.dim() == 2 else "pooled"
+        if target != self.config.objective:
+            problem = f'"{self.config.objective}" does not match this task, which needs {ASKED[target]}'
+            raise ConfigError("model.attention.smart_bird.objective", problem, f'Set it to "{target}"')
+        # With sequence parallelism, every rank computes the whole loss.
+        q, k, v = (self._whole(project(x), part) for project in (self.query, self.key, self.value))
+        h, _ = _sketch(q, k, v, inputs)
+        if self.layer is not None:
+            h = self.layer(x, h)
+        if target == "token":
+            counted = None if targets.counted is None else part.gather(targets.counted, 1)
+            targets = Targets(part.gather(targets.values, 1), counted)
+        loss = self.objective(h, targets, inputs.key_mask)
         return loss * (1.0 / self.spec.layers), {"sketch_loss": loss.detach()}
 
     def teaching_rate(self, parameter: str, progress: float = 0.0) -> float | None:
@@ -147,21 +161,6 @@ class SmartBirdAttention(TaughtSketch):
         x = x if exactly else at_least_fp32(x)  # `exact_projection` widens its input itself
         q, k = (self._whole(project(x, exactly), context.part).unsqueeze(1) for project in (self.query, self.key))
         return q, k  # (B, 1, L, d)
-
-    def _objective(self, x: Tensor, inputs: AttentionInputs, targets: Targets, part: SequencePart) -> Tensor:
-        """Return the sketch's loss. With sequence parallelism, every rank computes the whole loss."""
-        target = "answer" if targets.answer else "token" if targets.values.dim() == 2 else "pooled"
-        if target != self.config.objective:
-            problem = f'"{self.config.objective}" does not match this task, which needs {ASKED[target]}'
-            raise ConfigError("model.attention.smart_bird.objective", problem, f'Set it to "{target}"')
-        q, k, v = (self._whole(project(x), part) for project in (self.query, self.key, self.value))
-        h, _ = _sketch(q, k, v, inputs)
-        if self.layer is not None:
-            h = self.layer(x, h)
-        if target == "token":
-            counted = None if targets.counted is None else part.gather(targets.counted, 1)
-            targets = Targets(part.gather(targets.values, 1), counted)
-        return self.objective(h, targets, inputs.key_mask)
 
     def _read(self, x: Tensor, inputs: AttentionInputs, context: AttentionContext, position: int = 0) -> Tensor:
         """Return the sketch's detached input, or token embeddings of the whole sequences, in decoding of the token at

@@ -40,19 +40,15 @@ class StoredInput:
         self.tiles = []
         for tile in tiles:
             self.device = tile.device
-            self.tiles.append(_offloaded(tile) if offload else tile)
+            if offload and tile.is_cuda:
+                tile = torch.empty(tile.shape, dtype=tile.dtype, pin_memory=True).copy_(tile, non_blocking=True)
+            self.tiles.append(tile.to("cpu") if offload else tile)
 
     def tile(self, number: int) -> Tensor:
         return self.tiles[number].to(self.device, non_blocking=True)
 
     def __iter__(self) -> Iterator[Tensor]:
         return map(self.tile, range(len(self.tiles)))
-
-
-def _offloaded(x: Tensor) -> Tensor:
-    if not x.is_cuda:
-        return x.to("cpu")
-    return torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True)
 
 
 class Recomputed(Function):

@@ -60,7 +60,11 @@ class _GatheredAttention(Function):
         outs = q.new_empty(len(q) * shares * q.shape[2], q.shape[1] // shares, q.shape[3])
         lses = outs.new_empty(outs.shape[:2], dtype=dtype)
         for block in _blocks(q, k, v, index, scale, dropout, dtype):
-            weight, lses[block.rows] = _softmax_(block.score)
+            highest = block.score.amax(-1, keepdim=True).clamp_min_(torch.finfo(dtype).min)
+            weight = block.score.sub_(highest).exp_()
+            total = weight.sum(-1, keepdim=True)
+            weight *= 1.0 / total.clamp_min(1.0)  # the largest weight is 1, unless all slots are empty
+            lses[block.rows] = (highest + total.log_()).squeeze(-1)
             if block.factors is not None:
                 weight *= block.factors
             outs[block.rows] = torch.bmm(weight, block.v).to(q.dtype)
@@ -121,15 +125,6 @@ def _one_block(q: Tensor, k: Tensor, v: Tensor, index: Tensor, scale: float) -> 
     with np.errstate(divide="ignore"):
         lse = (highest + np.log(total)).reshape(-1, score.shape[2])
     return _by_head(torch.from_numpy(out).flatten(0, 1), q), _by_head(torch.from_numpy(lse), q)
-
-
-def _softmax_(score: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the softmax of scores (n, R, K), in place, 0 in rows of −∞, and its log-sum-exp (n, R)."""
-    highest = score.amax(-1, keepdim=True).clamp_min_(torch.finfo(score.dtype).min)
-    weight = score.sub_(highest).exp_()
-    total = weight.sum(-1, keepdim=True)
-    weight *= 1.0 / total.clamp_min(1.0)  # the largest weight is 1, unless all slots are empty
-    return weight, (highest + total.log_()).squeeze(-1)
 
 
 def _lines(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, int, int]:

@@ -307,15 +307,15 @@ def _key_gradients(
     dk, dv = (torch.zeros(k.shape, dtype=k.dtype, device=k.device) for _ in range(2))
     parts = torch.empty(2, batch * heads, tiles, 2, head_dim, dtype=torch.float32, device=q.device)
     grid = (batch * heads * tiles,)
-    shared: dict[str, Any] = {
-        "order": order,
-        "keys": keys,
-        "dk": dk,
-        "dv": dv,
-        "key_parts": parts[0],
+    shared: dict[str, Any] = {"order": order, "keys": keys, "dk": dk, "dv": dv, "key_parts": parts[0]}
+    shared |= {
         "value_parts": parts[1],
+        "heads": heads,
+        "entries": entries,
+        "key_count": key_count,
+        "tiles": tiles,
+        "D": head_dim,
     }
-    shared |= {"heads": heads, "entries": entries, "key_count": key_count, "tiles": tiles, "D": head_dim}
     shared |= {"TILE": sizes.tile, "WIDTH": block(head_dim), **steps_of_lists("order", index, entries)}
     launch(
         tile_gradients, grid, **shared, pairs=pairs, q=q, grad=grad, scale=scale, slots=slots,

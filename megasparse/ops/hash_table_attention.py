@@ -172,8 +172,10 @@ class _HashTableAttention(Function):
             into_v = _through_tables(codes.queries, codes.keys, codes.tables, g, spec.causal_chunk, reverse=True)
             for piece, count in _chunks(codes, spec.causal_chunk, dtype):
                 into_v[:, piece] += count.transpose(1, 2) @ g[:, piece]
+            # The costs of the paper's min(L·m·D², nnz·(m + D))
+            over_tables = len(rows_q) * hashes * (q.shape[2] + k.shape[2]) * q.shape[3] ** 2
             collisions = total.flatten(0, 1)[part].sum() * hashes
-            if _prefers_pairs(collisions, codes, q.shape[3]):
+            if collisions.item() * _PAIR_COST * (hashes + q.shape[3]) < over_tables:
                 into_q, into_k = _pair_gradients(rows_q, rows_k, rows_v, g, codes, causal=spec.causal)
             else:
                 into_q, into_k = _table_gradients(rows_q, rows_k, rows_v, g, codes, spec.causal_chunk)
@@ -187,13 +189,6 @@ class _HashTableAttention(Function):
 def _parts(q: Tensor, k: Tensor, codes: Tensor, spec: HashTableAttentionSpec) -> Iterator[slice]:
     size = (q.shape[2] + k.shape[2]) * (q.shape[3] + codes.shape[2]) + (spec.causal_chunk or 0) ** 2
     return row_slices(q.shape[0] * q.shape[1], _ROW_ELEMENTS, size)
-
-
-def _prefers_pairs(collisions: Tensor, codes: HashCodes, head_dim: int) -> bool:
-    """Compare the costs of the paper's min(L·m·D², nnz·(m + D))."""
-    rows, hashes, length = codes.queries.shape
-    over_tables = rows * hashes * (length + codes.keys.shape[2]) * head_dim**2
-    return collisions.item() * _PAIR_COST * (hashes + head_dim) < over_tables
 
 
 def _through_tables(
@@ -266,28 +261,18 @@ def _table_gradients(
     return into_q, into_k
 
 
-class _Runs(NamedTuple):
-    """Keys that collide with each query in each hash: order[start : start + size].
-
-    order: (G, m, Lk) key numbers. start, size: (G·Lq, m).
-    """
-
-    order: Tensor
-    start: Tensor
-    size: Tensor
-
-
 def _pair_gradients(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, codes: HashCodes, causal: bool
 ) -> tuple[Tensor, Tensor]:
     """Compute `_table_gradients` by pairs. q, g: (G, Lq, D). k, v: (G, Lk, D)."""
-    runs = _key_runs(codes, causal)
+    order, starts, sizes = _key_runs(codes, causal)
     # Contiguous for any strides of q and k, because `flatten` of the targets must not copy
     into_q, into_k = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k))
     sources = [x.flatten(0, 1) for x in (q, k, v, g)]  # (G·L, D)
     targets = [x.flatten(0, 1) for x in (into_q, into_k)]  # (G·L, D)
-    for first, last in _query_ranges(runs.size):
-        query, key, count = _colliding(runs, first, last, q.shape[1])
+    for first, last in _query_ranges(sizes):
+        start, size = (x[first:last].flatten().to(torch.int64) for x in (starts, sizes))
+        query, key, count = _colliding(order, start, size, first, q.shape[1])
         # Split further, because a single query can exceed a block
         for i, j, c in zip(*(x.split(_BLOCK_PAIRS) for x in (query, key, count)), strict=True):
             weight = ((sources[3][i] * sources[2][j]).sum(-1) * c)[:, None]
@@ -296,7 +281,8 @@ def _pair_gradients(
     return into_q, into_k
 
 
-def _key_runs(codes: HashCodes, causal: bool) -> _Runs:
+def _key_runs(codes: HashCodes, causal: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Return key numbers (G, m, Lk), and the start and size, (G·Lq, m), of each query's run of colliding ones."""
     rows, hashes, length = codes.queries.shape
     keys = codes.keys.shape[2]
     position = torch.arange(keys, device=codes.keys.device)
@@ -311,7 +297,7 @@ def _key_runs(codes: HashCodes, causal: bool) -> _Runs:
         begin = torch.searchsorted(ordered, lowest)
         start[..., hash_] = begin
         size[..., hash_] = torch.searchsorted(ordered, lowest + latest, right=True) - begin
-    return _Runs(order, start.flatten(0, 1), size.flatten(0, 1))
+    return order, start.flatten(0, 1), size.flatten(0, 1)
 
 
 def _query_ranges(size: Tensor) -> Iterator[tuple[int, int]]:
@@ -326,15 +312,14 @@ def _query_ranges(size: Tensor) -> Iterator[tuple[int, int]]:
         first = last
 
 
-def _colliding(runs: _Runs, first: int, last: int, length: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the distinct pairs of queries first..last − 1 of G·Lq: query, key of G·Lk, and number of collisions."""
-    hashes, keys = runs.order.shape[1:]
-    size, start = (x[first:last].flatten().to(torch.int64) for x in (runs.size, runs.start))
+def _colliding(order: Tensor, start: Tensor, size: Tensor, first: int, length: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the distinct pairs of queries from `first` of G·Lq on: query, key of G·Lk, and number of collisions."""
+    hashes, keys = order.shape[1:]
     run = torch.repeat_interleave(torch.arange(len(size), device=size.device), size)  # run of each collision
     within = torch.arange(len(run), device=size.device) - (size.cumsum(0) - size)[run]
     query = run // hashes  # counted from `first`
     row = (query + first) // length
-    key = runs.order.flatten()[(row * hashes + run % hashes) * keys + start[run] + within]
+    key = order.flatten()[(row * hashes + run % hashes) * keys + start[run] + within]
     pair, count = torch.unique(query * keys + key, return_counts=True)
     query = pair // keys + first
     return query, pair % keys + query // length * keys, count

@@ -361,8 +361,8 @@ class _HashTableAttention(Function):
         hashes = q_codes.shape[2]
         slabs = _slabs(q_codes, k_codes, v)
         several = len(slabs) > 1
-        out = _total((*q.shape[:3], v.shape[3]), torch.float32, q.device, several)
-        matches = _total(q.shape[:3], torch.float32, q.device, several)
+        out = _total(q, (*q.shape[:3], v.shape[3]), torch.float32, several)
+        matches = _total(q, q.shape[:3], torch.float32, several)
         [values] = _row_copies(v.dtype, v)
         for slab in slabs:
             queries, keys = _buckets(q_codes, k_codes, group, spec, slab)
@@ -383,7 +383,7 @@ class _HashTableAttention(Function):
         hashes = q_codes.shape[2]
         slabs = _slabs(q_codes, k_codes, v)
         several = len(slabs) > 1
-        dq, dk, dv = (_total(x.shape, x.dtype, x.device, several) for x in (q, k, v))
+        dq, dk, dv = (_total(x, x.shape, x.dtype, several) for x in (q, k, v))
         rows_q, rows_k, rows_v, g = _row_copies(v.dtype, q, k, v, grads[0])
         factor = spec.code_bits / (2 * hashes)
         for slab in slabs:
@@ -398,11 +398,9 @@ class _HashTableAttention(Function):
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None, None
 
 
-def _total(shape: Sequence[int], dtype: torch.dtype, device: torch.device, several: bool) -> Tensor:
+def _total(like: Tensor, shape: Sequence[int], dtype: torch.dtype, several: bool) -> Tensor:
     """Return the accumulator of slabs: fp32 zeros if there are several, else empty in the result's dtype."""
-    if several:
-        return torch.zeros(shape, dtype=torch.float32, device=device)
-    return torch.empty(shape, dtype=dtype, device=device)
+    return like.new_zeros(shape, dtype=torch.float32) if several else like.new_empty(shape, dtype=dtype)
 
 
 def _row_copies(dtype: torch.dtype, *xs: Tensor) -> list[Tensor]:
@@ -465,14 +463,9 @@ def _windows(targets: Tensor, sources: _Sorted, spec: HashTableAttentionSpec) ->
 
 
 def _add_sums(
-    out: Tensor,
-    values: Tensor,
-    sources: _Sorted,
-    windows: _Windows,
-    all_hashes: int,
-    several: bool,
+    out: Tensor, values: Tensor, sources: _Sorted, windows: _Windows, all_hashes: int, several: bool,
     met: Tensor | None = None,
-) -> None:
+) -> None:  # fmt: skip
     """Add to out (B, H, targets, D) the sum of values (G, length, D) in the windows, over the hashes, /all_hashes; and
     to met (B, H, targets) the number of values, /all_hashes if there is one slab.
     """
@@ -514,13 +507,9 @@ def _join_spans(tails: Tensor, sources: _Sorted, sizes: _Sizes) -> None:
 
 
 def _add_weighted(
-    out: Tensor,
-    targets: tuple[Tensor, _Sorted],
-    windows: _Windows,
-    sources: tuple[Tensor, Tensor, _Sorted],
-    scale: float,
-    several: bool,
-) -> None:
+    out: Tensor, targets: tuple[Tensor, _Sorted], windows: _Windows, sources: tuple[Tensor, Tensor, _Sorted],
+    scale: float, several: bool,
+) -> None:  # fmt: skip
     """Add to out_i scale·Σ_j (left_i·left_j) right_j over i's windows in all hashes. targets: left (G, targets, D) and
     their order. sources: left and right (G, length, D) and their order.
     """

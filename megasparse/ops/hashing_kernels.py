@@ -19,6 +19,16 @@ _HASHES = 64  # hashes per program
 
 
 @triton.jit
+def _place(groups, length, TOKENS: tl.constexpr):
+    """Return a program's group, the neighbours of which share tokens, its row, and its tokens."""
+    program = tl.program_id(0)
+    tiles = tl.cdiv(length, TOKENS)
+    tile = program // groups % tiles
+    row = (program // groups // tiles).to(tl.int64)
+    return program % groups, row, tile * TOKENS + tl.arange(0, TOKENS)
+
+
+@triton.jit
 def _vectors(x, row, heads, x_batch, x_head):
     """Return the address of the first vector of batch and head number `row`."""
     return x + (row // heads) * x_batch + (row % heads) * x_head
@@ -47,14 +57,9 @@ def angular(
     """Compute codes of TOKENS tokens of a row in a round: for each factor, the first maximum of [xR; −xR]. rotations:
     (H, R, D, `columns`). Rounds of the same tokens are neighbouring programs.
     """
-    program = tl.program_id(0)
-    tiles = tl.cdiv(length, TOKENS)
-    round_ = program % rounds
-    tile = program // rounds % tiles
-    row = (program // rounds // tiles).to(tl.int64)
+    round_, row, token = _place(rounds, length, TOKENS)
     x = _vectors(x, row, heads, x_batch, x_head)
     matrix = rotations + ((row % heads) * rounds + round_) * D * columns
-    token = tile * TOKENS + tl.arange(0, TOKENS)
     code = tl.zeros([TOKENS], tl.int32)
     for f in tl.static_range(len(FACTORS)):
         half = FACTORS[f] // 2
@@ -86,14 +91,8 @@ def hidden_units(
     """Compute relu(xW + b) of TOKENS tokens of a row, for COLUMNS of the D units, into out (B·H, L, `width`) from
     column `first` on. weight: (H, D, D). bias: (H, D).
     """
-    program = tl.program_id(0)
-    tiles = tl.cdiv(length, TOKENS)
-    groups = tl.cdiv(D, COLUMNS)
-    group = program % groups
-    tile = program // groups % tiles
-    row = (program // groups // tiles).to(tl.int64)
+    group, row, token = _place(tl.cdiv(D, COLUMNS), length, TOKENS)
     x = _vectors(x, row, heads, x_batch, x_head)
-    token = tile * TOKENS + tl.arange(0, TOKENS)
     unit = group * COLUMNS + tl.arange(0, COLUMNS)
     head = row % heads
     score = _projected(x, token, length, x_stride, weight + head * D * D, unit, D, D, D, DEPTH)
@@ -110,11 +109,7 @@ def best_bucket(
     """Compute the first maximum of xW + Σb, for TOKENS tokens of a row. x: (B·H, L, D). weight: (H, D, `buckets`).
     bias: (BIASES, H, `buckets`).
     """
-    program = tl.program_id(0)
-    tiles = tl.cdiv(length, TOKENS)
-    tile = program % tiles
-    row = (program // tiles).to(tl.int64)
-    token = tile * TOKENS + tl.arange(0, TOKENS)
+    _, row, token = _place(1, length, TOKENS)
     x += row * length * D
     weight += (row % heads) * D * buckets
     bias += (row % heads) * buckets
@@ -139,14 +134,8 @@ def sides(
     TOKENS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
     """Compute codes of TOKENS tokens of a row in COLUMNS hashes: bit t is [r·x >= 0], normals r (H, τ, D, m)."""
-    program = tl.program_id(0)
-    tiles = tl.cdiv(length, TOKENS)
-    groups = tl.cdiv(hashes, COLUMNS)
-    group = program % groups
-    tile = program // groups % tiles
-    row = (program // groups // tiles).to(tl.int64)
+    group, row, token = _place(tl.cdiv(hashes, COLUMNS), length, TOKENS)
     x = _vectors(x, row, heads, x_batch, x_head)
-    token = tile * TOKENS + tl.arange(0, TOKENS)
     hash_ = group * COLUMNS + tl.arange(0, COLUMNS)
     normals += (row % heads) * bits * D * hashes
     code = tl.zeros([TOKENS, COLUMNS], tl.int32)

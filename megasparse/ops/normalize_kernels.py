@@ -158,48 +158,36 @@ _NUMBERS = 4096  # per program
 
 def unit_keys(q: Tensor) -> tuple[Tensor, Tensor]:
     """Compute `normalize.unit_keys`."""
-    q, k = _UnitKeys.apply(q)
+    q, k = _Unit.apply(q, SHORTEST, q.dtype)
     return q, k
-
-
-class _UnitKeys(Function):
-    @staticmethod
-    def forward(ctx: Any, q: Tensor) -> tuple[Tensor, Tensor]:
-        rows = whole_vectors(q)
-        k = empty_alike(rows)
-        _launch_unit(unit, SHORTEST, q=rows, k=k)
-        ctx.save_for_backward(rows)
-        return q, k
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        (q,) = ctx.saved_tensors
-        grad_q, grad_k = (whole_vectors(grad) for grad in grads)
-        dq = empty_alike(q)
-        _launch_unit(unit_gradient, SHORTEST, q=q, grad_q=grad_q, grad_k=grad_k, dq=dq)
-        return dq
 
 
 def unit_vectors(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """Compute `normalize.unit_vectors`."""
-    return _UnitVectors.apply(x, dtype or torch.float32)
+    _, out = _Unit.apply(x, 0.0, dtype or torch.float32)
+    return out
 
 
-class _UnitVectors(Function):
+class _Unit(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dtype: torch.dtype) -> Tensor:
-        rows = whole_vectors(x)
-        out = empty_alike(rows, dtype)
-        _launch_unit(unit, 0.0, q=rows, k=out)
+    def forward(ctx: Any, q: Tensor, shortest: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        rows = whole_vectors(q)
+        k = empty_alike(rows, dtype)
+        _launch_unit(unit, shortest, q=rows, k=k)
+        ctx.shortest = shortest
+        ctx.set_materialize_grads(False)
         ctx.save_for_backward(rows)
-        return out
+        return q, k
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        (x,) = ctx.saved_tensors
-        dx = empty_alike(x)
-        _launch_unit(unit_gradient, 0.0, q=x, grad_q=None, grad_k=whole_vectors(grads[0]), dq=dx)
-        return dx, None
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        (q,) = ctx.saved_tensors
+        grad_q, grad_k = (None if grad is None else whole_vectors(grad) for grad in grads)
+        if grad_k is None:
+            return grad_q, None, None
+        dq = empty_alike(q)
+        _launch_unit(unit_gradient, ctx.shortest, q=q, grad_q=grad_q, grad_k=grad_k, dq=dq)
+        return dq, None, None
 
 
 def _launch_unit(kernel: Any, shortest: float, q: Tensor, **others: Tensor | None) -> None:

@@ -17,13 +17,13 @@ _TURN = tl.constexpr(2 * math.pi / 2**32)
 
 
 @triton.jit
-def _key(low, high):
+def key_halves(low, high):
     """Return the two halves of the key as uint32."""
     return low.to(tl.uint32, bitcast=True), high.to(tl.uint32, bitcast=True)
 
 
 @triton.jit
-def _row_seed(number, low, high):
+def row_seed(number, low, high):
     """Return the mixed numbers of rows `number`, int64; low, high: the key's halves, uint32."""
     return mix(mix(number.to(tl.uint32) + low) ^ mix((number >> 32).to(tl.uint32) + high))
 
@@ -45,9 +45,9 @@ def _dropout(
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = (row < count)[:, None] & (column < width)[None, :]
-    low, high = _key(low, high)
+    low, high = key_halves(low, high)
     number = tl.load(rows + row, mask=row < count, other=0)
-    bits = _bits_of(_row_seed(number, low, high)[:, None], column[None, :], high)
+    bits = _bits_of(row_seed(number, low, high)[:, None], column[None, :], high)
     offset = row.to(tl.int64)[:, None] * width + column[None, :]
     value = tl.load(x + offset, mask=inside, other=0)
     dropped = value.to(tl.float32) * tl.where(bits >= threshold, scale, 0.0)
@@ -113,9 +113,9 @@ def _bits(rows, out, columns, low, high, first, count, COLUMNS: tl.constexpr):
     """Draw bits. rows: row numbers, or None for `count` rows per head from `first` on."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    low, high = _key(low, high)
+    low, high = key_halves(low, high)
     number = (first + row // count) * 65536 + row % count if rows is None else tl.load(rows + row)
-    seed = _row_seed(number, low, high)
+    seed = row_seed(number, low, high)
     tl.store(out + row * columns + column, _bits_of(seed, column, high), mask=column < columns)
 
 
@@ -148,10 +148,10 @@ def _normals(out, first, count, columns, low, high, other_low, other_high, COLUM
     pair = tl.program_id(0)
     row = (first + pair // count).to(tl.int64) * 65536 + pair % count
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    low, high = _key(low, high)
-    other_low, other_high = _key(other_low, other_high)
-    radius = _bits_of(_row_seed(row, low, high), column, high).to(tl.float64)
-    angle = _bits_of(_row_seed(row, other_low, other_high), column, other_high).to(tl.float64)
+    low, high = key_halves(low, high)
+    other_low, other_high = key_halves(other_low, other_high)
+    radius = _bits_of(row_seed(row, low, high), column, high).to(tl.float64)
+    angle = _bits_of(row_seed(row, other_low, other_high), column, other_high).to(tl.float64)
     length = tl.sqrt(-2.0 * tl.log((radius + 2147483648.5) * _SCALE))
     number = length * tl.cos(angle * _TURN)
     tl.store(out + pair.to(tl.int64) * columns + column, number.to(tl.float32), mask=column < columns)

@@ -297,8 +297,16 @@ def drawn_keys(
     for tile in _product_tiles(q.double(), k.double(), sight, first_query, KEYS, len(noise.heads)):
         score = tile.products.mul_(q.shape[2] ** -0.5)
         log_p = _log_p(score, spec.sampling, None if lse is None else lse[:, tile.rows, None])
-        draws = _log_uniform(noise, tile.rows, tile.first_key // KEYS, len(tile.keys))  # (B, H, T, C)
-        ranks = _ranks(draws.add_(log_p.float()[:, None]), tile.keys)
+        rows = noise.rows[:, tile.rows]
+        u = torch.empty(len(rows), len(noise.heads), *score.shape[1:], device=rows.device)  # (B, H, T, C)
+        for head in range(len(noise.heads)):
+            bits = random_bits(noise.tile(head, tile.first_key // KEYS), rows, len(tile.keys))
+            u[:, head] = bits.bitwise_right_shift_(9)  # −2^22 … 2^22 − 1
+        log_u = u.add_((1 << 22) + 0.5).mul_(2.0**-23).log_()  # u is (n + ½)/2^23, n < 2^23
+        # int64 numbers in the order of the scores, then of falling position
+        bits = log_u.add_(log_p.float()[:, None]).add_(0.0).view(torch.int32)  # −0 becomes 0
+        bits ^= (bits >> 31).bitwise_and_(0x7FFFFFFF)
+        ranks = bits.long().bitwise_left_shift_(32).add_(_LOW - tile.keys)
         tile.hide(ranks, _NOTHING)
         best.add(tile, ranks, _NOTHING)
     return best.index
@@ -432,19 +440,3 @@ def _log_p(score: Tensor, sampling: str, lse: Tensor | None) -> Tensor:
     assert lse is not None
     minus_log_alpha = (lse - score).clamp_min_(0.0)  # negative only by rounding
     return minus_log_alpha.log_().mul_(-2.0 if sampling == "inverse_log_squared" else -1.0)
-
-
-def _log_uniform(noise: Noise, rows: slice, tile: int, keys: int) -> Tensor:
-    """Return log u, (B, H, T, C) fp32, of the first `keys` keys of a tile; u is (n + ½)/2^23, n < 2^23."""
-    row_numbers = noise.rows[:, rows]
-    u = torch.empty(len(row_numbers), len(noise.heads), row_numbers.shape[1], keys, device=row_numbers.device)
-    for head in range(len(noise.heads)):
-        u[:, head] = random_bits(noise.tile(head, tile), row_numbers, keys).bitwise_right_shift_(9)  # −2^22 … 2^22 − 1
-    return u.add_((1 << 22) + 0.5).mul_(2.0**-23).log_()
-
-
-def _ranks(score: Tensor, keys: Tensor) -> Tensor:
-    """Return int64 numbers in the order of the fp32 scores, then of falling position."""
-    bits = score.add_(0.0).view(torch.int32)  # −0 becomes 0
-    bits ^= (bits >> 31).bitwise_and_(0x7FFFFFFF)
-    return bits.long().bitwise_left_shift_(32).add_(_LOW - keys)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from megasparse.ops.kernels import launch, mix
 from megasparse.ops.operator import Function
+from megasparse.ops.random_kernels import key_halves, row_seed
 from megasparse.ops.sketch import KEYS, KeyChoiceSpec, Noise
 
 PADDING = tl.constexpr(-(1 << 31))
@@ -56,6 +57,13 @@ def sight(slots, documents, length, CAUSAL: tl.constexpr):
     last = tl.where(slots < length, slots if CAUSAL else length - 1, -1)
     document = document_of(slots, documents, length)
     return tl.where(document == PADDING, -1, last), document
+
+
+@triton.jit
+def visible_pairs(keys, last, document, documents, length):
+    """Return the visibility of keys (C) to the queries of `sight`, (ROWS, C)."""
+    visible = keys[None, :] <= last[:, None]
+    return visible & (document[:, None] == document_of(keys, documents, length)[None, :])
 
 
 @triton.jit
@@ -106,8 +114,7 @@ def attend(
     for start in range(0, end, COLUMNS):
         keys = start + columns
         score = product(query, vectors(k, keys, length, WIDTH), WIDTH)
-        visible = keys[None, :] <= last[:, None]
-        visible &= document[:, None] == document_of(keys, documents, length)[None, :]
+        visible = visible_pairs(keys, last, document, documents, length)
         highest = tl.maximum(highest, tl.where(visible, score, -float("inf")))
     top = tl.max(highest, 1)
     top = tl.where(top == -float("inf"), 0.0, top)
@@ -116,8 +123,7 @@ def attend(
     for start in range(0, end, COLUMNS):
         keys = start + columns
         score = product(query, vectors(k, keys, length, WIDTH), WIDTH)
-        visible = keys[None, :] <= last[:, None]
-        visible &= document[:, None] == document_of(keys, documents, length)[None, :]
+        visible = visible_pairs(keys, last, document, documents, length)
         weight = tl.where(visible, tl.exp(score - top[:, None]), 0.0)
         total += weight
         sums = add(sums, weight, vectors(v, keys, length, WIDTH), WIDTH)
@@ -158,8 +164,7 @@ def grad_queries(
     for start in range(0, end, COLUMNS):
         keys = start + columns
         key = vectors(k, keys, length, WIDTH)
-        visible = keys[None, :] <= last[:, None]
-        visible &= document[:, None] == document_of(keys, documents, length)[None, :]
+        visible = visible_pairs(keys, last, document, documents, length)
         grad_weight = product(grad, vectors(v, keys, length, WIDTH), WIDTH)
         _, slope = slopes(product(query, key, WIDTH), visible, row_lse[:, None], grad_weight, offset[:, None])
         sums = add(sums, slope, key, WIDTH)
@@ -274,19 +279,10 @@ def ranked(score, SIGNED: tl.constexpr):
 
 
 @triton.jit
-def row_seeds(seeds, number):
-    """Return `ops.random._seeds` of rows, and the shift of columns. seeds: the two halves of the key."""
-    key_low = tl.load(seeds).to(tl.uint32, bitcast=True)
-    key_high = tl.load(seeds + 1).to(tl.uint32, bitcast=True)
-    low = number.to(tl.uint32) + key_low
-    high = (number >> 32).to(tl.uint32) + key_high
-    return mix(mix(low) ^ mix(high)), key_high
-
-
-@triton.jit
-def uniform(row, column):
-    """Return `ops.random.random_bits` as one of the 2^23 numbers (n + ½)/2^23, exactly."""
-    bits = mix(row[:, None] + column[None, :])
+def uniform(seeds, number, column):
+    """Return `ops.random.random_bits` as one of the 2^23 numbers (n + ½)/2^23, exactly. seeds: the key's halves."""
+    low, high = key_halves(tl.load(seeds), tl.load(seeds + 1))
+    bits = mix(row_seed(number, low, high)[:, None] + mix(column.to(tl.uint32) + high)[None, :])
     above_one = ((bits >> 9) ^ 0x400000) | 0x3F800000  # 1 + n/2^23; flips the top bit because random_bits is signed
     return above_one.to(tl.float32, bitcast=True) - 0.99999994039535522
 
@@ -360,15 +356,13 @@ def choose(
         keys = start + columns
         score = product(query, vectors(k, keys, length, WIDTH), WIDTH)
         score = rounded(score) if seeds is None else likelihood(score, row_lse[:, None], SAMPLING)
-        visible = keys[None, :] <= last[:, None]
-        visible &= document[:, None] == document_of(keys, documents, length)[None, :]
+        visible = visible_pairs(keys, last, document, documents, length)
         score = tl.where(visible, score, -float("inf"))
         rank = ranked(score, SIGNED)
         promising = tl.max((rank > worst[:, None]).to(tl.int32))
         if seeds is not None:  # noqa: SIM102  (a compile-time branch in Triton)
             if promising > 0:  # otherwise no draw could win, because u < 1
-                row, shift = row_seeds(seeds + start // TILE * 2, number)
-                u = uniform(row, mix((keys % TILE).to(tl.uint32) + shift))
+                u = uniform(seeds + start // TILE * 2, number, keys % TILE)
                 rank = ranked(score + tl.log(u) if SAMPLING == "raw" else score * u, SIGNED)
                 promising = tl.max((rank > worst[:, None]).to(tl.int32))
         while promising > 0:

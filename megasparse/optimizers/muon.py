@@ -224,14 +224,13 @@ def _rounds(matrices: Sequence[_Matrix]) -> Iterator[list[list[_Matrix]]]:
         loads[owner] += matrix.cost
         queues[owner].append(matrix)
     while any(queues):
-        yield [_taken(queue) for queue in queues]
-
-
-def _taken(queue: list[_Matrix]) -> list[_Matrix]:
-    totals = accumulate(matrix.piece.size for matrix in queue)
-    count = max(1, sum(total <= BATCH for total in totals))
-    batch, queue[:] = queue[:count], queue[count:]
-    return batch
+        batches: list[list[_Matrix]] = []
+        for queue in queues:
+            totals = accumulate(matrix.piece.size for matrix in queue)
+            count = max(1, sum(total <= BATCH for total in totals))
+            batches.append(queue[:count])
+            del queue[:count]
+        yield batches
 
 
 def orthogonalise(matrices: Tensor) -> Tensor:

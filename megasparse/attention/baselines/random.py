@@ -14,7 +14,6 @@ from megasparse.attention.contract import (
 from megasparse.attention.flops import Flops
 from megasparse.config.attention import MechanismSection, mechanism
 from megasparse.config.section import Positive
-from megasparse.ops.bucketed_attention import Window
 from megasparse.ops.random import random_bits
 
 
@@ -34,8 +33,6 @@ class RandomAttention(BandAttention):
 
     def __init__(self, config: RandomAttentionConfig, spec: MechanismSpec):
         super().__init__(config, spec)
-        self.window = Window("band", min(config.chunk, spec.max_length))
-        self.buckets = -(-spec.max_length // config.chunk)
         self.rule = {"scale": spec.head_dim**-0.5, "exclude_self": False, "count_rounds": False}
 
     def assign(self, inputs: AttentionInputs, first: int, context: AttentionContext) -> Tensor:
@@ -59,5 +56,4 @@ class RandomAttention(BandAttention):
         return self.attend(inputs, self.assign(inputs, 0, context), None, context.part)
 
     def flops(self, length: int) -> Flops:
-        work = self.spec.workload(length)
-        return work.pairs(work.band(self.window.chunk, shared_codes=True))
+        return self.band_flops(self.spec.workload(length).band(self.window.chunk, shared_codes=True), length)

@@ -15,7 +15,6 @@ from megasparse.attention.lha_hash import HashInputs, bucket_codes
 from megasparse.config.attention import MechanismSection, mechanism
 from megasparse.config.schema import ModelConfig
 from megasparse.config.section import Count, Positive, Rate
-from megasparse.ops.bucketed_attention import Window
 from megasparse.ops.cluster_attention import ClusterIndices
 from megasparse.ops.operator import at_least_fp32
 from megasparse.ops.random import derive, normal
@@ -56,11 +55,6 @@ class RoutingAttention(BandAttention):
 
     def __init__(self, config: RoutingAttentionConfig, spec: MechanismSpec):
         super().__init__(config, spec)
-        self.window = Window("band", min(config.chunk, spec.max_length))
-        self.local = config.local
-        self.sinks = config.sinks
-        self.shares_pairs = config.window == "band"
-        self.buckets = -(-spec.max_length // config.chunk)
         self.shared_qk = spec.causal
         scale = 1.0 if self.shared_qk else spec.head_dim**-0.5
         self.rule = {"scale": scale, "exclude_self": self.shared_qk, "count_rounds": True}
@@ -158,4 +152,4 @@ class RoutingAttention(BandAttention):
         chunk = self.config.chunk
         band = self.config.window == "band"
         keys = work.band(chunk, shared_codes=False) if band else work.clusters(self.buckets, chunk)
-        return work.pairs(keys) * (1 + self.local) + work.pairs(self.sinks) + Flops(codes)
+        return self.band_flops(keys, length) + Flops(codes)

@@ -107,7 +107,21 @@ def shared_intervals(
         if codes is None:
             codes = torch.zeros(batch, 1, 1, length, dtype=torch.int32, device=like.device)
         sorted_key, order = _sort(codes, key_mask, segments, spec.buckets)
-    return _bounds(sorted_key, order, spec, key_mask, segments, like)
+    window = spec.window
+    shape = (1, 1, length) if sorted_key is None else sorted_key.shape
+    counted = order is not None and order.shape[1] > 1 and spec.count_rounds
+    names = ["low", "high", *(["token_low", "token_high", "token_index"] if counted else [])]
+    bounds: dict[str, Any] = dict.fromkeys(("token_low", "token_high", "token_index"))
+    bounds |= {name: torch.empty(shape, dtype=torch.int32, device=like.device) for name in names}
+    one_group = not window.same_bucket and key_mask is None and segments is None
+    steps = (window.chunk if window.kind == "band" else 3 * window.chunk).bit_length()
+    launch(
+        kernels.bounds, (-(-length // _PLACES) * shape[0] * shape[1],), keys=None if one_group else sorted_key,
+        order=order, **bounds, length=length, chunk=window.chunk, offset=0 if spec.exclude_self else 1, steps=steps,
+        PADDING=None if key_mask is None else _PADDING << 32, SHIFT=0 if window.same_bucket else 32, KIND=window.kind,
+        AHEAD=window.ahead, IN_ORDER=spec.causal and window.same_bucket, TOKENS=_PLACES, num_warps=4,
+    )  # fmt: skip
+    return Intervals(order, order, **bounds, groups=sorted_key)
 
 
 def separate_intervals(
@@ -151,30 +165,6 @@ def _sort(
         key = sort_keys(codes, key_mask, segments).flatten(0, 1).contiguous()  # (G, R, L)
     sorted_key, index = torch.sort(key, dim=-1, stable=True)
     return sorted_key, index.to(torch.int32)
-
-
-def _bounds(
-    sorted_key: Tensor | None, order: Tensor | None, spec: BucketedAttentionSpec, key_mask: Tensor | None,
-    segments: Tensor | None, like: Tensor,
-) -> Intervals:  # fmt: skip
-    """Return the windows of sorted keys (G, R, L); None: one bucket and round."""
-    length = like.shape[2]
-    window = spec.window
-    shape = (1, 1, length) if sorted_key is None else sorted_key.shape
-    counted = order is not None and order.shape[1] > 1 and spec.count_rounds
-    names = ["low", "high", *(["token_low", "token_high", "token_index"] if counted else [])]
-    bounds: dict[str, Any] = dict.fromkeys(("token_low", "token_high", "token_index"))
-    bounds |= {name: torch.empty(shape, dtype=torch.int32, device=like.device) for name in names}
-    one_group = not window.same_bucket and key_mask is None and segments is None
-    in_order = spec.causal and window.same_bucket
-    steps = (window.chunk if window.kind == "band" else 3 * window.chunk).bit_length()
-    launch(
-        kernels.bounds, (-(-length // _PLACES) * shape[0] * shape[1],), keys=None if one_group else sorted_key,
-        order=order, **bounds, length=length, chunk=window.chunk, offset=0 if spec.exclude_self else 1, steps=steps,
-        PADDING=None if key_mask is None else _PADDING << 32, SHIFT=0 if window.same_bucket else 32, KIND=window.kind,
-        AHEAD=window.ahead, IN_ORDER=in_order, TOKENS=_PLACES, num_warps=4,
-    )  # fmt: skip
-    return Intervals(order, order, **bounds, groups=sorted_key)
 
 
 def bucketed_attention(
