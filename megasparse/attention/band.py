@@ -22,6 +22,8 @@ from megasparse.attention.contract import (
 from megasparse.attention.flops import Flops
 from megasparse.attention.sequence_part import WHOLE, SequencePart
 from megasparse.attention.sinks import DocumentRanks, cached_sinks, merge, sink_attention
+from megasparse.config.attention import MechanismSection
+from megasparse.config.section import Count
 from megasparse.errors import ConfigError
 from megasparse.ops.bucketed_attention import BucketedAttentionSpec, Codes, Window
 from megasparse.ops.bucketed_attention.blocks import QueryBlock, query_attention
@@ -29,6 +31,17 @@ from megasparse.ops.bucketed_attention.spec import RankedTiles
 
 _LAST = -1e30
 """Smaller than the log-sum-exp of any token with a visible key."""
+
+
+class BandSection(MechanismSection):
+    """Settings of hashed mechanisms."""
+
+    local: bool = False
+    """Add a local window to the buckets: each head also attends to the last `chunk` tokens (in an encoder on either
+    side), in the same softmax. A key in both is included once. Except in `lsh`, with band only."""
+    sinks: Count = 0
+    """With band only: first tokens of each document that all later ones (in an encoder all) attend to, in the same
+    softmax. They are excluded from buckets and window, so each is included once."""
 
 
 def with_window(codes: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.utils import skip_init
 
-from megasparse.attention.band import BandAttention, check_band
+from megasparse.attention.band import BandAttention, BandSection, check_band
 from megasparse.attention.contract import AttentionContext, AttentionInputs, AttentionOutput, Buckets, MechanismSpec
 from megasparse.attention.documents import Document, attend_in_clusters, clusters_by_document, documents
 from megasparse.attention.far_attention import InWindow, best_far, collision_loss, drawn_positions
@@ -35,9 +35,9 @@ from megasparse.attention.lha_hash import (
     merged_parts,
     scores_of,
 )
-from megasparse.config.attention import MechanismSection, mechanism
+from megasparse.config.attention import mechanism
 from megasparse.config.schema import ModelConfig
-from megasparse.config.section import Count, Positive
+from megasparse.config.section import Positive
 from megasparse.errors import ConfigError
 from megasparse.ops import hash_learning
 from megasparse.ops.bucketed_attention import Codes
@@ -82,7 +82,7 @@ WEIGHT = 0.05
 """Weight λ of Eq. 19, from the paper: the loss is (1 − λ)·task + λ·mean(KL_Q + KL_K)."""
 
 
-class LHAAttentionConfig(MechanismSection):
+class LHAAttentionConfig(BandSection):
     hash: Literal["mlp", "linear", "random"] = "mlp"
     """H_Q and H_K: two-layer MLPs (best in the paper), linear, or an untrained random projection."""
     chunk: Positive = 64
@@ -94,12 +94,6 @@ class LHAAttentionConfig(MechanismSection):
     joint: bool = True
     """Decoders: assign a token's query and key to one bucket, by H_Q(q) + H_K(k) (the paper's Eq. 18). false: separate
     buckets, as in encoders, so that a query can match unlike keys; use it with pretrained queries and keys."""
-    local: bool = False
-    """With band only: add a local window to the buckets. Each head also attends to the last `chunk` tokens (in an
-    encoder on either side), in the same softmax. A key in both is included once."""
-    sinks: Count = 0
-    """With band only: first tokens of each document that all later ones (in an encoder all) attend to, in the same
-    softmax. They are excluded from buckets and window, so each is included once."""
     count_buckets: bool = True
     """With top_k only: include a pair that shares N buckets once. false: N times, as in the paper's Algorithm 1."""
     utility: Literal["sampled", "features", "collisions"] = "sampled"

@@ -7,20 +7,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megasparse.attention.band import BandAttention, BandCache, check_band
+from megasparse.attention.band import BandAttention, BandCache, BandSection, check_band
 from megasparse.attention.contract import AttentionContext, AttentionInputs, AttentionOutput, Buckets, MechanismSpec
 from megasparse.attention.flops import Flops
-from megasparse.config.attention import MechanismSection, mechanism
+from megasparse.config.attention import mechanism
 from megasparse.config.messages import show
 from megasparse.config.schema import ModelConfig, heads_of_layer
-from megasparse.config.section import Count, Positive
+from megasparse.config.section import Positive
 from megasparse.errors import ConfigError
 from megasparse.ops.bucketed_attention import Codes, Window
 from megasparse.ops.hashing import angular_hash, code_gap
 from megasparse.ops.random import rotations
 
 
-class LSHAttentionConfig(MechanismSection):
+class LSHAttentionConfig(BandSection):
     shared_qk: bool = True
     """Keys are q/|q|, as in the paper. false: separate queries and keys, hashed alike (the LSH baseline of LHA)."""
     rounds: Positive = 2
@@ -41,12 +41,6 @@ class LSHAttentionConfig(MechanismSection):
     """Restrict attention to tokens of the same bucket (the paper). false: the whole window, as in Hugging Face."""
     count_rounds: bool = True
     """Include a pair that N rounds select once (log N of appendix A). false: N times, as in Hugging Face."""
-    local: bool = False
-    """Add a local window to the buckets: each head also attends to the last `chunk` tokens (in an encoder on either
-    side), in the same softmax. A key in both is included once."""
-    sinks: Count = 0
-    """With band only: first tokens of each document that all later ones (in an encoder all) attend to, in the same
-    softmax. They are excluded from buckets and window, so each is included once."""
     shifted_keys: bool = False
     """Decoders with shared_qk and a band only: each token gets the key and the buckets of the previous token and so
     attends to the tokens that followed equal ones, at any distance. The first key of a document is 0, in bucket 0. Such

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from megasparse.attention.contract import AttentionContext, AttentionInputs, MechanismSpec
 from megasparse.attention.far_attention import SAMPLES, imbalance
 from megasparse.attention.flops import Flops
-from megasparse.attention.taught_sketch import TaughtSketch, check_sketch, repeated_masks
-from megasparse.config.attention import MechanismSection, mechanism
+from megasparse.attention.taught_sketch import SketchSection, TaughtSketch, repeated_masks
+from megasparse.config.attention import mechanism
 from megasparse.config.schema import ModelConfig
-from megasparse.config.section import Count, Positive
+from megasparse.config.section import Positive
 from megasparse.errors import ConfigError
 from megasparse.ops.operator import without_autocast
 from megasparse.ops.sketch import gathered_products, rounded_ranks
@@ -33,15 +33,11 @@ _GAIN = 4.0
 """Factor of the bucket scores: their weights learn as fast as the sketch's by the same steps of Adam."""
 
 
-class RankedAttentionConfig(MechanismSection):
+class RankedAttentionConfig(SketchSection):
     keys: Positive = 128
     """K, best keys of each query. Those in the window or the sinks are included once."""
     sketch_dim: Positive = 32
     """Width d of the sketch that ranks the candidates."""
-    sketch_heads: Positive = 1
-    """Neighbouring heads that share a sketch, buckets and keys; the heads of one KV group, for example."""
-    sketch_signs: bool = False
-    """Rank by the signs of the d numbers, by the Hamming distance of d bits, a multiple of 8."""
     buckets: Annotated[Positive, Field(le=_CODES**2)] = 64
     """N, buckets of keys."""
     probes: Positive = 8
@@ -52,20 +48,12 @@ class RankedAttentionConfig(MechanismSection):
     local: bool = True
     """Attend to a window, too: the token's own chunk of positions and the chunk before it, in an encoder also the chunk
     after it. Each key is included once."""
-    chunk: Positive = 64
-    """With local only: positions per chunk."""
-    sinks: Count = 0
-    """First tokens of each document, which every later token reads (in an encoder every token)."""
 
     def check(self, key: str, model: "ModelConfig") -> None:
         if self.probes > self.buckets:
             problem = f"{self.probes} is more than the {self.buckets} buckets"
             raise ConfigError(f"{key}.probes", problem, "Set it to at most buckets")
-        check_sketch(self, key, model)
-
-    @property
-    def heads_together(self) -> int:
-        return self.sketch_heads
+        super().check(key, model)
 
 
 @mechanism("ranked", RankedAttentionConfig)

@@ -10,10 +10,10 @@ from megasparse.attention.contract import AttentionContext, AttentionInputs, Mec
 from megasparse.attention.flops import Flops, product
 from megasparse.attention.sequence_part import SequencePart
 from megasparse.attention.sinks import DocumentRanks
-from megasparse.attention.taught_sketch import TaughtSketch, check_sketch
-from megasparse.config.attention import MechanismSection, mechanism
+from megasparse.attention.taught_sketch import SketchSection, TaughtSketch
+from megasparse.config.attention import mechanism
 from megasparse.config.schema import ModelConfig
-from megasparse.config.section import Count, Positive
+from megasparse.config.section import Positive
 from megasparse.errors import ConfigError
 from megasparse.ops.operator import at_least_fp32
 from megasparse.ops.positions import sinusoids
@@ -24,7 +24,7 @@ ASKED = {"token": "one token per position", "pooled": "one label per sequence", 
 """Descriptions of a sketch's targets, by objective."""
 
 
-class SmartBirdAttentionConfig(MechanismSection):
+class SmartBirdAttentionConfig(SketchSection):
     keys: Positive = 20
     """K, number of keys per query."""
     sketch_dim: Positive = 4
@@ -33,10 +33,6 @@ class SmartBirdAttentionConfig(MechanismSection):
     """`attention`: one narrow attention over the layer's input. `transformer`: a Transformer layer of width
     `sketch_dim` over separate token embeddings, with sinusoidal positions (Eq. 1). `heads`: one sketch for every
     `sketch_heads` heads, from their queries and keys after rotation."""
-    sketch_heads: Positive = 1
-    """With heads only: number of neighbouring heads that share a sketch and its selected keys."""
-    sketch_signs: bool = False
-    """With heads only: compare the signs of the d numbers, by the Hamming distance of d bits, a multiple of 8."""
     evaluation: Literal["top_k", "draws"] = "top_k"
     """In evaluation, select the K largest weights, the same keys for all heads, or draw per head as in training."""
     sampling: Literal["inverse_log_squared", "inverse_log", "raw", "top_k", "random"] = "inverse_log_squared"
@@ -51,11 +47,6 @@ class SmartBirdAttentionConfig(MechanismSection):
     local: bool = False
     """Add a local window in the same softmax: a token's chunk of positions and the previous chunk, in an encoder also
     the next. A key in both is included once."""
-    chunk: Positive = 64
-    """With local only: positions per chunk."""
-    sinks: Count = 0
-    """First tokens of each document that all later ones (in an encoder all) attend to, in the same softmax, each
-    once."""
 
     def check(self, key: str, model: ModelConfig) -> None:
         if (self.objective == "pooled") != (self.labels is not None):
@@ -74,15 +65,11 @@ class SmartBirdAttentionConfig(MechanismSection):
         if self.sketch_signs and self.sketch != "heads":
             problem = f'true needs sketch = "heads", not "{self.sketch}"'
             raise ConfigError(f"{key}.sketch_signs", problem, "Set it to false")
-        check_sketch(self, key, model)
+        super().check(key, model)
 
     @property
     def joined(self) -> str | None:
         return None if self.sketch == "heads" else 'all heads share one sketch, unless sketch = "heads"'
-
-    @property
-    def heads_together(self) -> int:
-        return self.sketch_heads
 
     @property
     def predicts(self) -> Literal["token", "pooled", "answer"] | None:

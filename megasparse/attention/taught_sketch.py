@@ -24,7 +24,9 @@ from megasparse.attention.flops import Flops, product
 from megasparse.attention.local import cached_window
 from megasparse.attention.sequence_part import WHOLE, SequencePart
 from megasparse.attention.sinks import merge, sink_index, without_seen
+from megasparse.config.attention import MechanismSection
 from megasparse.config.schema import ModelConfig, heads_of_layer
+from megasparse.config.section import Count, Positive
 from megasparse.errors import ConfigError
 from megasparse.ops.bucketed_attention import BucketedAttentionSpec, Window
 from megasparse.ops.gathered_attention import gathered_attention
@@ -32,15 +34,34 @@ from megasparse.ops.operator import at_least_fp32
 from megasparse.ops.sketch import KeyChoiceSpec, chosen_keys, exact_projection
 
 
-def check_sketch(config: Any, key: str, model: ModelConfig) -> None:
-    """Raise ConfigError unless `sketch_heads` divides the mechanism's heads in every layer, and signs fill bytes."""
-    if config.sketch_signs and config.sketch_dim % 8:
-        problem = f"{config.sketch_dim} is not a multiple of 8, but sketch_signs = true packs bits into bytes"
-        raise ConfigError(f"{key}.sketch_dim", problem, "Set it to 64, for example")
-    for layer in range(len(model.attention.pattern)):
-        if (heads := heads_of_layer(model, layer).get(key.rpartition(".")[2], 0)) % config.sketch_heads:
-            problem = f"{config.sketch_heads} does not divide the {heads} heads of a layer"
-            raise ConfigError(f"{key}.sketch_heads", problem, "Set it to a divisor")
+class SketchSection(MechanismSection):
+    """Settings of mechanisms with taught sketches."""
+
+    sketch_heads: Positive = 1
+    """Number of neighbouring heads that share a sketch and its selected keys, of one KV group, for example; in
+    `smart_bird` only with sketch = "heads"."""
+    sketch_signs: bool = False
+    """Compare the signs of the d numbers, by the Hamming distance of d bits, a multiple of 8; in `smart_bird` only with
+    sketch = "heads"."""
+    chunk: Positive = 64
+    """With local only: positions per chunk."""
+    sinks: Count = 0
+    """First tokens of each document that all later ones (in an encoder all) attend to, in the same softmax, each
+    once."""
+
+    @property
+    def heads_together(self) -> int:
+        return self.sketch_heads
+
+    def check(self, key: str, model: ModelConfig) -> None:
+        width: int = getattr(self, "sketch_dim")  # noqa: B009  (its default differs)
+        if self.sketch_signs and width % 8:
+            problem = f"{width} is not a multiple of 8, but sketch_signs = true packs bits into bytes"
+            raise ConfigError(f"{key}.sketch_dim", problem, "Set it to 64, for example")
+        for layer in range(len(model.attention.pattern)):
+            if (heads := heads_of_layer(model, layer).get(key.rpartition(".")[2], 0)) % self.sketch_heads:
+                problem = f"{self.sketch_heads} does not divide the {heads} heads of a layer"
+                raise ConfigError(f"{key}.sketch_heads", problem, "Set it to a divisor")
 
 
 @dataclass

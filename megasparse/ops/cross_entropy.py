@@ -11,10 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megasparse.ops.operator import Operator, at_least_fp32
+from megasparse.ops.operator import at_least_fp32, operator
 
 
-def _token_scores(logits: Tensor, targets: Tensor, smoothing: float = 0.0) -> Tensor:
+@operator(largest_width=None)
+def token_scores(logits: Tensor, targets: Tensor, smoothing: float = 0.0) -> Tensor:
     """Score every token, in columns: −ln p of its target under softmax(logits); 1 if the target is the most likely id
     (the first one in ties), else 0; with smoothing ε also (1 − ε) times the first plus ε times the mean of −ln p over
     all ids.
@@ -34,9 +35,6 @@ def _token_scores(logits: Tensor, targets: Tensor, smoothing: float = 0.0) -> Te
         mean_nats = nats + logits.gather(-1, targets.clamp_min(0).unsqueeze(-1)).squeeze(-1) - logits.mean(-1)
         columns.append(torch.lerp(nats, mean_nats, smoothing).masked_fill(targets < 0, 0.0))
     return torch.stack(columns, dim=-1)
-
-
-token_scores = Operator(_token_scores, kernels="megasparse.ops.cross_entropy_kernels:token_scores", largest_width=None)
 
 
 def adaptive_scores(

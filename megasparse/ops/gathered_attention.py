@@ -16,13 +16,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megasparse.ops.operator import Function, Operator, wide_dtype
+from megasparse.ops.operator import Function, operator, wide_dtype
 from megasparse.ops.random import PairDropout
 
 _GATHERED_ELEMENTS = 1 << 19  # numbers in a block's gathered keys: 2 MB of fp32, to fit in cache
 
 
-def _gathered_attention(
+@operator(cast=2)
+def gathered_attention(
     q: Tensor, k: Tensor, v: Tensor, index: Tensor, *, scale: float, dropout: PairDropout | None = None
 ) -> tuple[Tensor, Tensor]:
     """Compute out_i = Σ_j exp(scale·q_i·k_j − lse_i) v_j over the keys j in row i of the index.
@@ -38,13 +39,6 @@ def _gathered_attention(
         return _one_block(q, k, v, index, scale)
     out, lse = _GatheredAttention.apply(q, k, v, index, scale, dropout)
     return out, lse
-
-
-gathered_attention = Operator(
-    _gathered_attention,
-    kernels="megasparse.ops.gathered_attention_kernels:gathered_attention",
-    cast=2,
-)
 
 
 class _GatheredAttention(Function):

@@ -27,6 +27,15 @@ def _gathered(x, row, valid, stride, D: tl.constexpr, WIDTH: tl.constexpr):
     return tl.load(address, mask=valid[:, :, None] & (d < D), other=0.0).to(tl.float32)
 
 
+@triton.jit
+def _queries(heads, blocks, queries, QUERIES: tl.constexpr):
+    """Return a program's row, its batch element and head, its queries, and a mask of those that exist."""
+    program = tl.program_id(0).to(tl.int64)
+    row = program // blocks
+    query = (program % blocks).to(tl.int32) * QUERIES + tl.arange(0, QUERIES)
+    return row, row // heads, row % heads, query, query < queries
+
+
 @triton.jit(do_not_specialize=["heads", "queries", "blocks"])
 def attend(
     q, k, v, index, out, lse, scale, heads, queries, slots, blocks, key_heads, list_heads, index_batch, index_head,
@@ -36,15 +45,9 @@ def attend(
     """Attend for a block of a row's queries, PLACES slots at a time, which are reduced at the end. key_heads,
     list_heads: number of neighbouring heads with the same keys, the same index.
     """
-    program = tl.program_id(0).to(tl.int64)
-    row = program // blocks
-    block = (program % blocks).to(tl.int32)
-    batch = row // heads
-    head = row % heads
+    row, batch, head, query, real = _queries(heads, blocks, queries, QUERIES)
     k += batch * k_batch + head // key_heads * k_head
     v += batch * v_batch + head // key_heads * v_head
-    query = block * QUERIES + tl.arange(0, QUERIES)
-    real = query < queries
     index += batch * index_batch + head // list_heads * index_head + query.to(tl.int64)[:, None] * slots
     query_rows = load_rows(q + batch * q_batch + head * q_head, query, real, q_stride, D, WIDTH).to(tl.float32)
     highest = tl.full([QUERIES], -1e38, tl.float32)  # −∞ − (−∞) would be NaN
@@ -81,15 +84,9 @@ def query_gradients(
     """Compute dq of a block of a row's queries, and pairs (B·H, Lq·K, 2): each entry's weight and gradient of the
     scaled score.
     """
-    program = tl.program_id(0).to(tl.int64)
-    row = program // blocks
-    block = (program % blocks).to(tl.int32)
-    batch = row // heads
-    head = row % heads
+    row, batch, head, query, real = _queries(heads, blocks, queries, QUERIES)
     k += batch * k_batch + head * k_head
     v += batch * v_batch + head * v_head
-    query = block * QUERIES + tl.arange(0, QUERIES)
-    real = query < queries
     number = row * queries + query
     index += batch * index_batch + head * index_head + query.to(tl.int64)[:, None] * slots
     query_rows = load_rows(q + batch * q_batch + head * q_head, query, real, q_stride, D, WIDTH).to(tl.float32)

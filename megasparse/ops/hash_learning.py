@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megasparse.ops.operator import at_least_fp32, implementation, wide_dtype
+from megasparse.ops.operator import at_least_fp32, operator, wide_dtype
 
 _WIDEST = 8192
 """Largest number of buckets for one GPU program."""
@@ -113,37 +113,28 @@ def _products(x: Tensor, y: Tensor, scale: float, features: Tensor | None) -> Te
     return product.clamp_min(torch.finfo(product.dtype).tiny).log() + of_x + of_y.mT
 
 
-def _by_kernel(x: Tensor) -> bool:
-    return implementation(x, dtypes=(torch.float32,), largest_width=_WIDEST) == "triton"
+_on_rows = operator(dtypes=(torch.float32,), largest_width=_WIDEST, differentiable=False)
 
 
-@torch.no_grad()
+@_on_rows
 def unit_sum(utility: Tensor) -> Tensor:
     """Divide rows of utility (B, H, T, N) by their sums; a row with sum 0 gives 0. May overwrite utility."""
-    if _by_kernel(utility):
-        from megasparse.ops import hash_learning_kernels
-
-        return hash_learning_kernels.unit_sum(utility)
     total = utility.sum(-1, keepdim=True)
     return torch.where(total > 0, utility / total, 0.0)
 
 
-@torch.no_grad()
+@_on_rows
 def ranks(scores: Tensor, first: int) -> Tensor:
     """Return ranks of tokens in every bucket, (B, H, N, T) int64: ascending by decreasing softmax(scores) over a
     token's buckets, then by token number, the low 32 bits. scores: (B, H, T, N) from number `first` on.
     """
-    if _by_kernel(scores):
-        from megasparse.ops import hash_learning_kernels
-
-        return hash_learning_kernels.ranks(scores, first)
     # Bits of positive floats have the same order as the floats. The token number in the low bits makes ranks unique.
     penalty = -scores.log_softmax(-1).float().transpose(-1, -2)  # (B, H, N, T)
     rank = penalty.abs().contiguous().view(torch.int32).long() << 32
     return rank + torch.arange(first, first + scores.shape[2], device=rank.device)
 
 
-@torch.no_grad()
+@_on_rows
 def divergence(
     scores: Tensor, utility: Tensor, codes: Tensor, weight: float, learn: bool
 ) -> tuple[Tensor, Tensor | None]:
@@ -152,10 +143,6 @@ def divergence(
 
     scores, utility ψ: (B, H, T, N); scores may be overwritten. codes: (B, H, T), a bucket per token.
     """
-    if _by_kernel(scores):
-        from megasparse.ops import hash_learning_kernels
-
-        return hash_learning_kernels.divergence(scores, utility, codes, weight, learn)
     logarithm = scores.log_softmax(-1)
     information = torch.xlogy(utility, utility)
     total = (information - utility * logarithm).sum()

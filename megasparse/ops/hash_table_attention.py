@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megasparse.ops.operator import Function, Operator, wide_dtype, without_autocast
+from megasparse.ops.operator import Function, operator, wide_dtype, without_autocast
 
 _ROW_ELEMENTS = 1 << 22  # numbers per row group
 _TABLE_ELEMENTS = 1 << 18  # numbers in the tables of several hashes, at least one hash: 1 MB of fp32
@@ -49,7 +49,8 @@ class HashTableAttentionSpec:
         return self.chunk if self.causal else None
 
 
-def _hash_table_attention(
+@operator(decides=2)
+def hash_table_attention(
     q: Tensor, k: Tensor, v: Tensor, q_codes: Tensor, k_codes: Tensor, spec: HashTableAttentionSpec,
     key_mask: Tensor | None = None, segments: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
@@ -70,13 +71,6 @@ def _hash_table_attention(
         differentiable); both in fp32 or wider.
     """
     return _HashTableAttention.apply(q, k, v, q_codes, k_codes, groups(q, k, key_mask, segments), spec)
-
-
-hash_table_attention = Operator(
-    _hash_table_attention,
-    kernels="megasparse.ops.hash_table_attention_kernels:hash_table_attention",
-    decides=2,
-)
 
 
 def groups(q: Tensor, k: Tensor, key_mask: Tensor | None, segments: Tensor | None) -> tuple[Tensor, Tensor] | None:

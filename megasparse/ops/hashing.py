@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megasparse.ops.operator import Operator, at_least_rows, wide_dtype
+from megasparse.ops.operator import at_least_rows, operator, wide_dtype
 from megasparse.ops.random import bits_by_head, normal_by_head
 
 _BLOCK_ELEMENTS = 1 << 21  # rotated numbers per block: 8 MB of fp32
@@ -24,7 +24,8 @@ def code_dtype(count: int) -> torch.dtype:
     return torch.int16 if count <= 1 << 15 else torch.int32
 
 
-def _angular_hash(x: Tensor, rotations: Tensor, factors: list[int]) -> Tensor:
+@operator(differentiable=False)
+def angular_hash(x: Tensor, rotations: Tensor, factors: list[int]) -> Tensor:
     """Compute h(x) = argmax([xR; −xR]) (Reformer section 2), mixed-radix over the factors: h = h_1·n_2 + h_2.
 
     A factorised hash costs √n instead of n. Implementations differ only if the two largest scores are equal up to
@@ -73,14 +74,8 @@ def code_gap(x: Tensor, rotations: Tensor, factors: list[int]) -> float:
     return float(torch.stack(gaps).min() / x.norm(dim=-1).max())
 
 
-angular_hash = Operator(
-    _angular_hash,
-    kernels="megasparse.ops.hashing_kernels:angular_hash",
-    differentiable=False,
-)
-
-
-def _sign_codes(x: Tensor, key: int, heads: range, hashes: int, code_bits: int, kind: Kind) -> Tensor:
+@operator(differentiable=False)
+def sign_codes(x: Tensor, key: int, heads: range, hashes: int, code_bits: int, kind: Kind) -> Tensor:
     """Compute the codes of x in each hash: bit t is [r_t·x >= 0].
 
     gaussian: r is normal; two vectors at angle θ collide in a hash with probability (1 − θ/π)^τ.
@@ -126,13 +121,6 @@ def _sign_codes(x: Tensor, key: int, heads: range, hashes: int, code_bits: int, 
         code = sum(side[..., bit].to(codes.dtype) << bit for bit in range(code_bits))  # (B, H, l, m)
         codes[..., start : start + step] = code.transpose(-1, -2)  # type: ignore[union-attr]
     return codes
-
-
-sign_codes = Operator(
-    _sign_codes,
-    kernels="megasparse.ops.hashing_kernels:sign_codes",
-    differentiable=False,
-)
 
 
 def hash_planes(

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megasparse.ops.operator import Operator, wide_dtype
+from megasparse.ops.operator import operator, wide_dtype
 from megasparse.ops.random import PairDropout
 from megasparse.ops.tiled import tiled
 
@@ -49,7 +49,8 @@ def distances(chunk: int, causal: bool) -> range:
     return range(2 * chunk - 1, -chunk if causal else -2 * chunk, -1)
 
 
-def _relative_local_attention(
+@operator(kernels=False, cast=2)
+def relative_local_attention(
     q: Tensor, k: Tensor, v: Tensor, relative: RelativeVectors, spec: LocalAttentionSpec,
     key_mask: Tensor | None = None, segments: Tensor | None = None, *, dropout: PairDropout | None = None,
 ) -> Tensor:  # fmt: skip
@@ -97,9 +98,6 @@ def _relative_local_attention(
     out = tiled(partial(_attend, spec=spec, dropout=dropout), inputs, relative, tiles)  # (B, W, H, C, D)
     out = out.transpose(1, 2).flatten(2, 3)[:, :, :length]  # (B, H, L, D)
     return out if order is None else _take(out, order.argsort(dim=-1))
-
-
-relative_local_attention = Operator(_relative_local_attention, cast=2)
 
 
 def by_document(q: Tensor, key_mask: Tensor | None, segments: Tensor | None) -> tuple[Tensor | None, Tensor | None]:

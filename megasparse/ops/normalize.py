@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megasparse.ops.operator import Operator, at_least_fp32, implementation
+from megasparse.ops.operator import at_least_fp32, implementation, operator
 from megasparse.ops.tiled import tiled
 
 SHORTEST = 1e-12
@@ -39,7 +39,8 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, dtype
     return F.layer_norm(x, x.shape[-1:], weight.to(x.dtype), bias.to(x.dtype), eps).to(dtype)
 
 
-def _unit_keys(q: Tensor) -> tuple[Tensor, Tensor]:
+@operator()
+def unit_keys(q: Tensor) -> tuple[Tensor, Tensor]:
     """Compute k = q/|q| (Reformer section 2) of q (B, H, L, D), in fp32 or wider, cast back; a zero vector stays zero.
 
     Returns q and k. Use the returned q from then on, to join the gradients of both in one pass.
@@ -52,17 +53,14 @@ def _unit_keys(q: Tensor) -> tuple[Tensor, Tensor]:
     return q, tiled(unit, [q], [], -(-q.numel() // _ELEMENTS))
 
 
-def _unit_vectors(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+@operator()
+def unit_vectors(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """Compute x/|x| of x (B, H, L, D), in fp32 or wider, in `dtype` if given; a zero vector stays zero, and gets no
     gradient.
     """
     x = at_least_fp32(x)
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
     return (x * torch.where(norm > 0, 1.0 / norm.masked_fill(norm == 0, 1.0), 0.0)).to(dtype or x.dtype)
-
-
-unit_keys = Operator(_unit_keys, kernels="megasparse.ops.normalize_kernels:unit_keys")
-unit_vectors = Operator(_unit_vectors, kernels="megasparse.ops.normalize_kernels:unit_vectors")
 
 
 class Norm(nn.Module):

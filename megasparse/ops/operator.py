@@ -36,7 +36,7 @@ class Operator(Generic[P, R]):
     """Pure function of tensors with several implementations of one signature, which runs without autocast.
 
     Example:
-        >>> angular_hash = Operator(angular_hash_in_blocks, kernels="megasparse.ops.hashing_kernels:angular_hash")
+        >>> attend = Operator(attend_in_blocks, kernels="megasparse.ops.bucketed_attention.gpu:bucketed_attention")
 
     Args:
         blocks: Plain torch in blocks of bounded memory. Its docstring becomes the operator's.
@@ -80,6 +80,18 @@ class Operator(Generic[P, R]):
         rest[: self.cast] = [tensor.to(dtype) for tensor in rest[: self.cast]]  # type: ignore[attr-defined]
         with autocast_off(x), torch.set_grad_enabled(self.differentiable and torch.is_grad_enabled()):
             return function(first, *rest, **kwargs)
+
+
+def operator(kernels: bool = True, **settings: Any) -> Callable[[Callable[P, R]], Operator[P, R]]:
+    """Decorate a blockwise function to make it an `Operator`. Its kernels are the function of the same name in
+    MODULE_kernels, unless `kernels` is False. settings: of `Operator`.
+    """
+
+    def decorate(blocks: Callable[P, R]) -> Operator[P, R]:
+        path = f"{blocks.__module__}_kernels:{blocks.__name__}" if kernels else None  # type: ignore[attr-defined]
+        return Operator(blocks, kernels=path, **settings)
+
+    return decorate
 
 
 def implementation(

@@ -20,20 +20,16 @@ def sinusoids(first: int, count: int, width: int, device: torch.device | str = "
     """
     device = torch.device(device)
     cached = count > 1 and count * width <= _CACHED_NUMBERS and device.type != "meta"
-    return (cached_sinusoids if cached else _sinusoids)(first, count, width, device)
+    return (cached_sinusoids if cached else cached_sinusoids.__wrapped__)(first, count, width, device)
 
 
-def _sinusoids(first: int, count: int, width: int, device: torch.device) -> Tensor:
+@lru_cache(maxsize=4)
+@torch.inference_mode(False)  # inference tensors cannot be used in training
+def cached_sinusoids(first: int, count: int, width: int, device: torch.device) -> Tensor:
     half = (width + 1) // 2
     frequency = 10000.0 ** (-torch.arange(half, dtype=torch.float64, device=device) / half)
     angle = torch.arange(first, first + count, dtype=torch.float64, device=device)[:, None] * frequency
     return torch.cat([torch.sin(angle).float(), torch.cos(angle).float()], dim=-1)[:, :width]
-
-
-@lru_cache(maxsize=4)
-def cached_sinusoids(first: int, count: int, width: int, device: torch.device) -> Tensor:
-    with torch.inference_mode(False):  # inference tensors cannot be used in training
-        return _sinusoids(first, count, width, device)
 
 
 def rotate(x: Tensor, first_position: int | Tensor, frequency: Tensor, scale: float = 1.0) -> Tensor:

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megasparse.ops.operator import MOST_PAIRS, Function, Operator, implementation, wide_dtype, without_autocast
+from megasparse.ops.operator import MOST_PAIRS, Function, implementation, operator, wide_dtype, without_autocast
 from megasparse.ops.random import derive, halves, random_bits
 
 KEYS = 1 << 11
@@ -69,7 +69,8 @@ class Noise(NamedTuple):
         return torch.tensor(seeds, dtype=torch.int32, pin_memory=pinned).to(device, non_blocking=True)
 
 
-def _sketched_attention(
+@operator(largest_width=WIDEST, most_rows=MOST_PAIRS)
+def sketched_attention(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool, key_mask: Tensor | None = None, segments: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Compute h_i = Σ_j α_ij v_j with α_ij = exp(q_i·k_j/√d − lse_i), one head (Smart Bird Eq. 1).
@@ -80,14 +81,6 @@ def _sketched_attention(
     q, k, v = (x.to(wide_dtype(q)) for x in (q, k, v))
     h, lse = _SketchedAttention.apply(q, k, v, _Sight(causal, key_mask, segments))
     return h, lse
-
-
-sketched_attention = Operator(
-    _sketched_attention,
-    kernels="megasparse.ops.sketch_kernels:sketched_attention",
-    largest_width=WIDEST,
-    most_rows=MOST_PAIRS,
-)
 
 
 @without_autocast
@@ -412,7 +405,8 @@ def rounded_ranks(products: Tensor, width: int, keys: Tensor) -> Tensor:
     return products.mul_(_STEPS * width**-0.5).round_().clamp_(-_LARGEST, _LARGEST).sub_(keys, alpha=_BEHIND)
 
 
-def _gathered_products(q: Tensor, k: Tensor, index: Tensor) -> Tensor:
+@operator(dtypes=_FLOATS, largest_width=None, differentiable=False)
+def gathered_products(q: Tensor, k: Tensor, index: Tensor) -> Tensor:
     """Return the products of each row of q (T, d) with the rows `index` (T, C) int64 of k (N, d): (T, C) float64."""
     step = max(1, _GATHERED_ELEMENTS // (index.shape[1] * k.shape[1]))
     parts = [
@@ -420,15 +414,6 @@ def _gathered_products(q: Tensor, k: Tensor, index: Tensor) -> Tensor:
         for x, rows in zip(q.split(step), index.split(step), strict=True)
     ]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-
-gathered_products = Operator(
-    _gathered_products,
-    kernels="megasparse.ops.sketch_kernels:gathered_products",
-    dtypes=_FLOATS,
-    largest_width=None,
-    differentiable=False,
-)
 
 
 def _log_p(score: Tensor, sampling: str, lse: Tensor | None) -> Tensor:

@@ -7,14 +7,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megasparse.attention.band import BandAttention, check_band
+from megasparse.attention.band import BandAttention, BandSection, check_band
 from megasparse.attention.contract import AttentionContext, AttentionInputs, AttentionOutput, MechanismSpec
 from megasparse.attention.documents import Document, attend_in_clusters, clusters_by_document
 from megasparse.attention.flops import Flops
 from megasparse.attention.lha_hash import HashInputs, bucket_codes
-from megasparse.config.attention import MechanismSection, mechanism
+from megasparse.config.attention import mechanism
 from megasparse.config.schema import ModelConfig
-from megasparse.config.section import Count, Positive, Rate
+from megasparse.config.section import Positive, Rate
 from megasparse.ops.cluster_attention import ClusterIndices
 from megasparse.ops.operator import at_least_fp32
 from megasparse.ops.random import derive, normal
@@ -22,18 +22,12 @@ from megasparse.ops.random import derive, normal
 _TILE_ELEMENTS = 1 << 22  # similarities at a time
 
 
-class RoutingAttentionConfig(MechanismSection):
+class RoutingAttentionConfig(BandSection):
     chunk: Positive = 64
     """Tokens per cluster; max_length/chunk centroids, rounded up."""
     window: Literal["band", "top_k"] = "band"
     """`band`: the last `chunk` tokens of the token's cluster, strictly causal. `top_k`: the paper's nearest tokens of
     each centroid. Later tokens can displace them: not strictly causal."""
-    local: bool = False
-    """With band only: add a local window to the clusters. Each head also attends to the last `chunk` tokens (in an
-    encoder on either side), in the same softmax. A key in both is included once."""
-    sinks: Count = 0
-    """With band only: first tokens of each document that all later ones (in an encoder all) attend to, in the same
-    softmax. They are excluded from clusters and window, so each is included once."""
     decay: Rate = 0.999
     """Decay of the centroids' moving average, per step."""
 
