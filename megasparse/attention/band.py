@@ -20,10 +20,13 @@ from megasparse.attention.contract import (
     IndexedTokens,
     MechanismSpec,
 )
+from megasparse.attention.flops import Flops
 from megasparse.attention.sequence_part import WHOLE, SequencePart
 from megasparse.attention.sinks import DocumentRanks, cached_sinks, merge, sink_attention
+from megasparse.config.attention import MechanismSection
 from megasparse.config.messages import show
 from megasparse.config.schema import ModelConfig, heads_of_layer
+from megasparse.config.section import Count
 from megasparse.errors import ConfigError
 from megasparse.ops.bucketed_attention import BucketedAttentionSpec, Codes, Window
 from megasparse.ops.bucketed_attention.blocks import QueryBlock, query_attention
@@ -34,9 +37,20 @@ _LAST = -1e30
 """Smaller than the log-sum-exp of any token with a visible key."""
 
 
+class BandSection(MechanismSection):
+    """Settings of hashed mechanisms."""
+
+    local: bool = False
+    """Add a local window to the buckets: each head also attends to the last `chunk` tokens (in an encoder on either
+    side), in the same softmax. A key in both is included once. Except in `lsh`, with band only."""
+    sinks: Count = 0
+    """With band only: first tokens of each document that all later ones (in an encoder all) attend to, in the same
+    softmax. They are excluded from buckets and window, so each is included once."""
+
+
 def with_window(codes: Tensor) -> Tensor:
-    """Prepend a round to codes (B, H, R, L) with one bucket for all tokens: its band is a window of the last M
-    tokens. Rounds are merged in one softmax, so a key in both the window and a bucket is included once.
+    """Prepend a round to codes (B, H, R, L) with one bucket for all tokens: its band is a window of the last M tokens.
+    A key in both the window and a bucket is included once.
     """
     return torch.cat([torch.zeros_like(codes[:, :, :1]), codes], dim=2)
 
@@ -45,10 +59,10 @@ def with_window(codes: Tensor) -> Tensor:
 class BandCache(Cache):
     """Keys and values of all tokens so far, and each bucket's last M keys in a ring buffer.
 
-    codes: (B, H, R, capacity), the keys' buckets. rank: (B, H, R, capacity), a key's index inside its bucket. last: (B,
-    H, R, N, M) tokens; the key of rank k is at index k mod M. size: (B, H, R, N). If all heads share codes, H is 1 in
-    these four tensors. next_key, next_codes: with LSH's shifted keys, what the next position stores, (B, H, 1, D) and
-    (B, H, R, 1); None in an empty cache.
+    codes: (B, H, R, capacity), the keys' buckets. rank: likewise, a key's index inside its bucket. last: (B, H, R, N,
+    M) tokens; the key of rank k is at index k mod M. size: (B, H, R, N). If all heads share codes, H is 1 in these
+    four. next_key, next_codes: with LSH's shifted keys, what the next position stores, (B, H, 1, D) and (B, H, R, 1);
+    None in an empty cache.
     """
 
     tokens: KeyValueCache
@@ -63,7 +77,7 @@ class BandCache(Cache):
     def empty(
         batch: int, spec: MechanismSpec, rounds: int, buckets: int, chunk: int, like: Tensor, heads: int | None = None
     ) -> "BandCache":
-        """Return a cache for `batch` sequences, on the device of `like`. heads: heads with codes; None for all."""
+        """Return a cache for `batch` sequences, on the device of `like`. heads: with codes; None for all."""
         shape = (batch, heads or spec.heads, rounds)
         capacity = spec.max_length
         sizes = ((capacity,), (capacity,), (buckets, chunk), (buckets,))
@@ -110,9 +124,7 @@ class BandCache(Cache):
     def attend(self, q: Tensor, code: Tensor, rank: Tensor, spec: BucketedAttentionSpec) -> tuple[Tensor, Tensor]:
         """Compute `bucketed_attention` of one query, bit-identical to a full pass, without `self_at_last`.
 
-        Args:
-            q: (B, H, 1, D).
-            code, rank: (B, H or 1, R, 1) int64, the query's buckets, and the last visible rank in each of them.
+        q: (B, H, 1, D). code, rank: (B, H or 1, R, 1) int64, its buckets and the last visible rank in each.
         """
         return query_attention(q, self.tokens.k, self.tokens.v, spec, self._blocks(q, code, rank, spec))
 
@@ -144,17 +156,23 @@ class BandCache(Cache):
 class BandAttention(Attention):
     """Hashed attention in a band of each bucket. Decodes from each bucket's last keys."""
 
-    window: Window
-    buckets: int
-    shares_pairs = True
     rule: dict[str, Any]
     """The fields scale, exclude_self and count_rounds of `BucketedAttentionSpec`."""
-    local: bool = False
-    """True if each head also attends to a window, see `with_window`."""
-    shifted_keys: bool = False
-    """True if each token gets the key and the buckets of the previous one, see `shift`."""
-    sinks: int = 0
-    """Number of first tokens that all later tokens attend to, in the same softmax; excluded from buckets and window."""
+
+    def __init__(self, config: Any, spec: MechanismSpec):
+        super().__init__(config, spec)
+        self.window = Window("band", min(config.chunk, spec.max_length))
+        self.buckets = -(-spec.max_length // config.chunk)
+        self.shares_pairs = getattr(config, "window", "band") != "top_k"
+        self.local: bool = getattr(config, "local", False)
+        self.sinks: int = getattr(config, "sinks", 0)
+        self.shifted_keys: bool = getattr(config, "shifted_keys", False)
+        self.rotated = not self.shifted_keys
+
+    def band_flops(self, keys: float, length: int, rounds: int = 1) -> Flops:
+        """Return the FLOPs of pairs with this many keys per round, in the window and with sinks."""
+        work = self.spec.workload(length)
+        return work.pairs(keys) * (rounds + self.local) + work.pairs(self.sinks)
 
     @abstractmethod
     def band_codes(self, inputs: AttentionInputs, position: int, context: AttentionContext) -> Codes:
@@ -179,7 +197,7 @@ class BandAttention(Attention):
         """Attend in the buckets, in the optional window, and to the sinks. See `Codes`."""
         codes = self._seen_codes(query_codes, key_codes)
         if not self.sinks and part.pair_shard is None:
-            return AttentionOutput(inputs.in_buckets(codes, self._spec(inputs.causal))[0], None, {})
+            return AttentionOutput(inputs.in_buckets(codes, self._spec(inputs.causal))[0])
         parts = [self._in_buckets(inputs, *codes, part)]
         if self.sinks:
             sink_rule = {name: self.rule[name] for name in ("scale", "exclude_self")}
@@ -198,13 +216,13 @@ class BandAttention(Attention):
             no_visible_key = no_visible_key & part.owned_tokens(lse.shape[2], lse.device)
         out = torch.where(no_visible_key.unsqueeze(-1), values, out)
         lse = lse.masked_fill(no_visible_key, _LAST)
-        return AttentionOutput(out, None, {}, None if part.pair_shard is None else lse)
+        return AttentionOutput(out, lse=None if part.pair_shard is None else lse)
 
     def _in_buckets(
         self, inputs: AttentionInputs, query_codes: Tensor, key_codes: Tensor | None, part: SequencePart
     ) -> tuple[Tensor, Tensor]:
         """Attend in the buckets, without the sinks' keys. A decoder's sinks attend only to sinks, so they are masked as
-        padding; an encoder's sinks remain queries.
+        padding; an encoder's remain queries.
         """
         without_sinks = inputs
         spec = self._spec(inputs.causal, self_at_last=False, pair_shard=part.pair_shard)
@@ -282,8 +300,8 @@ class BandAttention(Attention):
         return (index, first_tokens) if self.sinks else (index,)
 
     def _always(self, tokens: CachedTokens) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return the tokens that buckets may contain, −1 for others, (B or 1, 1, 1, L) int32; the first token in the
-        window of each query, (B or 1, 1, n, 1); and the tokens of the window and the sinks, (B or 1, 1, n, m) int32.
+        """Return the tokens that buckets may contain, −1 for others, (B or 1, 1, 1, L) int32; the first token in each
+        query's window, (B or 1, 1, n, 1); and the tokens of the window and the sinks, (B or 1, 1, n, m) int32.
         """
         rank = tokens.rank[:, -tokens.number :, None]
         hidden = tokens.rank < self.sinks
@@ -303,7 +321,7 @@ class BandAttention(Attention):
         return BandCache.empty(batch, self.spec.on_rank(part), rounds, buckets, self.window.chunk, like)
 
     def cached_rounds(self, rounds: int | None) -> int:
-        """Return the number of hash rounds in a cache. rounds: overrides the configured number, or None."""
+        """Return the number of hash rounds in a cache. rounds: replaces the configured number."""
         return 1
 
     def fill_cache(self, x: Tensor, inputs: AttentionInputs, cache: BandCache, context: AttentionContext) -> None:
@@ -355,7 +373,7 @@ class BandAttention(Attention):
 
 
 def _newest(match: Tensor, count: int) -> Tensor:
-    """Return the last `count` positions of a mask (..., L) on a CPU, newest first, (..., count), −1 in empty slots."""
+    """Return the last `count` positions of a mask (..., L) on a CPU, newest first, −1 in empty slots."""
     rows = np.arange(0, match.numel(), match.shape[-1])[:, None]
     chosen = np.append(-1, np.flatnonzero(match.numpy()))
     slot = chosen.searchsorted(rows + match.shape[-1]) - 1 - np.arange(count)

@@ -19,8 +19,7 @@ class Positions(nn.Module):
     """Position embeddings, (n, E) for the positions [first, first + n).
 
     axial: positions are cells of a grid, and the axes' embeddings are concatenated: Σ n_a·d_a numbers instead of L·E
-    (Reformer's released enwik8 and imagenet64 configurations). learned: one vector per position. sinusoidal: Vaswani et
-    al. 2017.
+    (Reformer). learned: one vector per position. sinusoidal: Vaswani et al. 2017.
     """
 
     def __init__(self, config: ModelConfig):
@@ -52,8 +51,8 @@ class Positions(nn.Module):
 
 
 def lengthened(table: Tensor, rows: int, offset: int = 0) -> Tensor:
-    """Return a position table of more rows: position i gets the embedding of position i mod P. offset: rows before
-    position 0. table: (offset + P, E), or the first axis of axial positions.
+    """Return a position table of more rows: position i gets the embedding of position i mod P. table: (offset + P, E),
+    or the first axis of axial positions. offset: rows before position 0.
     """
     position = torch.arange(rows - offset, device=table.device) % (len(table) - offset)
     return torch.cat([table[:offset], table[offset + position]])
