@@ -6,8 +6,8 @@ import importlib
 import importlib.util
 import os
 import sys
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache, update_wrapper, wraps
 from typing import Any, Generic, Literal, ParamSpec, TypeVar, get_args
 
@@ -81,6 +81,25 @@ class Operator(Generic[P, R]):
         rest[: self.cast] = [tensor.to(dtype) for tensor in rest[: self.cast]]  # type: ignore[attr-defined]
         with autocast_off(x), torch.set_grad_enabled(self.differentiable and torch.is_grad_enabled()):
             return function(first, *rest, **kwargs)
+
+
+_times = 1.0
+
+
+def counted_times() -> float:
+    """Return how often a plan counts the current operation, see `counted`."""
+    return _times
+
+
+@contextmanager
+def counted(times: float) -> Iterator[None]:
+    """Count the operations of a block `times` times in a plan: on the meta device one of many equal tiles runs."""
+    global _times
+    before, _times = _times, _times * times
+    try:
+        yield
+    finally:
+        _times = before
 
 
 def implementation(
