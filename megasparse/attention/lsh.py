@@ -133,8 +133,6 @@ class LSHAttention(BandAttention):
         self.evaluation_factors = lsh_buckets(config, spec.max_length, training=False)
         self.buckets = max(math.prod(self.factors), math.prod(self.evaluation_factors))
         scale = 1.0 if self.shared_qk else spec.head_dim**-0.5
-        self.shifted_keys = config.shifted_keys
-        self.rotated = not config.shifted_keys
         excludes_self = self.shared_qk and not self.shifted_keys
         self.rule = {"scale": scale, "exclude_self": excludes_self, "count_rounds": config.count_rounds}
         self.window = Window(config.window, min(config.chunk, spec.max_length), config.same_bucket)
