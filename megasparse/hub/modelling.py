@@ -164,7 +164,7 @@ class MegasparsePreTrainedModel(PreTrainedModel):
             if name == "head.bias":
                 weight.data = F.pad(weight.data, (0, rows - len(weight)))
             elif name in ("head.weight", "embedding.weight", "encoder.embedding.weight"):
-                matrix = nn.Embedding(*weight.shape, device="meta")
+                matrix = nn.Embedding(len(weight), weight.shape[1], device="meta")
                 matrix.weight = weight
                 self._get_resized_embeddings(matrix, rows, mean_resizing=mean_resizing)
         return self.get_input_embeddings()
