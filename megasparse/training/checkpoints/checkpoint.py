@@ -263,7 +263,8 @@ def on_meta(checkpoint: Checkpoint, model: ModelConfig, build: Callable[[], nn.M
     weights = len(checkpoint.manifest["tensors"].get("weight", {}))
     layers = max(model.layers, (model.source and model.source.layers) or 0)
     if layers > weights:
-        raise CheckpointError(checkpoint.path, f"its configuration has {layers} layers, but {weights} weights", FORGED)
+        problem = f"its configuration has {layers} layers, more than its {weights} weights"
+        raise CheckpointError(checkpoint.path, problem, FORGED)
     try:
         with torch.device("meta"):
             return build()
