@@ -338,7 +338,7 @@ def resumed_from(config: Config, source: str | Path, ranks: Ranks) -> str:
 def require_base(config: Config) -> None:
     """Raise ConfigError if a run with adapters lacks base weights."""
     if not (start := _start_of(config)).exists():
-        raise ConfigError("lora", f"{start.parents[1]} contains no base weights", "Name some with --start")
+        raise ConfigError("lora", f"{start.parents[1]} contains no base weights", "Name a model with --start")
 
 
 def base_digest(config: Config) -> str:
