@@ -115,7 +115,7 @@ def replace_attention(
     for key, value in replacement(config, seed).items():
         setattr(model.config, key, value)
     if config.kind == "decoder" and config.max_length > 1:
-        _require_same_step(model, min(CHECKED_TOKENS, config.max_length))
+        _require_same_step(model, min(4, config.max_length))
     return model
 
 
@@ -190,9 +190,6 @@ def _interface_calls(model: PreTrainedModel) -> list[InterfaceCall]:
     for call in calls:
         _require_attention(model, call, calls[0])
     return calls
-
-
-CHECKED_TOKENS = 4
 
 
 def _require_same_step(model: PreTrainedModel, length: int) -> None:
