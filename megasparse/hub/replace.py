@@ -35,7 +35,7 @@ from megasparse.hub.replaced_layer import (
     share_of_batch,
 )
 from megasparse.hub.tensor_file import ADAPTER, TensorFile, appearing, load_stored
-from megasparse.hub.versions import TESTED_TRANSFORMERS
+from megasparse.hub.versions import USE_TESTED
 from megasparse.model.build import initialise
 from megasparse.model.embedding import lengthened
 from megasparse.settings.checks import check_model
@@ -186,7 +186,7 @@ def _interface_calls(model: PreTrainedModel) -> list[InterfaceCall]:
         raise HubError(name, problem, HINT)
     if model.config.model_type not in ENCODERS and "position_ids" not in inspect.signature(base.forward).parameters:
         problem = f"takes no position_ids with transformers {transformers.__version__}, which separate packed documents"
-        raise HubError(name, problem, f"Use a tested version: {', '.join(TESTED_TRANSFORMERS)}")
+        raise HubError(name, problem, USE_TESTED)
     for call in calls:
         _require_attention(model, call, calls[0])
     return calls
@@ -206,7 +206,7 @@ def _require_same_step(model: PreTrainedModel, length: int) -> None:
     tolerance = 0.05 if whole.is_cuda else 1e-3  # TF32 keeps 11 bits of each factor
     if exact and (step - whole).abs().max() > tolerance * whole.abs().max():
         problem = f"decodes from a cache unlike its whole pass with transformers {transformers.__version__}"
-        raise HubError(type(model).__name__, problem, f"Use a tested version: {', '.join(TESTED_TRANSFORMERS)}")
+        raise HubError(type(model).__name__, problem, USE_TESTED)
 
 
 @contextmanager
@@ -253,8 +253,7 @@ def _require_attention(model: PreTrainedModel, call: InterfaceCall, first: Inter
         problem = f"caps its scores (attn_logit_softcapping = {cap}), which no mechanism supports"
         raise HubError(name, problem, "Set it to null in config.json, then fine-tune, because the scores change")
     if extra := sorted(values - {"dropout", "position_ids"}):
-        hint = f"Use another model, or a tested version of transformers: {', '.join(TESTED_TRANSFORMERS)}"
-        raise HubError(name, f"its attention has {extra[0]} next to queries, keys and values", hint)
+        raise HubError(name, f"its attention has {extra[0]} next to queries, keys and values", USE_TESTED)
     if call.attention_mask is not None:
         raise HubError(name, "adds its own mask or bias to its scores", HINT)
     if encoder == getattr(call.module, "is_causal", not encoder) or (encoder and call.sliding_window is not None):

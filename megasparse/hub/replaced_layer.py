@@ -38,7 +38,7 @@ from megasparse.attention.sinks import merge
 from megasparse.config.attention import AttentionConfig
 from megasparse.config.schema import ModelConfig, heads_of_layer
 from megasparse.errors import HubError
-from megasparse.hub.versions import TESTED_TRANSFORMERS
+from megasparse.hub.versions import USE_TESTED
 from megasparse.ops.gathered_attention import gathered_attention
 from megasparse.ops.operator import autocast_off
 from megasparse.ops.random import RngContext
@@ -389,7 +389,7 @@ class _LayerCall:
             return self.extend(parts, index, mask)
         if not self.layer.attends_fully:
             problem = f"got no cache that megasparse can read from transformers {transformers.__version__}"
-            raise HubError(self.call.name, problem, f"Use a tested version: {', '.join(TESTED_TRANSFORMERS)}")
+            raise HubError(self.call.name, problem, USE_TESTED)
         return _after(self.call.query, self.call.key, self.call.value, mask, sinks=self.call.sinks)
 
     def prefill(self) -> Tensor:
