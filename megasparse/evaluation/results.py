@@ -112,7 +112,9 @@ def protocol_of(
     length, section = config.evaluation_length, index.split(split)
     if index.record is not None and stride not in (None, length):
         raise ConfigError("--stride", f"{stride} starts windows inside records of {index.record} tokens", "Remove it")
-    source = {key: index.file.source[key] for key in ("downsampling", "verified") if key in index.file.source}
+    source: dict[str, Any] = {
+        key: index.file.source[key] for key in ("downsampling", "verified") if key in index.file.source
+    }
     return Protocol(
         split=split,
         sequence_length=length,
