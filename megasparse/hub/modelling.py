@@ -173,7 +173,7 @@ class MegasparsePreTrainedModel(PreTrainedModel):
         """Create the layers of a task, if it has any."""
 
     def initialize_weights(self) -> None:
-        """Initialise weights that were not loaded from the run's seed, as in a megasparse run."""
+        """Initialise weights that were not loaded as a megasparse run does: by the run's seed."""
         super().initialize_weights()
         values = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
         loaded = {name: x.detach().clone() for name, x in values.items() if getattr(x, "_is_hf_initialized", False)}
