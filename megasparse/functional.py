@@ -143,7 +143,7 @@ def model_of(mechanism: str, settings: Mapping[str, Any], **model: Any) -> Model
     model: keys of the section `model`. Raises ConfigError, with the names of the settings as keys.
     """
     if not isinstance(mechanism, str) or mechanism not in MECHANISMS:
-        raise ConfigError("mechanism", f"{show(mechanism)} is no mechanism", did_you_mean(str(mechanism), MECHANISMS))
+        raise ConfigError("mechanism", f"unknown: {show(mechanism)}", did_you_mean(str(mechanism), MECHANISMS))
     section = {"objective": "attention", **settings} if mechanism == "smart_bird" else dict(settings)
     attention = {"pattern": [mechanism], mechanism: section, "dropout": model.pop("dropout")}
     values = {"layers": 1, "positions": {"kind": "none"}, **model, "attention": attention}

@@ -322,7 +322,7 @@ def test_mistakes_are_named_in_one_line():
     q = torch.zeros(1, 2, 50, 16)
     build = megasparse.AttentionLayer
     for call, message in (
-        (lambda: build("lhs", 32, 2, 64), 'mechanism: "lhs" is not a mechanism. Did you mean "lsh"?'),
+        (lambda: build("lhs", 32, 2, 64), 'mechanism: unknown: "lhs". Did you mean "lsh"?'),
         (lambda: build("lsh", 32, 2, 64, chunks=8), 'chunks: unknown key (its value is 8). Did you mean "chunk"?'),
         (lambda: build("lsh", 32, 3, 64), "heads: 3 heads do not divide d_model = 32. Set heads to a divisor"),
         (lambda: build("ngram", 32, 2, 64, causal=False), 'mechanism: "ngram" cannot see both ways'),
@@ -337,8 +337,8 @@ def test_mistakes_are_named_in_one_line():
         (lambda: functional.lsh_attention(q, None, q, scale=1.0), "scale = 1.0 is given, but key = None"),
         (lambda: functional.lsh_attention(q, q, q, shared_qk=True), "shared_qk: true, but key is not None"),
         (lambda: functional.full_attention(q, q, q, max_length=49), "50 tokens are more than max_length = 49"),
-        (lambda: functional.lha_attention(q, q, q, {}), "parameters: lha with these settings has ['hash.key_bias1'"),
-        (lambda: functional.yoso_attention(q, q, q, convolution=3), "Add or remove convolution.weight"),
+        (lambda: functional.lha_attention(q, q, q, {}), "parameters: lha has ['hash.key_bias1'"),
+        (lambda: functional.yoso_attention(q, q, q, convolution=3), "Change convolution.weight"),
         (lambda: functional.ngram_attention(q, q, q, torch.zeros(50)), "tokens of shape (50,): give (1, 50)"),
         (lambda: functional.smart_bird_attention(q, q, q, {}, sketch="attention"), 'Set it to "heads"'),
     ):

@@ -102,7 +102,7 @@ def test_another_source_or_setting_is_rejected(make_index, corpus):
     refusal(lambda: make_index(corpus, split="90,5,5"), match=r"another split 100,0,0 \(now 90,5,5\)")
     assert files(folder) == want
     (folder / "index.json").unlink()
-    refusal(lambda: make_index(corpus), match=r"\.tar is here, but no index\.json says what it holds")
+    refusal(lambda: make_index(corpus), match=r"\.tar is here, but no index\.json")
 
 
 def test_a_second_preparation_of_a_folder_is_rejected(make_index, corpus):

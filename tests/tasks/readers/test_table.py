@@ -340,7 +340,7 @@ COLUMNS, NAMED = ("text", "label"), "Set the name of the column by"
         (".csv", ("review", "label"), [("x", 1), ("y", 2)], {"text": ["reviews"]},
          f':2: missing column "reviews". Did you mean "review"? {NAMED} task.text'),
         *[(".jsonl", COLUMNS, [("x", "a"), ("y", value)], {"labels": ["a", "b"]},
-           f':2: {json.dumps(value)} in the column "label" is not a label. Write a text, a number, true or false')
+           f':2: {json.dumps(value)} in the column "label" is not a label. Write a text')
           for value in (None, ["a"], {"a": 1})],
         (".csv", COLUMNS, [("x", "pos"), ("y", "Pos")], {"labels": ["neg", "pos"]},
          ':3: "Pos" is not a label of table. Did you mean "pos"?'),
@@ -349,7 +349,7 @@ COLUMNS, NAMED = ("text", "label"), "Set the name of the column by"
            "Write one, such as 3.5; or predict classes: --set task.labels=null")
           for value in ("four", "nan", "inf", "1e999", "-4e38", "1,5", "0x10", "1_0", "true", "٣")],
         *[(".jsonl", COLUMNS, [("x", 1), (value, 2)], {},
-           f':2: {json.dumps(value)} in the column "text" is not a text. Write a text in quotation marks')
+           f':2: {json.dumps(value)} in the column "text" is not a text. Quote it')
           for value in (None, 3, ["x"])],
         *[(".csv", COLUMNS, rows, {}, f': {len(rows[:1])} labels in the column "label" ({"a" * len(rows[:1])}). '
            "Use a file with two classes or more, or list them in task.labels")
