@@ -207,7 +207,7 @@ def test_a_door_works_from_any_folder_and_under_deepspeed(tmp_path):
         ),
         (["pretrain", "no/such.json"], "no/such.json: cannot be read"),
         (["pretrain", "quickstrat"], "quickstrat: cannot be read (no such file, and no such shipped configuration). D"),
-        (["pretrain"], "--config: no configuration is given, or two. Give one"),
+        (["pretrain"], "--config: no configuration is given. Give one"),
         (["pretrain", "quickstart", "--config", QUICKSTART], "--config: quickstart is also given"),
         (["pretrian"], 'pretrian: unknown subcommand. Did you mean "pretrain"?'),
         (["evaluate", "--checkpoint", "a\nb\x1b[2J"], "a\\nb\\x1b[2J: "),
