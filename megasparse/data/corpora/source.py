@@ -331,8 +331,7 @@ def refuse_bomb(what: Part | Path | str, size: int, compressed: int) -> None:
     """Raise DataError if a file of `compressed` bytes unfolds to too many bytes: `size` or more."""
     if size > max(BOMB_BYTES, BOMB_RATIO * compressed):
         problem = f"its {compressed:,} bytes unfold to {BOMB_RATIO} times as many and more, too many for a corpus"
-        hint = "If you trust it, unpack it yourself; write the texts of Parquet and Arrow files to .jsonl files"
-        raise DataError(what, problem, hint)
+        raise DataError(what, problem, "If you trust it, unpack it yourself, Parquet and Arrow files to .jsonl")
 
 
 def _unreadable(what: Part | Path, error: Exception) -> DataError:

@@ -256,9 +256,10 @@ class TokenBatches(ExampleBatches):
         while passed > 0:
             passed -= len(next(self._packs))
         if passed:
-            problem = f"{self.micro_batch}, but the checkpoint's position {self.position} is not the end of a batch of"
-            hint = "Restore the value that the run started with"
-            raise ConfigError("training.micro_batch", f"{problem} such a size", hint)
+            problem = (
+                f"{self.micro_batch}, but the checkpoint's position {self.position} is not the end of such a batch"
+            )
+            raise ConfigError("training.micro_batch", problem, "Restore the value that the run started with")
 
     def _deal(self) -> list[list[tuple[Any, int]]]:
         micro_batches = []

@@ -140,11 +140,11 @@ def test_semicolons_or_tabs_separate_fields_if_the_first_line_has_no_comma(made,
 @together(
     ("text", "line", "problem", "hint"),
     [
-        ('text,label\na,1\n"b,2\nc,3\n', 3, "not CSV (", "Close the quotation mark"),  # never closed
-        ('text,label\n"a,1\n"b",2\n', 2, "not CSV (", "Close the quotation mark"),  # closed by the next row's
-        ('text,label\n"a" b,1\n', 2, "not CSV (", "Close the quotation mark"),
-        ("text,label\na\rb,1\n", 2, "not CSV (", "A line ends in CR"),
-        ("text,label\ra,1\rb,2\r", 1, "not CSV (", "A line ends in CR"),
+        ('text,label\na,1\n"b,2\nc,3\n', 3, "not CSV (", "Close or double the quotation mark"),  # never closed
+        ('text,label\n"a,1\n"b",2\n', 2, "not CSV (", "Close or double the quotation mark"),  # closed by the next row's
+        ('text,label\n"a" b,1\n', 2, "not CSV (", "Close or double the quotation mark"),
+        ("text,label\na\rb,1\n", 2, "not CSV (", "end lines in LF"),
+        ("text,label\ra,1\rb,2\r", 1, "not CSV (", "end lines in LF"),
         ('"text;label"\n"a;1"\n', 1, "contains one column", "Save it with commas"),
     ],
 )
@@ -179,8 +179,8 @@ ROWS = ['{"text": "a", "label": "x"}', '{"text": "b", "label": "y"}']
 @together(
     ("content", "line", "hint"),
     [
-        ("\r".join(ROWS).encode(), 1, "lines end in CR"),
-        (",\n".join(ROWS).encode(), 1, "comma at the end of each line"),
+        ("\r".join(ROWS).encode(), 1, "one object per line"),
+        (",\n".join(ROWS).encode(), 1, "one object per line"),
         ("\n".join([ROWS[0], ROWS[1][:-1] + ",}"]).encode(), 2, "comma before the closing bracket"),
         ("".join(ROWS).encode(), 1, "one object per line, as jq -c ."),
         ("\n".join(ROWS).replace('"', "'").encode(), 1, "in double quotes"),
