@@ -257,7 +257,7 @@ class TokenBatches(ExampleBatches):
             passed -= len(next(self._packs))
         if passed:
             problem = (
-                f"{self.micro_batch}, but the checkpoint's position {self.position} is not the end of such a batch"
+                f"{self.micro_batch}, but the checkpoint's position {self.position} ends no batch of that"
             )
             raise ConfigError("training.micro_batch", problem, "Restore the value that the run started with")
 
