@@ -41,9 +41,8 @@ def prepare_data(args: argparse.Namespace) -> None:
 
     A source is a file, a folder of files (read in the order of their paths) or a URL (http(s), s3, gs, az, hf). .gz,
     .bz2, .xz, .zst and members of zip archives are decompressed on the fly. URLs are downloaded once, to
-    OUTPUT/.download. If it was interrupted, run the same command again to continue; shards are written atomically. The
-    output does not depend on --workers. For records (jsonl, parquet, huggingface), report.json and lengths.svg next to
-    the shards list the records read and skipped, and the lengths of the texts.
+    OUTPUT/.download. If it was interrupted, run the same command again. The output does not depend on --workers. For
+    records (jsonl, parquet, huggingface), report.json and lengths.svg list what was read and skipped, and lengths.
     """
     from megasparse.data.corpora import CORPORA
     from megasparse.data.corpora.records import RecordSource, write_report
@@ -119,10 +118,9 @@ def train_tokenizer(args: argparse.Namespace) -> None:
         megasparse train-tokenizer words --source wikitext-103/wiki.train.tokens --output tokenizers/wikitext103.txt
         megasparse prepare-data text --source books/ --tokenizer tokenizers/books.model --output data/books
 
-    A source is a file, a folder of files or an http(s) URL, decompressed on the fly, as in `megasparse prepare-data`;
-    text that is not UTF-8 is an error. Use only the text of the training split. sentencepiece trains on a sample of
-    whole lines, spread evenly over the source, and needs about 20 times its size in memory. Its tokenizers are
-    lossless for any bytes. The same source and options give the same file, which is written atomically.
+    Sources are as in `megasparse prepare-data`; text that is not UTF-8 is an error. Use only the text of the training
+    split. sentencepiece trains on a sample of whole lines, spread evenly over the source, and needs about 20 times its
+    size in memory. Its tokenizers are lossless for any bytes. The same source and options give the same file.
     """
     from megasparse.data.corpora.corpus import LineSample
     from megasparse.data.corpora.source import Source
