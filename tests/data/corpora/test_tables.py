@@ -81,7 +81,7 @@ def test_malformed_lines_are_skipped_and_counted_by_reason(tmp_path):
 def test_selected_splits_and_columns(tmp_path, changed, want, why):
     (tmp_path / "a.jsonl").write_bytes(b"\n".join(JSON_LINES))
     if not want:
-        with pytest.raises(DataError, match=r'record 1 here: no "id"\. Up to 80% are left out; check the source and'):
+        with pytest.raises(DataError, match=r'record 1 here: no "id"\. Up to 80% are left out: check the source and'):
             json_source(tmp_path / "a.jsonl", **changed)
         return
     source = json_source(tmp_path / "a.jsonl", **changed)

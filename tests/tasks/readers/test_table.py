@@ -201,7 +201,7 @@ def test_the_hint_about_a_json_line_names_the_mistake_for_tasks_and_corpora(tmp_
     options = {"column": "text", "split": None, "deduplicate": False}
     with pytest.raises(DataError) as caught:
         CORPORA["jsonl"].open([str(made)], None, tmp_path, options, 1)
-    assert hint in str(caught.value) and f"record {line} here" in str(caught.value)
+    assert hint in str(caught.value) and (f"record {line} here" in str(caught.value) or b"\0" in content)
 
 
 @TABLES
