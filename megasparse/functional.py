@@ -302,7 +302,8 @@ def _run(
     parameters = {name.removeprefix(prefix): x for name, x in tensors.items() if name.startswith(prefix)}
     expected = {name for name, _ in module.mechanism.named_parameters()}
     if different := expected ^ set(parameters):
-        raise ConfigError("parameters", f"{kind} has {sorted(expected) or 'none'}", f"Change {sorted(different)[0]}")
+        hint = f"Add or remove {sorted(different)[0]}"
+        raise ConfigError("parameters", f"{kind} with these settings has {sorted(expected) or 'none'}", hint)
     if parameters:
         named = {f"mechanism.{name}": weight for name, weight in parameters.items()}
         module = copy.deepcopy(module)  # another thread may call it with other parameters

@@ -337,8 +337,8 @@ def test_mistakes_are_named_in_one_line():
         (lambda: functional.lsh_attention(q, None, q, scale=1.0), "scale = 1.0 is given, but key = None"),
         (lambda: functional.lsh_attention(q, q, q, shared_qk=True), "shared_qk: true, but key is not None"),
         (lambda: functional.full_attention(q, q, q, max_length=49), "50 tokens are more than max_length = 49"),
-        (lambda: functional.lha_attention(q, q, q, {}), "parameters: lha has ['hash.key_bias1'"),
-        (lambda: functional.yoso_attention(q, q, q, convolution=3), "Change convolution.weight"),
+        (lambda: functional.lha_attention(q, q, q, {}), "parameters: lha with these settings has ['hash.key_bias1'"),
+        (lambda: functional.yoso_attention(q, q, q, convolution=3), "Add or remove convolution.weight"),
         (lambda: functional.ngram_attention(q, q, q, torch.zeros(50)), "tokens of shape (50,): give (1, 50)"),
         (lambda: functional.smart_bird_attention(q, q, q, {}, sketch="attention"), 'Set it to "heads"'),
     ):

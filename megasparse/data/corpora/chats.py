@@ -185,7 +185,7 @@ def _chat_tokenizer(file: str) -> Any:
     try:
         tokenizer = PreTrainedTokenizerFast.from_pretrained(str(Path(file).parent), local_files_only=True)
     except Exception as error:  # transformers raises errors of any type
-        raise ConfigError("data.tokenizer", f"{file} cannot be loaded ({one_line(str(error))})", "Copy it") from None
+        raise ConfigError("data.tokenizer", f"{file} does not load ({one_line(str(error))})", "Copy it again") from None
     tokenizer.backend_tokenizer.post_processor = ByteLevel(trim_offsets=False)
     return tokenizer
 

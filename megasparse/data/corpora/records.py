@@ -339,15 +339,13 @@ def _lengths(lengths: np.ndarray) -> dict[str, Any]:
 
     The i-th of `documents` and `bytes` are of the documents of edges[i] to below edges[i + 1] bytes, powers of two.
     """
-    classes = np.frexp(lengths.astype(np.float64))[1] - 1  # 2^class <= length < 2^(class + 1)
-    first, last = int(classes.min()), int(classes.max())
-    size = np.zeros(last - first + 1, dtype=np.int64)
-    np.add.at(size, classes - first, lengths)
+    first, last = (int(length).bit_length() for length in (lengths.min(), lengths.max()))
+    edges = [1 << power for power in range(first - 1, last + 1)]
     quantiles = np.quantile(lengths, QUANTILES, method="inverted_cdf").tolist()
     return {
         "mean": round(float(lengths.mean()), 2),
         "quantiles": {str(part): int(value) for part, value in zip(QUANTILES, quantiles, strict=True)},
-        "edges": [1 << power for power in range(first, last + 2)],
-        "documents": np.bincount(classes - first).tolist(),
-        "bytes": size.tolist(),
+        "edges": edges,
+        "documents": np.histogram(lengths, edges)[0].tolist(),
+        "bytes": np.histogram(lengths, edges, weights=lengths)[0].tolist(),
     }

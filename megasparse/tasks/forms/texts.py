@@ -256,7 +256,7 @@ class TokenBatches(ExampleBatches):
         while passed > 0:
             passed -= len(next(self._packs))
         if passed:
-            problem = f"{self.micro_batch}, but the checkpoint's position {self.position} ends no batch of that"
+            problem = f"{self.micro_batch}, but the checkpoint's position {self.position} is inside a batch"
             raise ConfigError("training.micro_batch", problem, "Restore the value that the run started with")
 
     def _deal(self) -> list[list[tuple[Any, int]]]:
