@@ -2,6 +2,7 @@
 
 import argparse
 import inspect
+import re
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,10 @@ def add_prepare_data(parser: argparse.ArgumentParser) -> None:
     raw = argparse.RawDescriptionHelpFormatter
     corpora = parser.add_subparsers(dest="corpus", required=True)
     for name, corpus in CORPORA.items():
-        description = f"{inspect.getdoc(corpus)}\n\n    megasparse prepare-data {name} {corpus.EXAMPLE}"
-        part = corpora.add_parser(name, help=corpus.HELP, description=description, formatter_class=raw)
+        text = inspect.getdoc(corpus) or ""
+        purpose = re.split(r"\.\s+(?=[A-Z])|\n\n", text)[0]
+        description = f"{text}\n\n    megasparse prepare-data {name} {corpus.EXAMPLE}"
+        part = corpora.add_parser(name, help=purpose, description=description, formatter_class=raw)
         part.add_argument("--output", type=Path, required=True, metavar="DIR", help="folder for the shards")
         part.add_argument(
             "--shard-bytes", type=positive, default=64 << 20, help="bytes of text per shard (%(default)s)"

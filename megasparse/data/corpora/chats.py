@@ -73,7 +73,6 @@ class Chats(JsonLinesCorpus):
     `pip install -e '.[hf]'`.
     """
 
-    HELP = "conversations in JSON lines, for the chat template of a decoder"
     EXAMPLE = "--source chats.jsonl --tokenizer models/smollm2/tokenizer.json --length 4096 --output data/chats"
 
     FILE = option("--tokenizer", required=True, metavar="FILE", help="tokenizer.json next to the chat template")

@@ -275,7 +275,6 @@ class Images(Corpus):
     train-01.tar); otherwise a random permutation of --seed does.
     """
 
-    HELP = "image files of one size, in folders, tar or zip archives"
     EXAMPLE = "--source photos/ --size 64 --output data/photos"
     KIND = "raw"
 
