@@ -87,29 +87,28 @@ SUFFIXES = {"sentencepiece": ".model", "words": ".txt"}
 
 
 def add_train_tokenizer(parser: argparse.ArgumentParser) -> None:
-    from megasparse.data.corpora.corpus import MEMBER, SOURCE, Options
+    from megasparse.data.corpora.corpus import MEMBER, SOURCE
 
+    help, raw = inspect.getdoc(train_tokenizer), argparse.RawDescriptionHelpFormatter
     number: dict[str, Any] = {"type": positive, "metavar": "N"}
-    words: Options = {
-        "--vocabulary": {**number, "help": "number of most frequent words, including <unk> and <eos> (default: all)"}
-    }
-    coverage = "fraction of the text whose characters become tokens; the rest is encoded as bytes (%(default)s)"
-    pieces: Options = {
-        "--vocabulary": {**number, "required": True, "help": "number of tokens"},
-        "--model-type": {"choices": ["unigram", "bpe"], "default": "unigram", "help": "default: %(default)s"},
-        "--character-coverage": {"type": float, "default": 0.9995, "metavar": "PART", "help": coverage},
-        "--sample-bytes": {**number, "default": 50_000_000, "help": "bytes of text to train on (%(default)s)"},
-    }
     kinds = parser.add_subparsers(dest="kind", required=True)
-    for kind, purpose, options in (
-        ("sentencepiece", "pieces of words, with a fallback to bytes", pieces),
-        ("words", "whole words, for adaptive softmax", words),
-    ):
-        help, raw = inspect.getdoc(train_tokenizer), argparse.RawDescriptionHelpFormatter
-        part = kinds.add_parser(kind, help=purpose, description=help, formatter_class=raw)
-        file = {"type": Path, "required": True, "metavar": f"FILE{SUFFIXES[kind]}", "help": "a new file"}
-        for name, settings in {**SOURCE, **MEMBER, "--output": file, **options}.items():
-            part.add_argument(name, **settings)
+    purposes = {
+        "sentencepiece": "pieces of words, with a fallback to bytes",
+        "words": "whole words, for adaptive softmax",
+    }
+    for kind, purpose in purposes.items():
+        add = kinds.add_parser(kind, help=purpose, description=help, formatter_class=raw).add_argument
+        for name, settings in {**SOURCE, **MEMBER}.items():
+            add(name, **settings)
+        add("--output", type=Path, required=True, metavar=f"FILE{SUFFIXES[kind]}", help="a new file")
+        if kind == "words":
+            add("--vocabulary", **number, help="number of most frequent words, with <unk> and <eos> (default: all)")
+            continue
+        add("--vocabulary", **number, required=True, help="number of tokens")
+        add("--model-type", choices=["unigram", "bpe"], default="unigram", help="default: %(default)s")
+        coverage = "fraction of the text whose characters become tokens; the rest is encoded as bytes (%(default)s)"
+        add("--character-coverage", type=float, default=0.9995, metavar="PART", help=coverage)
+        add("--sample-bytes", **number, default=50_000_000, help="bytes of text to train on (%(default)s)")
 
 
 def train_tokenizer(args: argparse.Namespace) -> None:
