@@ -68,7 +68,8 @@ class JsonLinesCorpus(RecordCorpus):
 
     EXAMPLE = "--source crawl/ --field text --min-bytes 200 --deduplicate --split 98,1,1 --output data/crawl"
 
-    KIND, SUFFIXES = "files", JSON_SUFFIXES
+    KIND = "files"
+    SUFFIXES = JSON_SUFFIXES
     FIELD = option("--field", dest="column", default="text", metavar="NAME", help="(default: %(default)s)")
     OPTIONS = SOURCE | MEMBER | SAMPLE | FIELD | RecordCorpus.OPTIONS | SPLIT_OPTION
 
@@ -85,7 +86,8 @@ class Parquet(RecordCorpus):
 
     EXAMPLE = "--source crawl/ --column text --min-bytes 200 --split 98,1,1 --output data/crawl"
 
-    KIND, SUFFIXES = "raw", (".parquet",)
+    KIND = "raw"
+    SUFFIXES = (".parquet",)
     OPTIONS = SOURCE | SAMPLE | COLUMN | RecordCorpus.OPTIONS | SPLIT_OPTION
 
     def texts(self, settings: CorpusSettings) -> Texts:
