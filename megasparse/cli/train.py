@@ -147,7 +147,7 @@ def plan(args: argparse.Namespace) -> None:
         megasparse plan llama_8b_1m --gpus 8 --gpu H100
         megasparse plan decoder_64k --start FOLDER --gpus 1 --gpu-memory 24GB --host-memory 128GB
 
-    It needs no GPU and no memory for the model: allocations are counted, not made. docs/scaling.md explains the
+    It needs neither a GPU nor memory for the model, because allocations are only counted. docs/scaling.md explains the
     formulae. FOLDER needs only the config.json of a decoder.
     """
     for option in ("gpus", "gpus_per_node", "peak_tflops"):

@@ -289,7 +289,7 @@ class Images(Corpus):
 
 
 def splits_by_folder(source: Source) -> list[str]:
-    """Return the split of each image of a source by its folders. Raises DataError if one's name none."""
+    """Return the split of each image of a source by its folders. Raises DataError if they name none."""
     labels = []
     for image in image_files(source):
         name = split_named(image.folders)

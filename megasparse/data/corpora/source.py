@@ -103,7 +103,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Source:
-    """The files of a corpus, and their digests. A synthetic corpus has no files."""
+    """The files of a corpus, none of a synthetic one, and their digests."""
 
     locations: tuple[str, ...]
     """Paths and URLs as the user named them."""
