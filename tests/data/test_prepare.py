@@ -122,7 +122,7 @@ def test_a_full_disk_is_an_error_with_a_hint(make_index, corpus, tmp_path, monke
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", full)
-        problem = r"data: cannot be written: No space left on device\. .*run the command again"
+        problem = r"data: cannot be written: No space left on device\. Run the command again"
         refusal(lambda: make_index(corpus), match=problem)
         assert files(tmp_path / "data") == {}
     make_index(corpus)

@@ -73,7 +73,7 @@ def json_hint(line: bytes) -> str:
     except UnicodeDecodeError:
         return "The line is not UTF-8: convert the file, iconv -f latin1 -t utf-8"
     except json.JSONDecodeError as error:
-        return syntax_hint(text, error.pos) or ONE_PER_LINE
+        return ONE_PER_LINE if text.startswith("[") else syntax_hint(text, error.pos) or ONE_PER_LINE
     except (ValueError, RecursionError):  # a number or a nesting that is too large
         pass
     return ONE_PER_LINE
