@@ -240,7 +240,7 @@ def test_one_prompt_in_all_rows_is_read_up_to_the_limit_of_a_bomb(tmp_path, monk
     packed = (tmp_path / "a.parquet").stat().st_size
     assert read_parquet(tmp_path) == [prompt.encode()] * 300 and 300 * len(prompt) > source_module.BOMB_RATIO * packed
     monkeypatch.setattr(source_module, "BOMB_BYTES", 299 * len(prompt))
-    refusal(lambda: read_parquet(tmp_path), match=r"a\.parquet.*write the texts of Parquet and Arrow files to \.jsonl")
+    refusal(lambda: read_parquet(tmp_path), match=r"a\.parquet.*Parquet and Arrow files to \.jsonl")
 
 
 @together(
