@@ -322,7 +322,7 @@ def test_mistakes_are_named_in_one_line():
     q = torch.zeros(1, 2, 50, 16)
     build = megasparse.AttentionLayer
     for call, message in (
-        (lambda: build("lhs", 32, 2, 64), 'mechanism: "lhs" is not a mechanism. Did you mean "lsh"?'),
+        (lambda: build("lhs", 32, 2, 64), 'mechanism: unknown: "lhs". Did you mean "lsh"?'),
         (lambda: build("lsh", 32, 2, 64, chunks=8), 'chunks: unknown key (its value is 8). Did you mean "chunk"?'),
         (lambda: build("lsh", 32, 3, 64), "heads: 3 heads do not divide d_model = 32. Set heads to a divisor"),
         (lambda: build("ngram", 32, 2, 64, causal=False), 'mechanism: "ngram" cannot see both ways'),

@@ -385,7 +385,7 @@ class ChoiceForm(LabelForm):
         limit, location = self.task.config.max_length, example.location
         if first > limit:
             problem = f"question and {len(candidates)} candidates of {example.name} have {first:,} tokens"
-            raise DataError(location, f"{problem}, more than task.max_length = {limit:,}", "Raise that")
+            raise DataError(location, f"{problem}, more than task.max_length = {limit:,}", "Raise it")
         tokens = tokens[:limit] if self.counts.is_cut(len(tokens), location) else tokens
         sequences = (segments(tokens, first),)
         marks = np.maximum(ends[1:] - 1, 0)  # without separators, a candidate without tokens may end before the first

@@ -343,7 +343,7 @@ def test_more_layers_than_weights_are_rejected_before_one_is_built(tmp_path):
     start.record["config"]["num_hidden_layers"] = 10**9
     start.write(tmp_path / "run")
     small = Checkpoint(tmp_path, {"tensors": {"weight": {"body.x": {}}}})
-    with pytest.raises(CheckpointError, match="contains 1 weights, but the run's record 1000000000 layers"):
+    with pytest.raises(CheckpointError, match="contains 1 weights, the record 1000000000 layers"):
         rebuild(tmp_path / "run", finetuning.form_for(settings), small)
     _, path = checkpoint(decoder("full"), tmp_path / "pretrained")
     folder = to_hf(path, tmp_path / "exported")
@@ -412,7 +412,7 @@ def test_a_model_without_fine_tuning_is_rejected(tmp_path, trained):
 
 def test_another_task_takes_its_place_only_with_the_same_classes(trained):
     assert restore_task(trained / "run", task="table").form.task.classes == ("bad", "good")
-    other = r'--task: "rte" has other classes or inputs than "table", the training task\. Use --task'
+    other = r'--task: "rte" has other classes or inputs\. Use --task'
     with pytest.raises(ConfigError, match=other):
         restore_task(trained / "run", task="rte")
     with pytest.raises(ConfigError, match="--task"):

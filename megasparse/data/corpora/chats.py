@@ -73,7 +73,6 @@ class Chats(JsonLinesCorpus):
     `pip install -e '.[hf]'`.
     """
 
-    HELP = "conversations in JSON lines, for the chat template of a decoder"
     EXAMPLE = "--source chats.jsonl --tokenizer models/smollm2/tokenizer.json --length 4096 --output data/chats"
 
     FILE = option("--tokenizer", required=True, metavar="FILE", help="tokenizer.json next to the chat template")
@@ -185,9 +184,7 @@ def _chat_tokenizer(file: str) -> Any:
     try:
         tokenizer = PreTrainedTokenizerFast.from_pretrained(str(Path(file).parent), local_files_only=True)
     except Exception as error:  # transformers raises errors of any type
-        raise ConfigError(
-            "data.tokenizer", f"{file} cannot be loaded ({one_line(str(error))})", "Copy it again"
-        ) from None
+        raise ConfigError("data.tokenizer", f"{file} does not load ({one_line(str(error))})", "Copy it again") from None
     tokenizer.backend_tokenizer.post_processor = ByteLevel(trim_offsets=False)
     return tokenizer
 

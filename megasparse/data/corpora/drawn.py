@@ -63,7 +63,6 @@ class Duplication(DrawnCorpus):
     Only the second half can be predicted, by attention to the first: `model.score_from` = length/2 scores that half.
     """
 
-    HELP = "sequences 0w0w of random symbols, made here"
     EXAMPLE = "--output data/duplication"
     LENGTH, SEQUENCES, HELD_OUT = 1024, 12_800, 256
     LENGTH_HELP = "of a sequence, twice that of 0w"
@@ -87,7 +86,6 @@ class Recall(DrawnCorpus):
     earlier occurrence, on average 3·pairs tokens back. A key is two bytes below 160, a value one byte from 160 on.
     """
 
-    HELP = "keys and their values, repeated far apart, made here"
     EXAMPLE = "--output data/recall"
     LENGTH, SEQUENCES, HELD_OUT = 8192, 1024, 32
     KEYS, VALUES = 160, 64
