@@ -108,11 +108,11 @@ def counting_sort(keys: Tensor, bits: int, ordered: Tensor | None = None, revers
     digits = max(_FEWEST, 1 << digit_bits)
     tile = _TILE if digits <= _TILE else 4 * _TILE
     tiles = -(-length // tile)
-    counts = torch.empty(rows, tiles, digits, dtype=torch.int32, device=keys.device)
-    totals = torch.empty(rows, digits, dtype=torch.int32, device=keys.device)
+    counts = keys.new_empty(rows, tiles, digits, dtype=torch.int32)
+    totals = keys.new_empty(rows, digits, dtype=torch.int32)
     order: Tensor | None = None
     for shift in range(0, bits, digit_bits):
-        out = torch.empty(rows, length, dtype=torch.int32, device=keys.device)
+        out = keys.new_empty(rows, length, dtype=torch.int32)
         shared = {"keys": keys, "order": order, "counts": counts, "length": length, "tiles": tiles, "shift": shift}
         shared |= {"DIGITS": digits, "TILE": tile}
         launch(count, (rows * tiles,), **shared, num_warps=4)

@@ -92,7 +92,7 @@ class _LayerNorm(Function):
         rows = x.numel() // width
         programs = min(_PROGRAMS, rows)
         dx = torch.empty_like(x)
-        sums = torch.empty(programs, 1 + ctx.shared["CENTRED"], width, dtype=torch.float32, device=x.device)
+        sums = x.new_empty(programs, 1 + ctx.shared["CENTRED"], width, dtype=torch.float32)
         launch(
             norm_gradient, (programs,), x=x, weight=weight, grad=grads[0].contiguous(), dx=dx, sums=sums, rows=rows,
             programs=programs, **ctx.shared,

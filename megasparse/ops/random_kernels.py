@@ -121,7 +121,7 @@ def _bits(rows, out, columns, low, high, first, count, COLUMNS: tl.constexpr):
 
 def bits(key: int, rows: Tensor, columns: int) -> Tensor:
     """Compute `ops.random.random_bits` in one launch, bit-identical."""
-    out = torch.empty(*rows.shape, columns, dtype=torch.int32, device=rows.device)
+    out = rows.new_empty(*rows.shape, columns, dtype=torch.int32)
     return _draw_bits(out, rows.contiguous(), key, 0, 1)
 
 
