@@ -154,7 +154,7 @@ class LSHAttention(BandAttention):
         if config.window == "chunk":
             self.leak = "later tokens move the borders of chunks; attention.lsh.window = band is strictly causal"
 
-    def assign(self, inputs: AttentionInputs, context: AttentionContext) -> Codes:
+    def band_codes(self, inputs: AttentionInputs, position: int, context: AttentionContext) -> Codes:
         codes = angular_hash(*self._hashed(inputs, context))
         if not self.shared_qk:
             queries, keys = codes.chunk(2)
@@ -179,16 +179,13 @@ class LSHAttention(BandAttention):
     def selection_gap(self, inputs: AttentionInputs, context: AttentionContext) -> float:
         return code_gap(*self._hashed(inputs, context))
 
-    def band_codes(self, inputs: AttentionInputs, position: int, context: AttentionContext) -> Codes:
-        return self.assign(inputs, context)
-
     def buckets_of(self, inputs: AttentionInputs, context: AttentionContext) -> Buckets:
-        queries, keys = self.assign(inputs, context)
+        queries, keys = self.band_codes(inputs, 0, context)
         keys = queries if keys is None else keys
         return Buckets(queries.flatten(1, 2), keys.flatten(1, 2), self.buckets)
 
     def forward(self, x: Tensor, inputs: AttentionInputs, context: AttentionContext) -> AttentionOutput:
-        queries, keys = context.recompute.keep(lambda: self.assign(inputs, context))
+        queries, keys = context.recompute.keep(lambda: self.band_codes(inputs, 0, context))
         return self.attend(self._shifted(inputs), queries, keys, context.part)
 
     def _shifted(self, inputs: AttentionInputs) -> AttentionInputs:
@@ -201,12 +198,12 @@ class LSHAttention(BandAttention):
         super().fill_cache(x, self._shifted(inputs), cache, context)
         if self.shifted_keys:
             cache.next_key = inputs.k[:, :, -1:].clone()
-            cache.next_codes = self.assign(inputs._replace(q=inputs.q[:, :, -1:]), context)[0]
+            cache.next_codes = self.band_codes(inputs._replace(q=inputs.q[:, :, -1:]), 0, context)[0]
 
     def decode(
         self, x: Tensor, inputs: AttentionInputs, cache: BandCache, position: int, context: AttentionContext
     ) -> Tensor:
-        queries, keys = self.assign(inputs, context)
+        queries, keys = self.band_codes(inputs, position, context)
         shifted = self._shifted(inputs)  # a first token: its key and buckets are 0
         if self.shifted_keys:
             if cache.next_key is not None:

@@ -115,10 +115,10 @@ def counting_sort(keys: Tensor, bits: int, ordered: Tensor | None = None, revers
         out = keys.new_empty(rows, length, dtype=torch.int32)
         shared = {"keys": keys, "order": order, "counts": counts, "length": length, "tiles": tiles, "shift": shift}
         shared |= {"DIGITS": digits, "TILE": tile}
-        launch(count, (rows * tiles,), **shared, num_warps=4)
+        launch(count, (rows * tiles,), **shared)
         launch(
             add_up, (rows, digits // _WIDE), counts=counts, totals=totals, tiles=tiles, DIGITS=digits, WIDE=_WIDE,
-            TILES=_TILES_AT_ONCE, num_warps=4,
+            TILES=_TILES_AT_ONCE,
         )  # fmt: skip
         last = shift + digit_bits >= bits
         launch(

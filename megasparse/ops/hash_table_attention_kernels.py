@@ -455,7 +455,7 @@ def _windows(targets: Tensor, sources: _Sorted, spec: HashTableAttentionSpec) ->
     launch(
         find_windows, (rows * hashes * blocks,), target_buckets=targets, buckets=sources.buckets, order=sources.order,
         first=windows.first, end=windows.end, targets=count, length=length, blocks=blocks, steps=length.bit_length(),
-        CAUSAL=spec.causal, REVERSED=sources.reversed, BLOCK=_SEARCHES, num_warps=4,
+        CAUSAL=spec.causal, REVERSED=sources.reversed, BLOCK=_SEARCHES,
     )  # fmt: skip
     return windows
 
@@ -484,7 +484,7 @@ def _add_sums(
     launch(
         read_sums, (rows * blocks,), **shared, first=windows.first, end=windows.end, out=out, met=met,
         scale=1 / all_hashes, met_scale=1.0 if several else 1 / all_hashes, targets=count, blocks=blocks, ADD=several,
-        BLOCK=sizes.reads, num_warps=4,
+        BLOCK=sizes.reads,
     )  # fmt: skip
 
 
@@ -536,5 +536,5 @@ def _add_weighted(
     blocks = -(-count // sizes.reads)
     launch(
         add_hashes, (rows * blocks,), partial=partial, out=out, scale=scale, hashes=hashes, targets=count,
-        blocks=blocks, D=head_dim, WIDTH=sizes.width, ADD=several, BLOCK=sizes.reads, num_warps=4,
+        blocks=blocks, D=head_dim, WIDTH=sizes.width, ADD=several, BLOCK=sizes.reads,
     )  # fmt: skip

@@ -199,5 +199,5 @@ def _launch_unit(kernel: Any, shortest: float, q: Tensor, **others: Tensor | Non
     steps = strides(**{name: q if x is None else x for name, x in tensors.items()})
     launch(
         kernel, (blocks * batch * heads,), **tensors, **steps, heads=heads, length=length, blocks=blocks,
-        shortest=shortest, D=width, WIDTH=wide, TOKENS=tokens, num_warps=4,
+        shortest=shortest, D=width, WIDTH=wide, TOKENS=tokens,
     )  # fmt: skip

@@ -81,7 +81,7 @@ def test_lsh_by_its_definition_with_the_key_of_the_token_or_of_the_previous_one(
     mechanism, context = LSHAttention(config, spec()), AttentionContext(0, RngContext.evaluation(0, 2))
     heads = random_heads(**(MASKS if masked else {}))
     heads = heads._replace(k=F.normalize(heads.q, dim=-1))
-    codes = mechanism.assign(heads, context)[0]
+    codes = mechanism.band_codes(heads, 0, context)[0]
     key, key_codes = (torch.zeros_like(x) if shifted else x for x in (heads.k, codes))
     for b, j in itertools.product(range(2), range(1, LENGTH if shifted else 1)):
         if together(heads, b)[j - 1, j]:

@@ -92,7 +92,7 @@ class Intervals:
         grid = (-(-count // _BLOCKS) * groups * rounds,)
         launch(
             kernels.meeting, grid, lows=self.low, highs=self.high, first=first, end=end, length=length, count=count,
-            steps=length.bit_length(), BLOCK=block, BLOCKS=_BLOCKS, num_warps=4,
+            steps=length.bit_length(), BLOCK=block, BLOCKS=_BLOCKS,
         )  # fmt: skip
         return first, end
 
@@ -119,7 +119,7 @@ def shared_intervals(
         kernels.bounds, (-(-length // _PLACES) * shape[0] * shape[1],), keys=None if one_group else sorted_key,
         order=order, **bounds, length=length, chunk=window.chunk, offset=0 if spec.exclude_self else 1, steps=steps,
         PADDING=None if key_mask is None else _PADDING << 32, SHIFT=0 if window.same_bucket else 32, KIND=window.kind,
-        AHEAD=window.ahead, IN_ORDER=spec.causal and window.same_bucket, TOKENS=_PLACES, num_warps=4,
+        AHEAD=window.ahead, IN_ORDER=spec.causal and window.same_bucket, TOKENS=_PLACES,
     )  # fmt: skip
     return Intervals(order, order, **bounds, groups=sorted_key)
 
