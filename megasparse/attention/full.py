@@ -1,14 +1,19 @@
 """Full softmax attention with torch's scaled_dot_product_attention."""
 
-from collections.abc import Callable, Sequence
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from megasparse.attention.cache import KeyValueCache
-from megasparse.attention.contract import Attention, AttentionContext, AttentionInputs, AttentionOutput, MechanismSpec
+from megasparse.attention.contract import (
+    Attention,
+    AttentionContext,
+    AttentionInputs,
+    AttentionOutput,
+    MechanismSpec,
+    PrefixKeys,
+)
 from megasparse.attention.flops import Flops
 from megasparse.attention.sequence_part import WHOLE, SequencePart
 from megasparse.config.attention import MechanismSection, mechanism
@@ -87,9 +92,7 @@ class FullAttention(KeyValueAttention):
     def attends_prefix(self) -> bool:
         return not (self.shared_qk or self.changes_keys)
 
-    def attend_prefix(
-        self, q: Tensor, keys: Callable[[int, int], Sequence[Tensor]], position: int, document: int
-    ) -> Tensor:
+    def attend_prefix(self, q: Tensor, keys: PrefixKeys, position: int, document: int) -> Tensor:
         k, v = keys(document, position + q.shape[2])
         # A plan's meta tensors cannot be given a bias; their memory does not depend on the alignment.
         aligned = q.is_meta or q.shape[2] == k.shape[2]
