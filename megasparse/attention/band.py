@@ -329,7 +329,8 @@ class BandAttention(Attention):
         spec = self._spec(True, self_at_last=False)
         parts = [cache.attend(inputs.q, queries, cache.size.gather(-1, queries) - 1, spec)]
         if self.sinks:
-            k, v = cache.tokens.k, cache.tokens.v
+            k = cache.tokens.k
+            v = cache.tokens.v
             parts.append(cached_sinks(range(self.sinks), inputs.q, k, v, position, **self._sink_rule))
         out, lse = merge(parts) if self.sinks else parts[0]
         return torch.where(lse.isneginf().unsqueeze(-1), inputs.v.to(out.dtype), out)

@@ -167,8 +167,9 @@ class NGramAttention(Attention):
         v = band.tokens.v
         parts = [cached_window(q, k, v, k.shape[2], position, self.window_spec)]
         if sinks := self.config.sinks:
-            rule = {"scale": self.window_spec.scale, "chunk": self.window_spec.window.chunk}
-            parts.append(cached_sinks(range(sinks), q, k, v, position, **rule))
+            chunk = self.window_spec.window.chunk
+            scale = self.window_spec.scale
+            parts.append(cached_sinks(range(sinks), q, k, v, position, scale=scale, chunk=chunk))
         bias = F.pad(self.bias(context.part), (len(parts), 0))[:, None]
         rank = band.size.gather(-1, codes)  # rank of the new token, whose successor does not exist yet
         for number in range(codes.shape[2]):

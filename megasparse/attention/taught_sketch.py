@@ -127,7 +127,7 @@ class TaughtSketch(Attention):
         the mean attention of its heads, averaged over sketches. x: (B, L, E).
         """
         queries = drawn_positions(context.key("sketch sample"), inputs.q.shape[2], SAMPLES, inputs.q.device)
-        size = self.chunk
+        size: Any = self.chunk
         in_window = (lambda q, k: (k // size <= q // size + 1) & (k // size + 1 >= q // size)) if size else None
         far = far_pairs(inputs, queries, self.config.sinks, in_window)
         q, k = self.sketches(x.detach(), inputs, context, exactly=False)
