@@ -40,12 +40,12 @@ class Quantised(Tensor):
         strides = (1, shape[1]) if transposed else (shape[1], 1)
         size = shape[::-1] if transposed else shape
         options: dict[str, Any] = {"strides": strides, "dtype": dtype, "device": codes.device}
-        self = Tensor._make_wrapper_subclass(cls, size, **options)
-        self.codes, self.scales, self.stored, self.transposed = codes, scales, shape, transposed
-        return self
+        return Tensor._make_wrapper_subclass(cls, size, **options)
 
-    def __init__(self, *arguments: Any, **settings: Any):
-        """`__new__` has set everything."""
+    def __init__(
+        self, codes: Tensor, scales: Any, shape: tuple[int, int], dtype: torch.dtype, transposed: bool = False
+    ):
+        self.codes, self.scales, self.stored, self.transposed = codes, scales, shape, transposed
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
