@@ -80,8 +80,13 @@ class FullAttention(KeyValueAttention):
             window = Window("band", inputs.q.shape[2])
             spec = BucketedAttentionSpec(window, inputs.causal, scale, exclude_self=not self.ordinary)
             out = inputs.in_buckets(None, spec)[0]
+        elif not self.ordinary and inputs.causal and inputs.key_mask is None and inputs.segments is None:
+            # Attention to strictly earlier tokens is causal attention of queries 1… to keys 0…
+            q, k, v = inputs[:3]
+            rest = F.scaled_dot_product_attention(q[:, :, 1:], k[:, :, :-1], v[:, :, :-1], is_causal=True, scale=1.0)
+            out = torch.cat([v[:, :, :1], rest], dim=2)
         elif not self.ordinary:
-            out = self._shared(inputs)
+            out = _masked(inputs, 1.0, exclude_self=True)
         elif inputs.key_mask is not None or inputs.segments is not None:
             out = _masked(inputs, scale, exclude_self=False)
         else:
@@ -101,14 +106,6 @@ class FullAttention(KeyValueAttention):
         from torch.nn.attention.bias import causal_lower_right  # loads torch.compile, which takes seconds
 
         return F.scaled_dot_product_attention(q, k, v, attn_mask=causal_lower_right(q.shape[2], k.shape[2]))
-
-    def _shared(self, inputs: AttentionInputs) -> Tensor:
-        q, k, v = inputs[:3]
-        if inputs.causal and inputs.key_mask is None and inputs.segments is None:
-            # Attention to strictly earlier tokens is causal attention of queries 1… to keys 0…
-            rest = F.scaled_dot_product_attention(q[:, :, 1:], k[:, :, :-1], v[:, :, :-1], is_causal=True, scale=1.0)
-            return torch.cat([v[:, :, :1], rest], dim=2)
-        return _masked(inputs, 1.0, exclude_self=True)
 
     def _with_keys(self, inputs: AttentionInputs) -> AttentionInputs:
         return inputs._replace(k=inputs.q) if self.shared_qk and self.ordinary else inputs

@@ -64,19 +64,16 @@ class LSHAttentionConfig(BandSection):
             problem = '"chunk" needs one order, but with shared_qk = false queries and keys have different buckets'
             raise ConfigError(f"{key}.window", problem, 'Set window to "band", or shared_qk to true')
         check_band(key, self.window, False, self.sinks)  # local = true is allowed with chunks too
-        if self.shifted_keys:
-            self._check_shifted_keys(f"{key}.shifted_keys", model)
         _check_buckets(f"{key}.buckets", self.buckets)
         _check_buckets(f"{key}.evaluation_buckets", self.evaluation_buckets)
-
-    def _check_shifted_keys(self, key: str, model: ModelConfig) -> None:
-        if not self.shared_qk or self.window != "band":
+        if self.shifted_keys and not (self.shared_qk and self.window == "band"):
             problem = f'true is given, but shared_qk = {show(self.shared_qk)} and window = "{self.window}"'
-            raise ConfigError(key, problem, 'Set shared_qk to true and window to "band"')
-        for layer in range(model.layers if model.positions.kind == "rotary" else 0):
+            raise ConfigError(f"{key}.shifted_keys", problem, 'Set shared_qk to true and window to "band"')
+        for layer in range(model.layers if self.shifted_keys and model.positions.kind == "rotary" else 0):
             if "lsh" in (split := heads_of_layer(model, layer)) and len(split) > 1:
                 problem = f"true removes rotary positions from all heads of layer {layer}: {split}"
-                raise ConfigError(key, problem, "Set it to false, or give lsh all heads of its layers")
+                hint = "Set it to false, or give lsh all heads of its layers"
+                raise ConfigError(f"{key}.shifted_keys", problem, hint)
 
 
 LARGEST_SINGLE = 128
