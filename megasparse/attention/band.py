@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megasparse.attention.cache import Cache, CachedTokens, KeyValueCache
@@ -23,12 +24,15 @@ from megasparse.attention.flops import Flops
 from megasparse.attention.sequence_part import WHOLE, SequencePart
 from megasparse.attention.sinks import DocumentRanks, cached_sinks, merge, sink_attention
 from megasparse.config.attention import MechanismSection
+from megasparse.config.messages import show
+from megasparse.config.schema import ModelConfig, heads_of_layer
 from megasparse.config.section import Count
 from megasparse.errors import ConfigError
 from megasparse.ops.bucketed_attention import BucketedAttentionSpec, Codes, Window
 from megasparse.ops.bucketed_attention.blocks import QueryBlock, query_attention
 from megasparse.ops.bucketed_attention.spec import RankedTiles
 
+SHIFTED = "with shifted_keys it attends to the tokens that followed earlier ones"
 _LAST = -1e30
 """Smaller than the log-sum-exp of any token with a visible key."""
 
@@ -162,6 +166,8 @@ class BandAttention(Attention):
         self.shares_pairs = getattr(config, "window", "band") != "top_k"
         self.local: bool = getattr(config, "local", False)
         self.sinks: int = getattr(config, "sinks", 0)
+        self.shifted_keys: bool = getattr(config, "shifted_keys", False)
+        self.rotated = not self.shifted_keys
 
     def band_flops(self, keys: float, length: int, rounds: int = 1) -> Flops:
         """Return the FLOPs of pairs with this many keys per round, in the window and with sinks."""
@@ -170,7 +176,20 @@ class BandAttention(Attention):
 
     @abstractmethod
     def band_codes(self, inputs: AttentionInputs, position: int, context: AttentionContext) -> Codes:
-        """Return the buckets of a decoder's tokens from `position` on."""
+        """Return the buckets of a decoder's tokens from `position` on, before `shift`."""
+
+    def shift(
+        self, inputs: AttentionInputs, query_codes: Tensor, key_codes: Tensor | None
+    ) -> tuple[AttentionInputs, Tensor, Tensor | None]:
+        """With shifted keys, give each token the key and the buckets of the previous one: k_j becomes k_{j−1}, in the
+        buckets of the query at j − 1. The first key of a document is 0, in bucket 0. Else return the arguments.
+        """
+        if not self.shifted_keys:
+            return inputs, query_codes, key_codes
+        first = ~inputs.continues()[:, None]  # (B or 1, 1, L)
+        k = F.pad(inputs.k, (0, 0, 1, -1)).masked_fill(first.unsqueeze(-1), 0.0)
+        codes = F.pad(query_codes, (1, -1)).masked_fill(first.unsqueeze(-2), 0)
+        return inputs._replace(k=k), query_codes, codes
 
     def attend(
         self, inputs: AttentionInputs, query_codes: Tensor, key_codes: Tensor | None, part: SequencePart = WHOLE
@@ -309,12 +328,25 @@ class BandAttention(Attention):
         return 1
 
     def fill_cache(self, x: Tensor, inputs: AttentionInputs, cache: BandCache, context: AttentionContext) -> None:
-        cache.fill(inputs, *self._cached_codes(0, *self.band_codes(inputs, 0, context)))
+        queries, keys = self.band_codes(inputs, 0, context)
+        shifted, _, keys = self.shift(inputs, queries, keys)
+        cache.fill(shifted, *self._cached_codes(0, queries, keys))
+        if self.shifted_keys:
+            cache.next_key = inputs.k[:, :, -1:].clone()
+            cache.next_codes = queries[..., -1:].clone()
 
     def decode(
         self, x: Tensor, inputs: AttentionInputs, cache: BandCache, position: int, context: AttentionContext
     ) -> Tensor:
-        return self.decode_codes(inputs, cache, position, *self.band_codes(inputs, position, context))
+        queries, keys = self.band_codes(inputs, position, context)
+        shifted, _, keys = self.shift(inputs, queries, keys)
+        if self.shifted_keys:
+            if cache.next_key is not None:
+                shifted = inputs._replace(k=cache.next_key)
+                keys = cache.next_codes
+            cache.next_key = inputs.k
+            cache.next_codes = queries
+        return self.decode_codes(shifted, cache, position, queries, keys)
 
     def decode_codes(
         self, inputs: AttentionInputs, cache: BandCache, position: int, query_codes: Tensor, key_codes: Tensor | None
@@ -359,3 +391,20 @@ def check_band(key: str, window: str, local: bool, sinks: int) -> None:
         if value and window != "band":
             problem = f'{json.dumps(value)} needs a band, but window = "{window}"'
             raise ConfigError(f"{key}.{name}", problem, f'Set it to {json.dumps(none)}, or window to "band"')
+
+
+def check_shifted_keys(key: str, settings: Any, model: ModelConfig, **needed: Any) -> None:
+    """Raise ConfigError if `settings.shifted_keys` lacks a band or a setting that it needs, or removes rotary positions
+    from heads of another mechanism. key: of the mechanism's section.
+    """
+    if not settings.shifted_keys:
+        return
+    name = f"{key}.shifted_keys"
+    for other, value in {**needed, "window": "band"}.items():
+        if (given := getattr(settings, other)) != value:
+            raise ConfigError(name, f"true is given, but {other} = {show(given)}", f"Set {other} to {show(value)}")
+    kind = key.rpartition(".")[2]
+    for layer in range(model.layers if model.positions.kind == "rotary" else 0):
+        if kind in (split := heads_of_layer(model, layer)) and len(split) > 1:
+            problem = f"true removes rotary positions from all heads of layer {layer}: {split}"
+            raise ConfigError(name, problem, f"Set it to false, or give {kind} all heads of its layers")

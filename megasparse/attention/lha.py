@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.utils import skip_init
 
-from megasparse.attention.band import BandAttention, BandSection, check_band
+from megasparse.attention.band import SHIFTED, BandAttention, BandSection, check_band, check_shifted_keys
 from megasparse.attention.contract import AttentionContext, AttentionInputs, AttentionOutput, Buckets, MechanismSpec
 from megasparse.attention.documents import Document, attend_in_clusters, clusters_by_document, documents
 from megasparse.attention.far_attention import InWindow, best_far, collision_loss, drawn_positions
@@ -93,6 +93,10 @@ class LHAAttentionConfig(BandSection):
     joint: bool = True
     """Decoders: assign a token's query and key to one bucket, by H_Q(q) + H_K(k) (the paper's Eq. 18). false: separate
     buckets, as in encoders, so that a query can match unlike keys; use it with pretrained queries and keys."""
+    shifted_keys: bool = False
+    """Decoders with joint and a band only: each token gets the key and the bucket of the previous token and so attends
+    to the tokens that followed similar ones, at any distance. The first key of a document is 0, in bucket 0. Such
+    layers do not use rotary positions."""
     count_buckets: bool = True
     """With top_k only: include a pair that shares N buckets once. false: N times, as in the paper's Algorithm 1."""
     utility: Literal["sampled", "features", "collisions"] = "sampled"
@@ -113,12 +117,17 @@ class LHAAttentionConfig(BandSection):
 
     def check(self, key: str, model: ModelConfig) -> None:
         check_band(key, self.window, self.local, self.sinks)
+        check_shifted_keys(key, self, model, joint=True)
         if self.utility == "collisions" and self.joint and model.kind != "encoder":
             problem = '"collisions" needs separate hashes of queries and keys, but joint = true adds them'
             raise ConfigError(f"{key}.utility", problem, 'Set joint to false, or utility to "sampled"')
         if self.project_positions and not self.sinusoidal_positions:
             problem = "true projects positions, but sinusoidal_positions is false"
             raise ConfigError(f"{key}.project_positions", problem, "Set it to false, or sinusoidal_positions to true")
+
+    @property
+    def causal_only(self) -> str | None:  # type: ignore[override]
+        return SHIFTED if self.shifted_keys else None
 
     @property
     def joined(self) -> str | None:
@@ -156,7 +165,8 @@ class LHAAttention(BandAttention):
         assigned = context.recompute.keep(lambda: self.assign(inputs, context))
         if assigned.members is None:
             key_codes = None if self._joint(inputs) else assigned.key_codes.unsqueeze(2)
-            output = self.attend(inputs, assigned.query_codes.unsqueeze(2), key_codes, context.part)
+            shifted = self.shift(inputs, assigned.query_codes.unsqueeze(2), key_codes)
+            output = self.attend(*shifted, context.part)
             if not inputs.causal:
                 output = output._replace(statistics=_balance(inputs, assigned, self.buckets))
         else:
@@ -211,8 +221,9 @@ class LHAAttention(BandAttention):
         return assigned.query_codes.unsqueeze(2), None if self._joint(inputs) else assigned.key_codes.unsqueeze(2)
 
     def buckets_of(self, inputs: AttentionInputs, context: AttentionContext) -> Buckets:
-        assigned = self.assign(inputs, context)
-        return Buckets(assigned.query_codes, assigned.key_codes, self.buckets)
+        _, queries, keys = self.shift(inputs, *self.band_codes(inputs, 0, context))
+        keys = queries if keys is None else keys
+        return Buckets(queries.squeeze(2), keys.squeeze(2), self.buckets)
 
     def learn(
         self, x: Tensor, inputs: AttentionInputs, context: AttentionContext, assigned: Assignment | None = None
@@ -332,6 +343,12 @@ class LHAAttention(BandAttention):
         real = None if inputs.key_mask is None else inputs.key_mask[:, queries]
         loss = collision_loss(query_scores, key_scores, share, of_best, real)
         return loss * (WEIGHT / self.spec.layers), {"collision_loss": loss.detach()}
+
+    def exact(self) -> "LHAAttention | None":
+        if not self.shifted_keys:
+            return None
+        everything = {"local": True, "chunk": self.spec.max_length, "hash": "random"}
+        return LHAAttention(self.config.model_copy(update=everything), self.spec)
 
     def flops(self, length: int) -> Flops:
         """Pairs in windows, assuming buckets of equal size, plus the hash functions."""

@@ -4,15 +4,13 @@ import math
 from typing import Any, Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from megasparse.attention.band import BandAttention, BandCache, BandSection, check_band
+from megasparse.attention.band import SHIFTED, BandAttention, BandSection, check_band, check_shifted_keys
 from megasparse.attention.contract import AttentionContext, AttentionInputs, AttentionOutput, Buckets, MechanismSpec
 from megasparse.attention.flops import Flops
 from megasparse.config.attention import mechanism
-from megasparse.config.messages import show
-from megasparse.config.schema import ModelConfig, heads_of_layer
+from megasparse.config.schema import ModelConfig
 from megasparse.config.section import Positive
 from megasparse.errors import ConfigError
 from megasparse.ops.bucketed_attention import Codes, Window
@@ -51,7 +49,7 @@ class LSHAttentionConfig(BandSection):
 
     @property
     def causal_only(self) -> str | None:  # type: ignore[override]
-        return "with shifted_keys it attends to the tokens that followed earlier ones" if self.shifted_keys else None
+        return SHIFTED if self.shifted_keys else None
 
     def check(self, key: str, model: ModelConfig) -> None:
         if self.chunk > model.max_length:
@@ -64,16 +62,9 @@ class LSHAttentionConfig(BandSection):
             problem = '"chunk" needs one order, but with shared_qk = false queries and keys have different buckets'
             raise ConfigError(f"{key}.window", problem, 'Set window to "band", or shared_qk to true')
         check_band(key, self.window, False, self.sinks)  # local = true is allowed with chunks too
+        check_shifted_keys(key, self, model, shared_qk=True)
         _check_buckets(f"{key}.buckets", self.buckets)
         _check_buckets(f"{key}.evaluation_buckets", self.evaluation_buckets)
-        if self.shifted_keys and not (self.shared_qk and self.window == "band"):
-            problem = f'true is given, but shared_qk = {show(self.shared_qk)} and window = "{self.window}"'
-            raise ConfigError(f"{key}.shifted_keys", problem, 'Set shared_qk to true and window to "band"')
-        for layer in range(model.layers if self.shifted_keys and model.positions.kind == "rotary" else 0):
-            if "lsh" in (split := heads_of_layer(model, layer)) and len(split) > 1:
-                problem = f"true removes rotary positions from all heads of layer {layer}: {split}"
-                hint = "Set it to false, or give lsh all heads of its layers"
-                raise ConfigError(f"{key}.shifted_keys", problem, hint)
 
 
 LARGEST_SINGLE = 128
@@ -142,8 +133,6 @@ class LSHAttention(BandAttention):
         self.evaluation_factors = lsh_buckets(config, spec.max_length, training=False)
         self.buckets = max(math.prod(self.factors), math.prod(self.evaluation_factors))
         scale = 1.0 if self.shared_qk else spec.head_dim**-0.5
-        self.shifted_keys = config.shifted_keys
-        self.rotated = not config.shifted_keys
         excludes_self = self.shared_qk and not self.shifted_keys
         self.rule = {"scale": scale, "exclude_self": excludes_self, "count_rounds": config.count_rounds}
         self.window = Window(config.window, min(config.chunk, spec.max_length), config.same_bucket)
@@ -151,14 +140,12 @@ class LSHAttention(BandAttention):
         if config.window == "chunk":
             self.leak = "later tokens move the borders of chunks; attention.lsh.window = band is strictly causal"
 
-    def band_codes(self, inputs: AttentionInputs, position: int, context: AttentionContext) -> Codes:
+    def assign(self, inputs: AttentionInputs, context: AttentionContext) -> Codes:
         codes = angular_hash(*self._hashed(inputs, context))
         if not self.shared_qk:
             queries, keys = codes.chunk(2)
             return queries, keys
-        if not self.shifted_keys:
-            return codes, None
-        return codes, F.pad(codes, (1, -1)).masked_fill(~inputs.continues()[:, None, None], 0)
+        return codes, None
 
     def _hashed(self, inputs: AttentionInputs, context: AttentionContext) -> tuple[Tensor, Tensor, list[int]]:
         """Return the vectors to hash, with separate QK queries and keys, the rotations and factors."""
@@ -176,39 +163,17 @@ class LSHAttention(BandAttention):
     def selection_gap(self, inputs: AttentionInputs, context: AttentionContext) -> float:
         return code_gap(*self._hashed(inputs, context))
 
+    def band_codes(self, inputs: AttentionInputs, position: int, context: AttentionContext) -> Codes:
+        return self.assign(inputs, context)
+
     def buckets_of(self, inputs: AttentionInputs, context: AttentionContext) -> Buckets:
-        queries, keys = self.band_codes(inputs, 0, context)
+        _, queries, keys = self.shift(inputs, *self.assign(inputs, context))
         keys = queries if keys is None else keys
         return Buckets(queries.flatten(1, 2), keys.flatten(1, 2), self.buckets)
 
     def forward(self, x: Tensor, inputs: AttentionInputs, context: AttentionContext) -> AttentionOutput:
-        queries, keys = context.recompute.keep(lambda: self.band_codes(inputs, 0, context))
-        return self.attend(self._shifted(inputs), queries, keys, context.part)
-
-    def _shifted(self, inputs: AttentionInputs) -> AttentionInputs:
-        if not self.shifted_keys:
-            return inputs
-        k = F.pad(inputs.k, (0, 0, 1, -1)).masked_fill(~inputs.continues()[:, None, :, None], 0.0)
-        return inputs._replace(k=k)
-
-    def fill_cache(self, x: Tensor, inputs: AttentionInputs, cache: BandCache, context: AttentionContext) -> None:
-        super().fill_cache(x, self._shifted(inputs), cache, context)
-        if self.shifted_keys:
-            cache.next_key = inputs.k[:, :, -1:].clone()
-            cache.next_codes = self.band_codes(inputs._replace(q=inputs.q[:, :, -1:]), 0, context)[0]
-
-    def decode(
-        self, x: Tensor, inputs: AttentionInputs, cache: BandCache, position: int, context: AttentionContext
-    ) -> Tensor:
-        queries, keys = self.band_codes(inputs, position, context)
-        shifted = self._shifted(inputs)  # a first token: its key and buckets are 0
-        if self.shifted_keys:
-            if cache.next_key is not None:
-                shifted = inputs._replace(k=cache.next_key)
-                keys = cache.next_codes
-            cache.next_key = inputs.k
-            cache.next_codes = queries
-        return self.decode_codes(shifted, cache, position, queries, keys)
+        codes = context.recompute.keep(lambda: self.assign(inputs, context))
+        return self.attend(*self.shift(inputs, *codes), context.part)
 
     def exact(self) -> "LSHAttention | None":
         if not self.shifted_keys:

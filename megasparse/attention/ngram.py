@@ -109,8 +109,7 @@ class NGramAttention(Attention):
         return self._codes(tokens, key_mask, segments)
 
     def _codes(self, tokens: Tensor, key_mask: Tensor | None = None, segments: Tensor | None = None) -> Tensor:
-        rounds = [ngram_codes(tokens, n, self.buckets, key_mask, segments) for n in self.config.lengths]
-        return torch.stack(rounds, dim=1)
+        return ngram_codes(tokens, self.config.lengths, self.buckets, key_mask, segments).transpose(0, 1)
 
     def buckets_of(self, inputs: AttentionInputs, context: AttentionContext) -> Buckets:
         codes = self.assign(context, inputs.key_mask, inputs.segments)
@@ -194,26 +193,28 @@ class NGramAttention(Attention):
 
 @torch.no_grad()
 def ngram_codes(
-    tokens: Tensor, n: int, buckets: int, key_mask: Tensor | None = None, segments: Tensor | None = None,
+    tokens: Tensor, lengths: list[int], buckets: int, key_mask: Tensor | None = None, segments: Tensor | None = None,
     behind: int = 1,
 ) -> Tensor:  # fmt: skip
-    """Return the bucket of the last n tokens at each position, (B, L), 0 <= code < buckets.
+    """Return the bucket of the last n tokens at each position, for each n of lengths, (N, B, L), 0 <= code < buckets.
 
     tokens: (B, L) int64, the newest token known at each position, −1 if there is none. key_mask, segments: of the
     positions. behind: positions from the newest token to the one that reads it, 1 in a decoder and 0 in an encoder.
     Tokens of other documents and padding are hashed as missing. A pure function of the n tokens, in integers: the same
     on every device and in every batch.
     """
-    key = derive("n-gram", n)
-    code = torch.zeros_like(tokens)
-    for back in reversed(range(n)):
+    keys = [derive("n-gram", n) for n in lengths]
+    codes = tokens.new_zeros(len(lengths), *tokens.shape)
+    for back in reversed(range(max(lengths))):
         token = _earlier(tokens, back, -1)
         for mask, of_other in ((key_mask, False), (segments, -1)):
             if mask is not None:
                 before = _earlier(mask, back + behind, of_other)
                 token = token.masked_fill(~before if mask.dtype == torch.bool else before != mask, -1)
-        code = random_bits(key, (code << 32) + token + 1, 1).squeeze(-1).long() & 0x7FFFFFFF
-    return (code % buckets).to(code_dtype(buckets))
+        inside = [i for i, n in enumerate(lengths) if n > back]
+        rows = (codes[inside] << 32) + token + 1
+        codes[inside] = random_bits([keys[i] for i in inside], rows, 1).squeeze(-1).long() & 0x7FFFFFFF
+    return (codes % buckets).to(code_dtype(buckets))
 
 
 def _following(codes: Tensor, inputs: AttentionInputs, buckets: int) -> Tensor:

@@ -77,8 +77,7 @@ class NgramEmbedding(nn.Module):
 
     def codes(self, tokens: Tensor, padding: Padding) -> Tensor:
         """Return each table's row at each position, (N, B, L) int32. tokens: (B, L), see `ngram_codes`."""
-        masks = padding.key_mask, padding.segments, self.behind
-        return torch.stack([ngram_codes(tokens, n, self.rows, *masks).int() for n in self.lengths])
+        return ngram_codes(tokens, self.lengths, self.rows, padding.key_mask, padding.segments, self.behind).int()
 
     def forward(self, codes: Tensor) -> Tensor:
         """Return the embeddings of the codes (N, B, n): (B, n, E) in fp32 or wider."""

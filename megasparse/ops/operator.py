@@ -6,8 +6,8 @@ import importlib
 import importlib.util
 import os
 import sys
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache, update_wrapper, wraps
 from typing import Any, Generic, Literal, ParamSpec, TypeVar, get_args
 
@@ -92,6 +92,25 @@ def operator(kernels: bool = True, **settings: Any) -> Callable[[Callable[P, R]]
         return Operator(blocks, kernels=path, **settings)
 
     return decorate
+
+
+_times = 1.0
+
+
+def counted_times() -> float:
+    """Return how often a plan counts the current operation, see `counted`."""
+    return _times
+
+
+@contextmanager
+def counted(times: float) -> Iterator[None]:
+    """Count the operations of a block `times` times in a plan: on the meta device one of many equal tiles runs."""
+    global _times
+    before, _times = _times, _times * times
+    try:
+        yield
+    finally:
+        _times = before
 
 
 def implementation(

@@ -81,24 +81,35 @@ class RngContext:
         return rows
 
 
-def random_bits(key: int, rows: Tensor, columns: int) -> Tensor:
+def random_bits(key: int | list[int], rows: Tensor, columns: int) -> Tensor:
     """Draw (*rows.shape, columns) int32, uniform over all 2^32 values: a hash of (key, row number, column number).
-    rows: int64, any shape.
+
+    key: or one for each index of the first dimension of rows. rows: int64, any shape.
     """
     if implementation(rows, dtypes=(torch.int64,), largest_width=None) == "triton":
         from megasparse.ops.random_kernels import bits
 
-        return bits(key, rows, columns)
+        if isinstance(key, int):
+            return bits(key, rows, columns)
+        return torch.stack([bits(one, part, columns) for one, part in zip(key, rows, strict=True)])
     row, column = _seeds(key, rows, columns)
     return _mix_(row.unsqueeze(-1) + column)
 
 
-def _seeds(key: int, rows: Tensor, columns: int) -> tuple[Tensor, Tensor]:
+def _seeds(key: int | list[int], rows: Tensor, columns: int) -> tuple[Tensor, Tensor]:
     """Return mixed row and column numbers, int32; mixing their sum gives the bits."""
-    low, high = halves(key)
+    low: Any
+    high: Any
+    if isinstance(key, int):
+        low, high = halves(key)
+        of_column = high
+    else:
+        numbers = torch.tensor([halves(one) for one in key], dtype=torch.int32, device=rows.device)
+        low, high = numbers.view(-1, 2, *[1] * (rows.ndim - 1)).unbind(1)  # (N, 1, …)
+        of_column = high.unsqueeze(-1)
     # Conversions keep the low 32 bits.
     row = _mix_(rows.to(torch.int32) + low) ^ _mix_((rows >> 32).to(torch.int32) + high)
-    column = torch.arange(columns, dtype=torch.int32, device=rows.device) + high
+    column = torch.arange(columns, dtype=torch.int32, device=rows.device) + of_column
     return _mix_(row), _mix_(column)
 
 

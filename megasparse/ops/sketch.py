@@ -14,14 +14,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megasparse.ops.operator import MOST_PAIRS, Function, implementation, operator, wide_dtype, without_autocast
+from megasparse.ops.operator import (
+    MOST_PAIRS,
+    Function,
+    counted,
+    implementation,
+    operator,
+    wide_dtype,
+    without_autocast,
+)
 from megasparse.ops.random import derive, halves, random_bits
 
 KEYS = 1 << 11
 """Keys per tile. Random draws depend on it, because each tile uses a separate random key."""
 WIDEST = 16
 """The largest d that the kernels support: a thread keeps all coordinates of its rows in registers."""
-_SCORE_ELEMENTS = 3 << 19  # scores per tile
+_SCORE_ELEMENTS = 3 << 19  # scores per tile on a CPU
+_SCORE_ELEMENTS_ON_GPU = 1 << 24  # 128 MB of float64
 _GATHERED_ELEMENTS = 1 << 24  # coordinates gathered at a time
 _PROJECTED = 1 << 12  # tokens projected at a time in float64
 _WIDE = 1 << 15  # keys per tile without noise
@@ -199,10 +208,33 @@ class _SketchedAttention(Function):
 def _tiles(q: Tensor, sight: _Sight) -> Iterator[tuple[slice, int]]:
     """Yield the queries of a tile, and the number of keys that may be visible to them."""
     batch, length, _ = q.shape
-    step = max(1, _SCORE_ELEMENTS // (batch * length))
-    for start in range(0, length, step):
-        stop = min(start + step, length)
-        yield slice(start, stop), stop if sight.causal else length
+    step = _queries_per_tile(q, batch * length)
+    for rows, last, times in _query_tiles(q, step, 0, length, sight.causal):
+        with counted(times):
+            yield rows, last
+
+
+def _queries_per_tile(q: Tensor, scores: int) -> int:
+    """Return the number of queries in a tile, for scores per query of all sequences."""
+    return max(1, (_SCORE_ELEMENTS if q.device.type == "cpu" else _SCORE_ELEMENTS_ON_GPU) // scores)
+
+
+def _query_tiles(
+    q: Tensor, step: int, first_query: int, length: int, causal: bool
+) -> Iterator[tuple[slice, int, float]]:
+    """Yield the queries of each tile, the number of keys that may be visible to them, and 1; on the meta device the
+    last tile only, and the pairs of all tiles divided by its pairs.
+    """
+    queries = q.shape[1]
+    starts = range(0, queries, step)
+    lasts = [min(first_query + min(start + step, queries), length) if causal else length for start in starts]
+    if not q.is_meta:
+        for start, last in zip(starts, lasts, strict=True):
+            yield slice(start, min(start + step, queries)), last, 1.0
+        return
+    pairs = sum(last * min(step, queries - start) for start, last in zip(starts, lasts, strict=True))
+    rows = slice(max(0, queries - step), queries)
+    yield rows, lasts[-1], pairs / (lasts[-1] * (rows.stop - rows.start))
 
 
 def _scores(q: Tensor, k: Tensor, sight: _Sight, rows: slice, last: int) -> Tensor:
@@ -244,18 +276,18 @@ def _product_tiles(
 ) -> Iterator[_ProductTile]:
     """Yield the tiles of q·kᵀ with `width` keys, all tiles of some queries after each other."""
     batch, queries, _ = q.shape
-    step = max(1, _SCORE_ELEMENTS // (batch * heads * min(width, k.shape[1])))
+    step = _queries_per_tile(q, batch * heads * min(width, k.shape[1]))
     memory = k.new_empty(batch * min(step, queries) * min(width, k.shape[1]))
-    for start in range(0, queries, step):
-        rows = slice(start, min(start + step, queries))
+    for rows, last, times in _query_tiles(q, step, first_query, k.shape[1], sight.causal):
         positions = torch.arange(rows.start, rows.stop, device=q.device) + first_query
-        last = min(first_query + rows.stop, k.shape[1]) if sight.causal else k.shape[1]
-        for first_key in range(0, last, width):
+        alike = 1.0 if times == 1.0 else max(1.0, last / width - 1)  # a plan runs two tiles of keys
+        for first_key in range(0, last if alike == 1.0 else 2 * width, width):
             keys = torch.arange(first_key, min(first_key + width, last), device=q.device)
             products = memory[: batch * len(positions) * len(keys)].view(batch, -1, len(keys))  # (B, T, C)
             of_keys = k[:, first_key : first_key + len(keys)].transpose(-1, -2)  # (B, d, C)
-            torch.bmm(q[:, rows], of_keys, out=products)
-            yield _ProductTile(products, rows, positions, keys, first_query + start, first_key, sight)
+            with counted(times * alike if first_key else times):
+                torch.bmm(q[:, rows], of_keys, out=products)
+                yield _ProductTile(products, rows, positions, keys, first_query + rows.start, first_key, sight)
 
 
 class _BestKeys:

@@ -84,9 +84,9 @@ def test_separate_queries_and_keys_meet_if_their_hashes_agree(causal):
     _, q, k, v = (x.double() for x in Single("lsh", causal).inputs(50))
     heads = AttentionInputs(q, k, v, None, None, causal)
     context = AttentionContext(0, RngContext.evaluation(0, 2))
-    query_codes, key_codes = mechanism.band_codes(heads, 0, context)
+    query_codes, key_codes = mechanism.assign(heads, context)
     shared = build_mechanism("lsh", settings(causal, rounds=2, chunk=64, buckets=4), 2)
-    assert torch.equal(key_codes, shared.band_codes(heads._replace(q=k), 0, context)[0])
+    assert torch.equal(key_codes, shared.assign(heads._replace(q=k), context)[0])
     seen = (query_codes[..., :, None] == key_codes[..., None, :]).any(2)
     if causal:
         seen = seen.tril()
@@ -140,5 +140,5 @@ def test_evaluation_hashes_into_its_own_number_of_buckets():
     for buckets, training in ((6, True), (32, False)):
         context = AttentionContext(0, replace(RngContext.evaluation(0, 2), training=training))
         alike = build_mechanism("lsh", settings(True, chunk=8, buckets=buckets), 2)
-        assert torch.equal(both.band_codes(heads, 0, context)[0], alike.band_codes(heads, 0, context)[0])
+        assert torch.equal(both.assign(heads, context)[0], alike.assign(heads, context)[0])
         torch.testing.assert_close(both(None, heads, context).out, alike(None, heads, context).out)
