@@ -242,13 +242,9 @@ def group_weights(branch: Branch) -> dict[str, nn.Parameter]:
     return {n: w for n, w in branch.named_parameters() if not (norm_after and n.startswith("norm."))}
 
 
-def attend_in_groups(branch: Branch, layer: MultiHeadAttention, x: Tensor, run: Pass) -> tuple[Tensor, Tensor | None]:
-    """Run the branch of an ordinary layer. Returns its output, (B, L, E) fp32 or wider, and its auxiliary loss."""
-    output: tuple[Tensor, Tensor | None] = _InGroups.apply(branch, layer, run, x, *group_weights(branch).values())
-    return output
+class InGroups(Function):
+    """The branch of an ordinary layer. `apply` returns its output, (B, L, E) fp32 or wider, and its auxiliary loss."""
 
-
-class _InGroups(Function):
     @staticmethod
     def forward(
         ctx: Any, branch: Branch, layer: MultiHeadAttention, run: Pass, x: Tensor, *weights: Tensor
