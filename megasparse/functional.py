@@ -262,9 +262,11 @@ def _attend(
     names = {"cu_seqlens": None, "position_ids": None, "seed": 0, "step": None}
     settings = {name: value for name, value in options.items() if name not in names}
     cu_seqlens, position_ids, seed, step = ({**names, **options}[name] for name in names)
-    tensors = {"query": heads.query, "key": None if heads.shared else heads.key, "value": heads.value}
-    tensors |= {"attn_mask": attn_mask, "tokens": tokens, "cu_seqlens": cu_seqlens, "position_ids": position_ids}
-    tensors |= {f"parameters.{name}": weight for name, weight in (parameters or {}).items()}
+    tensors = {  # not by `|=`, which torch.compile rejects before torch 2.10
+        **{"query": heads.query, "key": None if heads.shared else heads.key, "value": heads.value},
+        **{"attn_mask": attn_mask, "tokens": tokens, "cu_seqlens": cu_seqlens, "position_ids": position_ids},
+        **{f"parameters.{name}": weight for name, weight in (parameters or {}).items()},
+    }
     constants: dict[str, Any] = {"kind": kind, "dropout_p": dropout_p, "is_causal": is_causal}
     constants["settings"] = settings
     if not torch.compiler.is_compiling():
