@@ -113,7 +113,7 @@ class Form(ABC):
         several = f"{counts.examples:,} examples, the longest"
         title = f"{split}: {'1 example' if counts.examples == 1 else several} of {counts.longest:,} tokens"
         if counts.kinds:
-            title += "; " + ", ".join(f"{name} {count:,}" for name, count in sorted(counts.kinds.items()))
+            title += "; " + ", ".join(f"{name}: {count:,}" for name, count in sorted(counts.kinds.items()))
         return [title, *counts.notes(split)]
 
     def _join(self, inputs: tuple[Input, ...], location: SourceLocation) -> Segments:

@@ -301,7 +301,8 @@ def test_other_mistakes_are_rejected(tmp_path):
     folder = bert(tmp_path / "bert")
     of_bert = {"huggingface": str(folder)}
     assert "not a folder" in refusal(config_of(tmp_path, {"huggingface": str(tmp_path / "nowhere")}))
-    assert "contains no checkpoint" in refusal(config_of(tmp_path, {"checkpoint": str(tmp_path / "nowhere")}))
+    refused = refusal(config_of(tmp_path, {"checkpoint": str(tmp_path / "nowhere")}))
+    assert "contains no checkpoint" in refused and "megasparse quickstart" in refused
     _, path = checkpoint(decoder("lsh"), tmp_path / "pretrained")
     result = refusal(config_of(tmp_path, {"checkpoint": str(path)}, task={"max_length": 129}))
     assert result.startswith("task.max_length: 129 tokens are more than the model's maximum of 128. Lower it")

@@ -274,6 +274,7 @@ def test_a_few_invalid_lines_are_left_out_and_counted(tmp_path, capsys):
     said = capsys.readouterr().err
     assert "151 conversations, of which 1 are cut to 64 tokens; left out: 1 no message of the role assistant" in said
     assert "1 no token of an answer within 64 tokens; the first invalid line is 151" in said
+    assert f"; {150 * len(tokens_of(file, GOOD)) + 64:,} tokens in all" in said
 
 
 def test_packing_keeps_conversations_whole(tmp_path):
