@@ -4,6 +4,7 @@ B batch, n length of the input, E width.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
