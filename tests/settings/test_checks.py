@@ -85,7 +85,11 @@ def scaled(positions: str, kind: str, **settings: float) -> list[str]:
         (using("local", "sinks=4", "relative=true"), f"{ATTENTION}.local.sinks", ["4", "relative"]),
         (using("yoso", "local=true"), f"{ATTENTION}.yoso", ["local", "needs a softmax", "convolution"]),
         (using("lsh", "window=chunk", "shared_qk=false"), f"{ATTENTION}.lsh.window", ["shared_qk = false", '"band"']),
-        (using("lsh", "shifted_keys=true", "shared_qk=false"), SHIFTED, ["shared_qk = false", "to true"]),
+        (
+            using("lha", "shifted_keys=true", "joint=false"),
+            f"{ATTENTION}.lha.shifted_keys",
+            ["joint = false"],
+        ),
         ([f"{SHIFTED}=true", *by('"lsh"'), *ENCODER], f"{ATTENTION}.pattern[0]", ["see both ways: with shifted_keys"]),
         ([f"{SHIFTED}=true", *by('{"local": 2, "lsh": 2}'), "model.positions.kind=rotary"], SHIFTED, ["layer 0"]),
         ([*using("local", "relative=true"), "model.positions.kind=rotary"], f"{ATTENTION}.local.relative", ["rotary"]),

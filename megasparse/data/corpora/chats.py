@@ -279,7 +279,9 @@ class Renderer:
         except Invalid:
             raise
         except Exception as error:  # templates raise errors of any type
-            raise Invalid(f"the chat template fails: {one_line(str(error))}", "use what it accepts") from None
+            raise Invalid(
+                f"the chat template fails: {one_line(str(error))}", "use roles and contents that it accepts"
+            ) from None
         ids, first, end = _encoded(tokenizer, whole)
         scored = np.zeros(len(ids), dtype=bool)
         for start, stop in spans:
@@ -394,7 +396,10 @@ def _messages(record: Mapping[str, Any]) -> list[dict[str, Any]]:
         if not (content or "").strip() and not message.get("tool_calls"):
             raise Invalid(f"a message of the role {role} is empty", "fill it, or remove the conversation")
         if (weight := message.get("weight")) not in (None, 0, 1) or (weight and role != "assistant"):
-            raise Invalid(f"weight {one_line(repr(weight), 40)} of a message of the role {role}", "give answers 0 or 1")
+            raise Invalid(
+                f"weight {one_line(repr(weight), 40)} of a message of the role {role}",
+                "give answers 0 or 1, others none",
+            )
         calls = {"tool_calls": _called(message["tool_calls"])} if message.get("tool_calls") else {}
         checked.append({**message, "content": content, **calls})
         before = role

@@ -249,6 +249,8 @@ def verify_official(source: Source, published: Mapping[str, str]) -> list[str]:
             for piece in part.pieces():
                 digest.update(piece)
             if (hexdigest := digest.hexdigest()) != published[name]:
-                raise DataError(part, f"its {kind} is {hexdigest[:12]}…, not {published[name][:12]}…", "Get it again")
+                raise DataError(
+                    part, f"its {kind} is {hexdigest[:12]}…, not {published[name][:12]}…", "Get it again, or rename it"
+                )
             verified.append(name)
     return verified
