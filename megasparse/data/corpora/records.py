@@ -69,11 +69,13 @@ ONE_PER_LINE = "Write one object per line, as jq -c . or for an array jq -c '.[]
 def json_hint(line: bytes) -> str:
     """Return what to do about a line that is not a JSON object."""
     try:
-        json.loads(text := line.decode("utf-8-sig"))
+        text = line.decode("utf-8-sig").strip()
+        if not text.startswith("["):  # an array may be large
+            json.loads(text)
     except UnicodeDecodeError:
         return "The line is not UTF-8: convert the file, iconv -f latin1 -t utf-8"
     except json.JSONDecodeError as error:
-        return ONE_PER_LINE if text.startswith("[") else syntax_hint(text, error.pos) or ONE_PER_LINE
+        return syntax_hint(text, error.pos) or ONE_PER_LINE
     except (ValueError, RecursionError):  # a number or a nesting that is too large
         pass
     return ONE_PER_LINE

@@ -147,7 +147,7 @@ class TextForm(Form):
         super().__init__(task, config)
         zero = config.deepspeed.get("zero_optimization", {})
         if config.run.engine == "deepspeed" and int(zero.get("stage", 0)) == 3:
-            raise ConfigError("deepspeed.zero_optimization.stage", "3, but ranks' searches differ", "Set it to 2")
+            raise ConfigError("deepspeed.zero_optimization.stage", "3 needs equal searches on all ranks", "Set it to 2")
 
     def body(self, model: ModelConfig) -> Backbone:
         return SequenceToSequenceBody(model)
