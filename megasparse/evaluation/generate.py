@@ -89,7 +89,11 @@ def end_tokens(config: Config, tokenizer: Tokenizer) -> frozenset[int]:
             raise ConfigError(str(settings), "cannot be read as a JSON object of at most 1 MiB", "Restore it") from None
         ids = [] if value is None else value if isinstance(value, list) else [value]
         if not all(type(token) is int and 0 <= token < config.model.vocabulary for token in ids):
-            raise ConfigError(str(settings), f"eos_token_id = {show(value)} is not an id, nor a list", "Restore it")
+            raise ConfigError(
+                str(settings),
+                f"eos_token_id = {show(value)} is not an id, nor a list",
+                f"Use ids below {config.model.vocabulary}",
+            )
     return frozenset(ids) | (set() if separator is None else {separator})
 
 

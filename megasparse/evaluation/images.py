@@ -157,7 +157,9 @@ def open_output(directory: str | None) -> Path:
         path.mkdir(parents=True, exist_ok=True)
         occupied = any(path.iterdir())
     except OSError as error:
-        raise ConfigError("--output", f"{path} cannot be created or read ({error.strerror})", "Give another") from None
+        raise ConfigError(
+            "--output", f"{path} cannot be created or read ({error.strerror})", "Give a writable folder"
+        ) from None
     if occupied:
         raise ConfigError("--output", f"{path} is not empty", "Give a new or an empty folder")
     return path

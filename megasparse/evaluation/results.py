@@ -61,7 +61,7 @@ def trained_tokenizer(config: Config, checkpoint: Checkpoint) -> Tokenizer:
     if identity != trained:
         names = [f'"{x.get("name")}" (sha256 {x.get("sha256", "")[:12]}…)' for x in (identity, trained)]
         problem = f"{names[0]}, but the checkpoint was trained with {names[1]}"
-        raise ConfigError("data.tokenizer", problem, "Set it to the latter")
+        raise ConfigError("data.tokenizer", problem, "Set it to the tokenizer of the training")
     return tokenizer
 
 

@@ -70,7 +70,7 @@ def texts(
     request, before any text is generated.
     """
     if tokenizer.name == "pixels":
-        raise ConfigError("--checkpoint", "the model predicts pixels, not text", "Use --images or --complete")
+        raise ConfigError("--checkpoint", "the model predicts pixels, not text", "Use --images N or --complete IMAGE")
     request.sampling.check()
     check_beams(1 if request.beams is None else request.beams, request.length_penalty)
     for name, value in (asdict(request.sampling) | {"length_penalty": request.length_penalty}).items():
@@ -95,7 +95,11 @@ def texts(
             raise ConfigError("--source", "a decoder does not read a source", "Give a --prompt to continue instead")
         return [writer.text(model, prompt.to(device))]
     if not sources:
-        raise ConfigError("--source", "it is missing, but an encoder-decoder needs a source", "Give --source TEXT")
+        raise ConfigError(
+            "--source",
+            "it is missing, but an encoder-decoder needs a source",
+            "Give --source TEXT or --source-file FILE",
+        )
     read = [_source(text, number, config, tokenizer) for number, text in enumerate(sources, 1)]
     return writer.of_sources(model, read, prompt.to(device), config.model.padding_token)
 
@@ -140,11 +144,15 @@ class _Writer:
 
 def _separator(tokenizer: Tokenizer, config: Config) -> int:
     if tokenizer.special is None:
-        raise ConfigError("data.tokenizer", f'"{tokenizer.name}" does not define special tokens', "Give another one")
+        raise ConfigError(
+            "data.tokenizer", f'"{tokenizer.name}" does not define special tokens', "Give that of the training data"
+        )
     separator, vocabulary = tokenizer.special.separator, config.model.vocabulary
     if separator >= vocabulary:
         raise ConfigError(
-            "model.vocabulary", f"{vocabulary} does not include the end token ({separator})", "Train on pairs"
+            "model.vocabulary",
+            f"{vocabulary} does not include the end token ({separator})",
+            "Train on pairs of texts with it",
         )
     return separator
 

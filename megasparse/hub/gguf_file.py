@@ -157,7 +157,9 @@ def config_of(path: Path, header: Header) -> dict[str, Any]:
     """Return the content of config.json. Raises HubError for a tensor or a key that is missing or would be lost."""
     name = header.values.get("general.architecture")
     if header.values.get("split.count", 1) != 1 or PART.search(path.name):
-        raise HubError(path, "is one part of a model in several files", "Merge them: llama-gguf-split --merge")
+        raise HubError(
+            path, "is one part of a model in several files", "Merge: llama-gguf-split --merge FIRST WHOLE.gguf"
+        )
     if name not in KEYS:
         raise HubError(path, f"its architecture is {one_line(str(name), 60)!r}", f"Use one of {', '.join(KEYS)}")
     prefix = f"{name}."

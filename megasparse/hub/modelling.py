@@ -36,6 +36,7 @@ from megasparse.hub.formats import TASKS
 from megasparse.hub.replaced_layer import IGNORED, share_of_batch
 from megasparse.model.build import empty_model, initialise
 from megasparse.ops.random import EVALUATION_STEP, RngContext
+from megasparse.settings.checks import check_model
 
 
 class MegasparseConfig(PretrainedConfig):
@@ -63,6 +64,10 @@ class MegasparseConfig(PretrainedConfig):
     @property
     def vocab_size(self) -> int:
         return int(self.model.get("vocabulary", ModelConfig.model_fields["vocabulary"].default))
+
+    @vocab_size.setter
+    def vocab_size(self, value: int) -> None:
+        self.model = {**self.model, "vocabulary": value}
 
     @property
     def hidden_size(self) -> int:
@@ -146,8 +151,23 @@ class MegasparsePreTrainedModel(PreTrainedModel):
     def set_output_embeddings(self, value: nn.Module) -> None:
         raise NotImplementedError("set_output_embeddings: copy the weights into model.head instead")
 
-    def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Embedding:
-        raise NotImplementedError("resize_token_embeddings: model.vocabulary is fixed. Train with a larger vocabulary")
+    def _resize_token_embeddings(
+        self, new_num_tokens: int | None, pad_to_multiple_of: int | None = None, mean_resizing: bool = True
+    ) -> nn.Module:
+        """Resize embeddings, head and its bias in place. Called by `resize_token_embeddings` of transformers."""
+        rows = self.config.vocab_size if new_num_tokens is None else new_num_tokens
+        rows += -rows % (pad_to_multiple_of or 1)
+        settings = self.settings.model_copy(update={"vocabulary": rows})
+        check_model(settings)  # raises an error if special tokens would be removed
+        self.settings = settings
+        for name, weight in self.model.named_parameters():
+            if name == "head.bias":
+                weight.data = F.pad(weight.data, (0, rows - len(weight)))
+            elif name in ("head.weight", "embedding.weight", "encoder.embedding.weight"):
+                matrix = nn.Embedding(len(weight), weight.shape[1], device="meta")
+                matrix.weight = weight
+                self._get_resized_embeddings(matrix, rows, mean_resizing=mean_resizing)
+        return self.get_input_embeddings()
 
     def add_head(self) -> None:
         """Create the layers of a task, if it has any."""

@@ -43,7 +43,9 @@ PCIe 4 or 5 with 16 lanes."""
 def hardware(name: str, peak_tflops: float | None) -> Hardware:
     gpu = next((gpu for key, gpu in GPUS.items() if key in name.upper()), None)
     if gpu is None and peak_tflops is None:
-        raise ConfigError("--gpu", f"{show(name)} is not one of {', '.join(GPUS)}", "Also give --peak-tflops")
+        raise ConfigError(
+            "--gpu", f"{show(name)} is not one of {', '.join(GPUS)}", "Also give --peak-tflops; the rest is an A100's"
+        )
     gpu = gpu or replace(GPUS["A100"], name=name)
     return gpu if peak_tflops is None else replace(gpu, peak=peak_tflops * 1e12)
 

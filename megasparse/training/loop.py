@@ -89,7 +89,9 @@ def train(run: TrainingRun) -> RunResult:
     state.save(run.engine, saver)
     saver.finish()
     if saver.saved != state.step:
-        raise StorageError(saver.directory, f"the last step, {state.step}, is not saved", "Repair it, then resume")
+        raise StorageError(
+            saver.directory, f"the last step, {state.step}, is not saved", "Repair the storage, then resume"
+        )
     saver.finish_uploads()
     tracker.say(_last_words(state, steps))
     return _result(run, state)

@@ -139,7 +139,7 @@ class Checkpoint:
         """Configuration of its pretraining run, with paths in the run's folder, which may have been renamed."""
         settings = self.settings
         if not isinstance(settings, Config):
-            raise CheckpointError(self.path, "belongs to a fine-tuned model", "Use megasparse evaluate --task")
+            raise CheckpointError(self.path, "belongs to a fine-tuned model", "Use evaluate --task or predict")
         run, data = self.path.absolute().parents[1], settings.data
         changes = {"tokenizer": tokenizer_copy(data.tokenizer, run)}
         if Path(data.path) == Path(settings.run.directory, "data") and (run / "data").is_dir():
@@ -205,7 +205,11 @@ class Checkpoint:
             for key, numel in pieces.items():
                 stored = file.get_slice(key)
                 if (stored.get_dtype(), stored.get_shape()) != ("F32", [numel]):
-                    raise CheckpointError(self.path / name, f"{key} is not F32 [{numel}]", FORGED)
+                    raise CheckpointError(
+                        self.path / name,
+                        f"{key} is {stored.get_dtype()} {stored.get_shape()}, not F32 [{numel}]",
+                        FORGED,
+                    )
 
     def close(self) -> None:
         """Unmap the files, whose pages otherwise stay in memory."""
@@ -319,7 +323,9 @@ class Merged(Checkpoint):
             expected |= {f"{layer}{NORMS}": [rows]} if lora.dora else {}
         for name, entry in self._trained.items():
             if entry["shape"] != expected.get(name):
-                raise CheckpointError(adapters.path, f"{name} with its shape fits no weight of {base.path}", FORGED)
+                raise CheckpointError(
+                    adapters.path, f"{name} of shape {entry['shape']} fits no weight of {base.path}", FORGED
+                )
 
     def read(self, kind: str, name: str, start: int, numel: int) -> Tensor:
         if name in self._trained:
