@@ -218,8 +218,8 @@ def ngram_codes(
 
 
 def _following(codes: Tensor, inputs: AttentionInputs, buckets: int) -> Tensor:
-    """Return the buckets of keys (B, R, L): the previous position's, or `buckets`, which has no queries, for a
-    document's first key.
+    """Return the buckets of keys (B, R, L): the previous position's, or `buckets`, without queries, for a document's
+    first key.
     """
     return F.pad(codes.int(), (1, -1)).masked_fill(~inputs.continues()[:, None], buckets)
 

@@ -17,7 +17,7 @@ class LongformerAttentionConfig(MechanismSection):
 @mechanism("longformer", LongformerAttentionConfig)
 class LongformerAttention(BlockSparseAttention):
     """The paper's window in blocks, and global tokens that attend to all tokens and that all tokens attend to (causal
-    in decoders). The paper gives global tokens separate projections; here they share those of the other tokens.
+    in decoders). The paper gives global tokens separate projections; here they share the others' projections.
     """
 
     def __init__(self, config: LongformerAttentionConfig, spec: MechanismSpec):

@@ -283,7 +283,7 @@ class RangeRound:
         length = self.length
         count = self.query_high - self.query_first
         live = count > 0
-        if self.shared_codes and self.spec.exclude_self:  # a single token in a bucket has no visible key
+        if self.shared_codes and self.spec.exclude_self:  # a single token in a bucket sees no key
             only = torch.ones_like(live)
             only[:, :-1] = self.query_first[:, 1:] != self.query_first[:, :-1]
             live &= (count > 1) | ~only
