@@ -1,12 +1,11 @@
 """Hash, then rank: buckets find candidate keys, a sketch ranks them, exact softmax attention reads the best.
 
-Learned hashes as in LHA propose, a narrow sketch as in Smart Bird scores, and the K best keys enter one softmax
-together with a window and sinks. Only the pairs of a query and the keys in its buckets are scored.
-
-P probes, M newest members per bucket, T queries per tile, C candidates per query.
+Learned hashes as in LHA propose, a narrow sketch as in Smart Bird scores, and the K best keys enter one softmax with a
+window and sinks. P probes, M newest members per bucket, T queries per tile, C candidates per query.
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -17,12 +16,12 @@ from torch import Tensor, nn
 from megasparse.attention.contract import AttentionContext, AttentionInputs, MechanismSpec
 from megasparse.attention.far_attention import SAMPLES, imbalance
 from megasparse.attention.flops import Flops
-from megasparse.attention.taught_sketch import TaughtSketch, check_sketch, repeated_masks
-from megasparse.config.attention import MechanismSection, mechanism
+from megasparse.attention.taught_sketch import SketchSection, TaughtSketch, repeated_masks
+from megasparse.config.attention import mechanism
 from megasparse.config.schema import ModelConfig
-from megasparse.config.section import Count, Positive
+from megasparse.config.section import Positive
 from megasparse.errors import ConfigError
-from megasparse.ops.operator import without_autocast
+from megasparse.ops.operator import counted, without_autocast
 from megasparse.ops.sketch import gathered_products, rounded_ranks
 
 _TILE = {"cpu": 1 << 14, "cuda": 1 << 23}
@@ -35,15 +34,11 @@ _GAIN = 4.0
 """Factor of the bucket scores: their weights learn as fast as the sketch's by the same steps of Adam."""
 
 
-class RankedAttentionConfig(MechanismSection):
+class RankedAttentionConfig(SketchSection):
     keys: Positive = 128
     """K, best keys of each query. Those in the window or the sinks are included once."""
     sketch_dim: Positive = 32
     """Width d of the sketch that ranks the candidates."""
-    sketch_heads: Positive = 1
-    """Neighbouring heads that share a sketch, buckets and keys; the heads of one KV group, for example."""
-    sketch_signs: bool = False
-    """Rank by the signs of the d numbers, by the Hamming distance of d bits, a multiple of 8."""
     buckets: Annotated[Positive, Field(le=_CODES**2)] = 64
     """N, buckets of keys."""
     probes: Positive = 8
@@ -54,20 +49,12 @@ class RankedAttentionConfig(MechanismSection):
     local: bool = True
     """Attend to a window, too: the token's own chunk of positions and the chunk before it, in an encoder also the chunk
     after it. Each key is included once."""
-    chunk: Positive = 64
-    """With local only: positions per chunk."""
-    sinks: Count = 0
-    """First tokens of each document, which every later token reads (in an encoder every token)."""
 
     def check(self, key: str, model: "ModelConfig") -> None:
         if self.probes > self.buckets:
             problem = f"{self.probes} is more than the {self.buckets} buckets"
             raise ConfigError(f"{key}.probes", problem, "Set it to at most buckets")
-        check_sketch(self, key, model)
-
-    @property
-    def heads_together(self) -> int:
-        return self.sketch_heads
+        super().check(key, model)
 
 
 @mechanism("ranked", RankedAttentionConfig)
@@ -98,7 +85,7 @@ class RankedAttention(TaughtSketch):
     def sketches(
         self, x: Tensor, inputs: AttentionInputs, context: AttentionContext, exactly: bool = True
     ) -> tuple[Tensor, Tensor]:
-        """Append the key's bucket // 256 and % 256 to the d numbers of exact keys; else as `TaughtSketch`."""
+        """Append the key's bucket // 256 and % 256 to the d numbers of exact keys."""
         q, k = super().sketches(x, inputs, context, exactly)
         if not exactly:
             return q, k
@@ -129,14 +116,12 @@ class RankedAttention(TaughtSketch):
         return chosen.unflatten(0, (-1, count))
 
     def _sketch_flops(self, length: int, visible: float) -> Flops:
-        """Count the scores of candidates instead of all keys, 2·P/N of them as learned buckets are unequal, and of the
-        buckets; in training also of the buckets of samples, and their cross-entropy with all keys.
+        """Count the scores of candidates instead of all keys, and of the buckets; in training also of the buckets of
+        samples, and their cross-entropy with all keys.
         """
         config = self.config
         sampled = min(SAMPLES, length) / length
-        candidates = min(
-            visible, 2 * visible * config.probes / config.buckets, config.probes * (config.members or length)
-        )
+        candidates = mean_candidates(visible, length, config.probes, config.buckets, config.members)
         learned = config.buckets * (config.sketch_dim * (1 + sampled) + visible * sampled)
         scores = config.sketch_dim * (candidates - visible + 2 * config.buckets)
         return super()._sketch_flops(length, visible) + Flops(scores + learned, learned) * (2.0 * self.groups)
@@ -157,7 +142,7 @@ class BucketScores(nn.Module):
         self.bias = nn.Parameter(torch.zeros(groups * buckets))
 
     def forward(self, x: Tensor, context: AttentionContext) -> Tensor:
-        """Score the buckets of x (B, groups here, L, d): (B, groups, L, N), in the dtype of x."""
+        """Score the buckets of x (B, groups here, L, d): (B, groups, L, N)."""
         weight, bias = (
             context.part.local_part(part, 0).unflatten(0, (x.shape[1], -1)).to(x.dtype)
             for part in (self.weight, self.bias)
@@ -189,10 +174,8 @@ def bucket_loss(query_scores: Tensor, key_scores: Tensor, shares: Tensor, real: 
 
 @dataclass(frozen=True)
 class RankingSpec:
-    """Settings of `ranked_keys`.
-
-    buckets: N. members: M, the newest keys of a bucket that a query scores; None for all. count: K. causal: only keys
-    at or before the query take part.
+    """Settings of `ranked_keys`. buckets: N. members: M, the newest keys of a bucket that a query scores; None for all.
+    count: K.
     """
 
     buckets: int
@@ -230,10 +213,7 @@ def ranked_keys(
     device = q.device
     buckets = spec.buckets
     chosen = torch.full((batch * queries, spec.count), -1, dtype=torch.int32, device=device)
-    if q.is_meta:  # data decide the sizes; a plan counts the largest tile
-        q.new_empty(8 * min(_TILE["cuda"], batch * queries * length), dtype=torch.float64)
-        return chosen.unflatten(0, (batch, queries))
-    if segments is not None:  # a bucket per document
+    if segments is not None and not q.is_meta:  # a bucket per document
         of_queries = segments[:, first_query : first_query + queries, None]
         codes = codes + buckets * segments
         probes = probes + buckets * of_queries
@@ -253,20 +233,44 @@ def ranked_keys(
     q = q.flatten(0, 1)[by_number]  # (B·Lq, d)
     k = k.flatten(0, 1)  # (B·L, d)
     order = order.flatten()
-    step = max(1, _TILE[device.type] // max(1, int(sums.max())))
-    for tile in torch.arange(batch * queries, device=device).split(step):
-        rows = by_number[tile]
-        total = sums[tile]
-        offset = (rows // queries * length).unsqueeze(-1)  # of the query's sequence
-        number = torch.arange(max(1, int(total.max())), device=device).expand(len(tile), -1).contiguous()
-        probe = torch.searchsorted(total, number, right=True).clamp_max_(total.shape[-1] - 1)
-        hidden = number >= total[:, -1:]
-        slot = number + starts[tile].gather(1, probe)
-        key = order[slot.clamp_max_(length - 1) + offset]  # (T, C)
-        ranks = rounded_ranks(gathered_products(q[tile], k, key + offset), width, key)
-        best, rank = ranks.masked_fill_(hidden, -torch.inf).topk(min(spec.count, ranks.shape[-1]), dim=-1)
-        tokens = key.gather(1, rank).masked_fill(best == -torch.inf, -1)
-        chosen[rows, : tokens.shape[-1]] = tokens.to(torch.int32)
+    for tile, most, times in _tiles(sums, spec, length, queries, first_query):
+        with counted(times):
+            rows = by_number[tile]
+            total = sums[tile]
+            offset = (rows // queries * length).unsqueeze(-1)  # of the query's sequence
+            number = torch.arange(most, device=device).expand(len(tile), -1).contiguous()
+            probe = torch.searchsorted(total, number, right=True).clamp_max_(total.shape[-1] - 1)
+            hidden = number >= total[:, -1:]
+            slot = number + starts[tile].gather(1, probe)
+            key = order[slot.clamp_max_(length - 1) + offset]  # (T, C)
+            ranks = rounded_ranks(gathered_products(q[tile], k, key + offset), width, key)
+            best, rank = ranks.masked_fill_(hidden, -torch.inf).topk(min(spec.count, ranks.shape[-1]), dim=-1)
+            tokens = key.gather(1, rank).masked_fill(best == -torch.inf, -1)
+            chosen[rows, : tokens.shape[-1]] = tokens.to(torch.int32)
     chosen = chosen.unflatten(0, (batch, queries))  # (B, Lq, K)
     chosen[..., 0] = torch.where(chosen[..., 0] < 0, positions, chosen[..., 0])
     return chosen if key_mask is None else chosen.masked_fill(~key_mask[:, positions, None], -1)
+
+
+def _tiles(
+    sums: Tensor, spec: RankingSpec, length: int, queries: int, first_query: int
+) -> Iterator[tuple[Tensor, int, float]]:
+    """Yield the rows of `sums` (B·Lq, P) in each tile, their largest number of candidates, and 1. On the meta device,
+    where data would decide the sizes, the first of equal tiles and their number.
+    """
+    rows = torch.arange(len(sums), device=sums.device)
+    if not sums.is_meta:
+        for tile in rows.split(max(1, _TILE[sums.device.type] // max(1, int(sums.max())))):
+            yield tile, max(1, int(sums[tile].max())), 1.0
+        return
+    visible = first_query + (queries + 1) / 2 if spec.causal else length
+    most = math.ceil(mean_candidates(visible, length, sums.shape[-1], spec.buckets, spec.members))
+    tile = rows[: max(1, _TILE["cuda"] // most)]
+    yield tile, most, len(rows) / len(tile)
+
+
+def mean_candidates(visible: float, length: int, probes: int, buckets: int, members: int | None) -> float:
+    """Return the assumed mean number of a query's candidates among `visible` keys: 2·P/N of them, as learned buckets
+    are unequal, if M newest members of a bucket are not fewer.
+    """
+    return min(visible, 2 * visible * probes / buckets, probes * (members or length))

@@ -14,14 +14,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megasparse.ops.operator import MOST_PAIRS, Function, Operator, implementation, without_autocast
+from megasparse.ops.operator import (
+    MOST_PAIRS,
+    Function,
+    counted,
+    implementation,
+    operator,
+    wide_dtype,
+    without_autocast,
+)
 from megasparse.ops.random import derive, halves, random_bits
 
 KEYS = 1 << 11
 """Keys per tile. Random draws depend on it, because each tile uses a separate random key."""
 WIDEST = 16
 """The largest d that the kernels support: a thread keeps all coordinates of its rows in registers."""
-_SCORE_ELEMENTS = 3 << 19  # scores per tile
+_SCORE_ELEMENTS = 3 << 19  # scores per tile on a CPU
+_SCORE_ELEMENTS_ON_GPU = 1 << 24  # 128 MB of float64
 _GATHERED_ELEMENTS = 1 << 24  # coordinates gathered at a time
 _PROJECTED = 1 << 12  # tokens projected at a time in float64
 _WIDE = 1 << 15  # keys per tile without noise
@@ -69,7 +78,8 @@ class Noise(NamedTuple):
         return torch.tensor(seeds, dtype=torch.int32, pin_memory=pinned).to(device, non_blocking=True)
 
 
-def _sketched_attention(
+@operator(largest_width=WIDEST, most_rows=MOST_PAIRS)
+def sketched_attention(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool, key_mask: Tensor | None = None, segments: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Compute h_i = Σ_j α_ij v_j with α_ij = exp(q_i·k_j/√d − lse_i), one head (Smart Bird Eq. 1).
@@ -77,17 +87,9 @@ def _sketched_attention(
     q, k, v: (B, L, d). key_mask, segments: as in `bucketed_attention`. Returns h (B, L, d) and lse (B, L) in fp32 or
     wider; padding gets 0 and −∞.
     """
-    q, k, v = (x.to(torch.promote_types(q.dtype, torch.float32)) for x in (q, k, v))
+    q, k, v = (x.to(wide_dtype(q)) for x in (q, k, v))
     h, lse = _SketchedAttention.apply(q, k, v, _Sight(causal, key_mask, segments))
     return h, lse
-
-
-sketched_attention = Operator(
-    _sketched_attention,
-    kernels="megasparse.ops.sketch_kernels:sketched_attention",
-    largest_width=WIDEST,
-    most_rows=MOST_PAIRS,
-)
 
 
 @without_autocast
@@ -130,8 +132,7 @@ def chosen_keys(
 @torch.no_grad()
 def exact_projection(x: Tensor, weight: Tensor) -> Tensor:
     """Compute x·Wᵀ of x (B, L, E) and weight (d, E) in float64, (B, L, d); of (B, G, L, E) and (G, d, E), (B, G, L, d).
-    Each row is independent of the number of rows, so that equal tokens tie and are ordered by position; otherwise
-    decoding could choose other tokens than a full pass.
+    Each row is independent of the number of rows, so that equal tokens tie, in decoding as in a full pass.
     """
     several = x.dim() == 4 and x.shape[2] < _ROWS  # one product launches less than a kernel per sketch
     if weight.shape[-2] <= WIDEST and not several and implementation(x, _FLOATS, largest_width=None) == "triton":
@@ -207,10 +208,33 @@ class _SketchedAttention(Function):
 def _tiles(q: Tensor, sight: _Sight) -> Iterator[tuple[slice, int]]:
     """Yield the queries of a tile, and the number of keys that may be visible to them."""
     batch, length, _ = q.shape
-    step = max(1, _SCORE_ELEMENTS // (batch * length))
-    for start in range(0, length, step):
-        stop = min(start + step, length)
-        yield slice(start, stop), stop if sight.causal else length
+    step = _queries_per_tile(q, batch * length)
+    for rows, last, times in _query_tiles(q, step, 0, length, sight.causal):
+        with counted(times):
+            yield rows, last
+
+
+def _queries_per_tile(q: Tensor, scores: int) -> int:
+    """Return the number of queries in a tile, for scores per query of all sequences."""
+    return max(1, (_SCORE_ELEMENTS if q.device.type == "cpu" else _SCORE_ELEMENTS_ON_GPU) // scores)
+
+
+def _query_tiles(
+    q: Tensor, step: int, first_query: int, length: int, causal: bool
+) -> Iterator[tuple[slice, int, float]]:
+    """Yield the queries of each tile, the number of keys that may be visible to them, and 1; on the meta device the
+    last tile only, and the pairs of all tiles divided by its pairs.
+    """
+    queries = q.shape[1]
+    starts = range(0, queries, step)
+    lasts = [min(first_query + min(start + step, queries), length) if causal else length for start in starts]
+    if not q.is_meta:
+        for start, last in zip(starts, lasts, strict=True):
+            yield slice(start, min(start + step, queries)), last, 1.0
+        return
+    pairs = sum(last * min(step, queries - start) for start, last in zip(starts, lasts, strict=True))
+    rows = slice(max(0, queries - step), queries)
+    yield rows, lasts[-1], pairs / (lasts[-1] * (rows.stop - rows.start))
 
 
 def _scores(q: Tensor, k: Tensor, sight: _Sight, rows: slice, last: int) -> Tensor:
@@ -224,9 +248,8 @@ def _scores(q: Tensor, k: Tensor, sight: _Sight, rows: slice, last: int) -> Tens
 
 
 class _ProductTile(NamedTuple):
-    """Products of some queries and keys, (B, T, C), in memory that the next tile overwrites.
-
-    rows: the queries. positions (T), keys (C): of queries and of keys, from first_query and first_key on.
+    """Products of some queries and keys, (B, T, C), in memory that the next tile overwrites. positions (T), keys (C):
+    of the queries `rows` and of keys, from first_query and first_key on.
     """
 
     products: Tensor
@@ -253,18 +276,18 @@ def _product_tiles(
 ) -> Iterator[_ProductTile]:
     """Yield the tiles of q·kᵀ with `width` keys, all tiles of some queries after each other."""
     batch, queries, _ = q.shape
-    step = max(1, _SCORE_ELEMENTS // (batch * heads * min(width, k.shape[1])))
+    step = _queries_per_tile(q, batch * heads * min(width, k.shape[1]))
     memory = k.new_empty(batch * min(step, queries) * min(width, k.shape[1]))
-    for start in range(0, queries, step):
-        rows = slice(start, min(start + step, queries))
+    for rows, last, times in _query_tiles(q, step, first_query, k.shape[1], sight.causal):
         positions = torch.arange(rows.start, rows.stop, device=q.device) + first_query
-        last = min(first_query + rows.stop, k.shape[1]) if sight.causal else k.shape[1]
-        for first_key in range(0, last, width):
+        alike = 1.0 if times == 1.0 else max(1.0, last / width - 1)  # a plan runs two tiles of keys
+        for first_key in range(0, last if alike == 1.0 else 2 * width, width):
             keys = torch.arange(first_key, min(first_key + width, last), device=q.device)
             products = memory[: batch * len(positions) * len(keys)].view(batch, -1, len(keys))  # (B, T, C)
             of_keys = k[:, first_key : first_key + len(keys)].transpose(-1, -2)  # (B, d, C)
-            torch.bmm(q[:, rows], of_keys, out=products)
-            yield _ProductTile(products, rows, positions, keys, first_query + start, first_key, sight)
+            with counted(times * alike if first_key else times):
+                torch.bmm(q[:, rows], of_keys, out=products)
+                yield _ProductTile(products, rows, positions, keys, first_query + rows.start, first_key, sight)
 
 
 class _BestKeys:
@@ -299,16 +322,24 @@ def drawn_keys(
     for tile in _product_tiles(q.double(), k.double(), sight, first_query, KEYS, len(noise.heads)):
         score = tile.products.mul_(q.shape[2] ** -0.5)
         log_p = _log_p(score, spec.sampling, None if lse is None else lse[:, tile.rows, None])
-        draws = _log_uniform(noise, tile.rows, tile.first_key // KEYS, len(tile.keys))  # (B, H, T, C)
-        ranks = _ranks(draws.add_(log_p.float()[:, None]), tile.keys)
+        rows = noise.rows[:, tile.rows]
+        u = torch.empty(len(rows), len(noise.heads), *score.shape[1:], device=rows.device)  # (B, H, T, C)
+        for head in range(len(noise.heads)):
+            bits = random_bits(noise.tile(head, tile.first_key // KEYS), rows, len(tile.keys))
+            u[:, head] = bits.bitwise_right_shift_(9)  # −2^22 … 2^22 − 1
+        log_u = u.add_((1 << 22) + 0.5).mul_(2.0**-23).log_()  # u is (n + ½)/2^23, n < 2^23
+        # int64 numbers in the order of the scores, then of falling position
+        bits = log_u.add_(log_p.float()[:, None]).add_(0.0).view(torch.int32)  # −0 becomes 0
+        bits ^= (bits >> 31).bitwise_and_(0x7FFFFFFF)
+        ranks = bits.long().bitwise_left_shift_(32).add_(_LOW - tile.keys)
         tile.hide(ranks, _NOTHING)
         best.add(tile, ranks, _NOTHING)
     return best.index
 
 
 def top_keys(q: Tensor, k: Tensor, count: int, sight: _Sight, first_query: int) -> Tensor:
-    """Compute `chosen_keys` without noise in tiles. Products are in float64, so that equal keys have equal ranks in
-    every tile; on a CPU in fp32 if these can be rounded as float64 ones, see `_top_products`.
+    """Compute `chosen_keys` without noise. Products are in float64, so that equal keys have equal ranks in every tile;
+    on a CPU in fp32 if these can be rounded as float64 ones, see `_top_products`.
     """
     best = _BestKeys(q, 1, count)
     if q.device.type != "cpu":
@@ -341,8 +372,8 @@ def _largest_errors(q: Tensor, k: Tensor) -> Tensor | None:
 def top_k(ranks: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """Return the `count` largest of the numbers (..., C), or all of them, and their indices, in falling order.
 
-    If C is large, only blocks whose maximum is among the `count` largest maxima are searched; block i contains every
-    n-th number from i on. Equal numbers may be replaced by each other.
+    If C is large, only blocks (every n-th number) whose maximum is among the `count` largest maxima are searched. Equal
+    numbers may be replaced by each other.
     """
     size = ranks.shape[-1]
     number = math.isqrt(size // count)
@@ -367,8 +398,8 @@ def _top_products(
     Only products that reach the K-th largest maximum of a row's blocks, or round to the same number, are ranked: about
     1.4·K of them. A rank includes its position, so that numbers are sorted, not pairs.
 
-    exact: None for float64 products; for fp32 ones the queries (B, T, d), the keys (B, C, d) and the largest errors
-    (B, T) of the products. Products whose rounding the error could change are computed again in float64.
+    exact: None for float64 products; for fp32 ones the queries (B, T, d), the keys (B, C, d) and the largest errors (B,
+    T) of products, to compute again in float64 those whose rounding the error could change.
     """
     numbers = products.numpy()
     size = products.shape[-1]
@@ -406,7 +437,8 @@ def rounded_ranks(products: Tensor, width: int, keys: Tensor) -> Tensor:
     return products.mul_(_STEPS * width**-0.5).round_().clamp_(-_LARGEST, _LARGEST).sub_(keys, alpha=_BEHIND)
 
 
-def _gathered_products(q: Tensor, k: Tensor, index: Tensor) -> Tensor:
+@operator(dtypes=_FLOATS, largest_width=None, differentiable=False)
+def gathered_products(q: Tensor, k: Tensor, index: Tensor) -> Tensor:
     """Return the products of each row of q (T, d) with the rows `index` (T, C) int64 of k (N, d): (T, C) float64."""
     step = max(1, _GATHERED_ELEMENTS // (index.shape[1] * k.shape[1]))
     parts = [
@@ -414,15 +446,6 @@ def _gathered_products(q: Tensor, k: Tensor, index: Tensor) -> Tensor:
         for x, rows in zip(q.split(step), index.split(step), strict=True)
     ]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-
-gathered_products = Operator(
-    _gathered_products,
-    kernels="megasparse.ops.sketch_kernels:gathered_products",
-    dtypes=_FLOATS,
-    largest_width=None,
-    differentiable=False,
-)
 
 
 def _log_p(score: Tensor, sampling: str, lse: Tensor | None) -> Tensor:
@@ -434,19 +457,3 @@ def _log_p(score: Tensor, sampling: str, lse: Tensor | None) -> Tensor:
     assert lse is not None
     minus_log_alpha = (lse - score).clamp_min_(0.0)  # negative only by rounding
     return minus_log_alpha.log_().mul_(-2.0 if sampling == "inverse_log_squared" else -1.0)
-
-
-def _log_uniform(noise: Noise, rows: slice, tile: int, keys: int) -> Tensor:
-    """Return log u, (B, H, T, C) fp32, of the first `keys` keys of a tile; u is one of 2^23 numbers (n + ½)/2^23."""
-    row_numbers = noise.rows[:, rows]
-    u = torch.empty(len(row_numbers), len(noise.heads), row_numbers.shape[1], keys, device=row_numbers.device)
-    for head in range(len(noise.heads)):
-        u[:, head] = random_bits(noise.tile(head, tile), row_numbers, keys).bitwise_right_shift_(9)  # −2^22 … 2^22 − 1
-    return u.add_((1 << 22) + 0.5).mul_(2.0**-23).log_()
-
-
-def _ranks(score: Tensor, keys: Tensor) -> Tensor:
-    """Return int64 numbers in the order of the fp32 scores; ties are ordered by falling position."""
-    bits = score.add_(0.0).view(torch.int32)  # −0 becomes 0
-    bits ^= (bits >> 31).bitwise_and_(0x7FFFFFFF)
-    return bits.long().bitwise_left_shift_(32).add_(_LOW - keys)

@@ -27,6 +27,7 @@ from megasparse.config.schema import Config, ModelConfig
 from megasparse.model.adapters import add_adapters, quantise_layers
 from megasparse.model.build import empty_model
 from megasparse.model.encoder import Encoder
+from megasparse.ops.operator import counted_times
 from megasparse.ops.quantised import Quantised
 from megasparse.ops.random import RngContext
 from megasparse.optimizers import OPTIMIZERS
@@ -51,6 +52,8 @@ VIEWS = {
     *("empty_strided", "new_empty", "new_empty_strided"),
 }
 """Operations that create a view or allocate memory, and do not move bytes."""
+SELECTIONS, ASSIGNMENTS = {"index", "index_select", "embedding", "gather"}, {"index_put_", "scatter_"}
+"""Operations whose first tensor is a table of which they read, or write, some rows or numbers."""
 
 
 class LiveBytes(TorchDispatchMode):
@@ -62,7 +65,8 @@ class LiveBytes(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.live = self.peak = self.moved = self.launches = 0
+        self.live = self.peak = 0
+        self.moved = self.launches = 0.0
         self._storages: set[int] = set()
 
     def mark(self) -> int:
@@ -84,9 +88,9 @@ class LiveBytes(TorchDispatchMode):
                 self._made(storage.nbytes())
                 weakref.finalize(storage, self._release, identity, storage.nbytes())
         if function.overloadpacket.__name__.rstrip("_") not in VIEWS:
-            self.launches += 1
+            self.launches += counted_times()
             if function.overloadpacket not in flop_registry:
-                self.moved += sum(_bytes(x) for x in (*inputs, *outputs))
+                self.moved += counted_times() * _moved_by(function.overloadpacket.__name__, inputs, outputs)
         return result
 
     def _made(self, size: int) -> None:
@@ -105,6 +109,27 @@ def _identity(x: Tensor) -> int:
 def _bytes(x: Tensor) -> int:
     """Return the bytes of a tensor; of an expanded one, the bytes of its storage."""
     return min(x.numel() * x.element_size(), x.untyped_storage().nbytes())
+
+
+def _moved_by(name: str, inputs: list[Tensor], outputs: list[Tensor]) -> int:
+    """Return the bytes that an operation reads and writes; of a table, only the selected or written rows."""
+    if name in SELECTIONS:
+        inputs = [*outputs, *inputs[1:]]
+    elif name in ASSIGNMENTS:
+        outputs = inputs = inputs[1:]
+    return sum(_bytes(x) for x in (*inputs, *outputs))
+
+
+def _bytes_of(launch: Any) -> int:
+    """Return the bytes that a kernel reads and writes: of its tensors, and of all rows that an index selects."""
+    constants = launch.kernel.fn.__annotations__
+    names = (name for name in launch.kernel.arg_names if name not in constants)
+    tensors = {name: x for name, x in zip(names, launch.arguments, strict=True) if isinstance(x, Tensor)}
+    rows = tensors["q"].shape[:-1].numel() * tensors["index"].shape[-1] if "index" in tensors else None
+    return sum(
+        _bytes(x) if rows is None or name not in ("k", "v") else rows * x.shape[-1] * x.element_size()
+        for name, x in tensors.items()
+    )
 
 
 @dataclass(frozen=True)
@@ -135,7 +160,7 @@ def count_pass(model: nn.Module, forward: Callable[[], Tensor]) -> PassBytes:
     from megasparse.ops.kernels import Launch, observed  # imports Triton, which exists on Linux only
 
     names = {id(weight): name for name, weight in model.named_parameters()}
-    sizes, peaks, ends, moved, kernels = [0], [], set(), {True: 0, False: 0}, [0]
+    sizes, peaks, ends, moved, kernels = [0], [], set(), {True: 0.0, False: 0.0}, [0.0]
     counter = LiveBytes()
 
     def end_phase(weight: Tensor) -> None:
@@ -145,9 +170,8 @@ def count_pass(model: nn.Module, forward: Callable[[], Tensor]) -> PassBytes:
             sizes.append(weight.numel() * weight.element_size())
 
     def skip(launch: Launch) -> None:
-        tensors = [x for x in launch.arguments if isinstance(x, Tensor)]
-        moved["attention" in launch.kernel.fn.__module__] += sum(map(_bytes, tensors))
-        kernels[0] += 1
+        moved["attention" in launch.kernel.fn.__module__] += counted_times() * _bytes_of(launch)
+        kernels[0] += counted_times()
         launch.start()
 
     trained = [weight for weight in model.parameters() if weight.requires_grad]

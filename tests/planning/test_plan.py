@@ -11,11 +11,13 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from megasparse.attention import ranked
 from megasparse.cli.main import door
 from megasparse.config.schema import Config
 from megasparse.data.batches import Batch
 from megasparse.errors import ConfigError, UserError
 from megasparse.model.build import build_model
+from megasparse.ops import sketch
 from megasparse.ops.positions import cached_sinusoids
 from megasparse.ops.random import RngContext
 from megasparse.planning import passes
@@ -23,7 +25,7 @@ from megasparse.planning import plan as plans
 from megasparse.planning.dry_run import trial_engine
 from megasparse.planning.flops import hardware_flops_by_part
 from megasparse.planning.hardware import GPUS, hardware, parse_bytes
-from megasparse.planning.passes import PERIODS, ConfiguredPass, count_pass, dummy_records
+from megasparse.planning.passes import PERIODS, ConfiguredPass, LiveBytes, count_pass, dummy_records
 from megasparse.planning.plan import RESERVE, Plan, duration
 from megasparse.planning.states import BUCKET, MemoryPool, States, Zero, memory, require_fit
 from megasparse.settings.load import build_config, load_config
@@ -128,6 +130,39 @@ def test_a_pass_of_many_tiles_is_continued_from_short_ones(lora, monkeypatch):
     assert np.array_equal(line.gradients, whole.gradients)
     assert line.beside == pytest.approx(whole.beside, rel=0.03)
     assert line.moved == pytest.approx(whole.moved, rel=0.1)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_choice_of_keys_counts_one_of_its_tiles(causal, monkeypatch):
+    """Against all tiles on the meta device; of ranked keys, whose tiles depend on data, against those of a CPU."""
+    monkeypatch.setenv("MEGASPARSE_OPS", "blockwise")
+    monkeypatch.setattr(sketch, "_SCORE_ELEMENTS_ON_GPU", 1 << 13)
+    monkeypatch.setattr(sketch, "_WIDE", 64)
+    monkeypatch.setattr(ranked, "_TILE", {"cpu": 1 << 13, "cuda": 1 << 13})
+
+    def count(device, choose, *arguments):
+        with LiveBytes() as counter:
+            choose(*(x.to(device) for x in arguments))
+        return counter
+
+    def top(q, k):
+        sketch.chosen_keys(q, k, sketch.KeyChoiceSpec(4, causal, "top_k"), None)
+
+    def best(q, k, codes):  # half of the buckets are empty, so that a query meets 2·P/N of the keys
+        ranked.ranked_keys(q, k, codes[..., None], codes, ranked.RankingSpec(16, None, 4, causal))
+
+    q, k = torch.randn(2, 2, 512, 8)
+    once = count("meta", top, q, k)
+    tiles = sketch._query_tiles
+    monkeypatch.setattr(
+        sketch, "_query_tiles", lambda q, *rest: tiles(SimpleNamespace(shape=q.shape, is_meta=False), *rest)
+    )
+    each = count("meta", top, q, k)
+    assert once.launches == pytest.approx(each.launches, rel=0.15)
+    assert once.moved == pytest.approx(each.moved, rel=0.05) and once.peak == pytest.approx(each.peak, rel=0.05)
+    codes = (torch.arange(512) % 8).expand(2, -1)
+    once, each = (count(device, best, q, k, codes) for device in ("meta", "cpu"))
+    assert once.moved == pytest.approx(each.moved, rel=0.1)
 
 
 def test_tiles_and_recomputed_layers_are_chosen_for_a_card_and_its_host(tmp_path, capsys, monkeypatch):
