@@ -154,7 +154,7 @@ def require_model(name: str | Path, checkpoints: bool = False) -> None:
     with suppress(HFValidationError):
         if isinstance(try_to_load_from_cache(str(name), "config.json"), str):
             return
-    raise HubError(name, "no such folder or file, nor a model in transformers' cache", "Run `hf download` first")
+    raise HubError(name, "no such file or folder, nor a model in transformers' cache", "Run `hf download` first")
 
 
 def config_from(args: argparse.Namespace, kind: "type[Settings]", weights: bool = True) -> "Settings":

@@ -45,7 +45,6 @@ from megasparse.training.ranks import Ranks, RunHooks
 UNTOUCHED = "Older checkpoints are untouched"
 
 
-@dataclass(eq=False)
 class StateOwner(Protocol):
     """Owner of weights and optimizer state, such as an engine."""
 
@@ -56,6 +55,7 @@ class StateOwner(Protocol):
         """Return the number of optimizer updates applied so far."""
 
 
+@dataclass(eq=False)
 class Saver:
     """Writer of a run's checkpoints. It keeps the newest `checkpoint.keep` and the best one.
 
