@@ -72,7 +72,11 @@ class Duplication(DrawnCorpus):
     def draw(self, settings: CorpusSettings) -> Draw:
         length, symbols = settings["sample_bytes"], settings["symbols"]
         if length < 4 or length % 2:
-            raise ConfigError("--length", f"{length} is not twice the length of 0w", "Take an even length of 4 or more")
+            raise ConfigError(
+                "--length",
+                f"{length} is not twice the length of 0w",
+                f"Take an even one, such as {max(4, length + length % 2)}",
+            )
         if not 1 <= symbols <= 255:
             raise ConfigError("--symbols", f"{symbols} symbols and the 0 do not fit a byte", "Give 1 to 255")
         return lambda words: 2 * bytes([0, *(1 + words.random_raw(length // 2 - 1) % symbols)])
