@@ -139,7 +139,9 @@ class Checkpoint:
         """Configuration of its pretraining run, with paths in the run's folder, which may have been renamed."""
         settings = self.settings
         if not isinstance(settings, Config):
-            raise CheckpointError(self.path, "belongs to a fine-tuned model", "Use evaluate --task or predict")
+            raise CheckpointError(
+                self.path, "belongs to a fine-tuned model", "Use megasparse evaluate --task, or predict"
+            )
         run, data = self.path.absolute().parents[1], settings.data
         changes = {"tokenizer": tokenizer_copy(data.tokenizer, run)}
         if Path(data.path) == Path(settings.run.directory, "data") and (run / "data").is_dir():
