@@ -3,7 +3,7 @@
 S sketches on this rank.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ from megasparse.attention.contract import (
 )
 from megasparse.attention.far_attention import SAMPLES, drawn_positions, far_attention, far_pairs, sketch_divergence
 from megasparse.attention.flops import Flops, product
-from megasparse.attention.local import cached_window
+from megasparse.attention.local import cached_window, prefix_sinks, prefix_window
 from megasparse.attention.sequence_part import WHOLE, SequencePart
 from megasparse.attention.sinks import merge, sink_index, without_seen
 from megasparse.config.schema import ModelConfig, heads_of_layer
@@ -81,6 +81,44 @@ class TaughtSketch(Attention):
         index = context.recompute.keep(lambda: self._choose(self.sketches(x, inputs, context), inputs, context))
         return AttentionOutput(self._attend(inputs, index, context.repeats), loss, statistics)
 
+    def attends_prefix(self, group: int, ranks: int) -> bool:
+        return ranks == 1 and group % self.heads_together == 0
+
+    def index_keys(self, k: Tensor, context: AttentionContext) -> Tensor:
+        with torch.no_grad():
+            return self.sketches(k, AttentionInputs(k, k, k, None, None, True), context)[1]
+
+    def attend_prefix(
+        self,
+        q: Tensor,
+        keys: Callable[[int, int], Sequence[Tensor]],
+        position: int,
+        document: int,
+        context: AttentionContext,
+    ) -> Tensor:
+        stop = position + q.shape[2]
+        sinks = self.config.sinks
+        chunk = self.window_spec.window.chunk if self.config.local else None
+        k, v, index = keys(document, stop)
+        with torch.no_grad():
+            sketch = self.sketches(q, AttentionInputs(q, q, q, None, None, True), context)[0]
+            inputs = AttentionInputs(q, k, v, None, None, True)
+            chosen = self._choose(
+                (sketch, index), inputs, context, position - document
+            )  # keys from the document's first
+            seen = chosen < sinks
+            if chunk is not None:
+                queries = torch.arange(position, stop, device=q.device)[:, None]
+                seen = seen | (chosen + document >= (queries // chunk - 1) * chunk)
+            chosen = chosen.masked_fill(seen, -1)
+        repeats = q.shape[1]
+        parts = [gathered_attention(q, k[:, ::repeats], v[:, ::repeats], chosen, scale=self.window_spec.scale)]
+        if chunk is not None:
+            parts.append(prefix_window(q, keys, position, document, self.window_spec))
+        if sinks:
+            parts.append(prefix_sinks(q, keys, position, document, sinks, chunk))
+        return merge(parts)[0]
+
     def _read(self, x: Tensor, inputs: AttentionInputs, context: AttentionContext, position: int = 0) -> Tensor:
         """Return the sketch's detached input. position: of the first token of x."""
         return x.detach()
@@ -108,8 +146,7 @@ class TaughtSketch(Attention):
         """Return the auxiliary loss of sketches that learn attention, and its statistics: the divergence of each sketch
         from the mean attention of its heads, averaged over sketches. x: (B, L, E).
         """
-        key = context.rng.key(context.layer, "sketch sample")
-        queries = drawn_positions(key, inputs.q.shape[2], SAMPLES, inputs.q.device)
+        queries = self._samples(inputs.q.shape[2], context, inputs.q.device)
         size = self.window_spec.window.chunk
         in_window = (
             (lambda q, k: (k // size <= q // size + 1) & (k // size + 1 >= q // size)) if self.config.local else None
@@ -123,6 +160,12 @@ class TaughtSketch(Attention):
         real = None if inputs.key_mask is None else inputs.key_mask[:, queries], inputs.key_mask
         loss, statistics = self._sketch_loss(q[:, :, queries], k, shares, far, real, context)
         return loss * (1.0 / self.spec.layers), statistics
+
+    def sampled_queries(self, length: int, context: AttentionContext, device: torch.device) -> Tensor | None:
+        return self._samples(length, context, device) if context.rng.training else None
+
+    def _samples(self, length: int, context: AttentionContext, device: torch.device) -> Tensor:
+        return drawn_positions(context.rng.key(context.layer, "sketch sample"), length, SAMPLES, device)
 
     def _sketch_loss(
         self, q: Tensor, k: Tensor, shares: Tensor, far: Tensor, real: Sequence[Any], context: AttentionContext
