@@ -171,9 +171,10 @@ class TiledBlock:
         self.keys = [{name: like.new_empty(shape, dtype=dtype) for name in _NAMES} for _ in self.heads]
         self.indices: list[Tensor | None] = [None] * len(self.heads)
         """What mechanisms choose keys by, (B, S, L, w) per key head; None if they read all keys of a prefix."""
+        contexts = dict(self.heads)  # one of each mechanism's
         drawn = {
             kind: self.layer.mechanism(kind).sampled_queries(shape[2], context, like.device)
-            for kind, context in self.heads
+            for kind, context in contexts.items()
         }
         self.drawn = [drawn[kind] for kind, _ in self.heads]
         self.samples: list[Tensor | None] = [None] * len(self.heads)
