@@ -9,9 +9,10 @@ With sequence parallelism a rank stores the keys and values of all tokens for it
 queries are exchanged for the queries of these heads in the tiles of all ranks, which hold the same number of tokens.
 All keys are then projected first, also in the forward, and their gradients are complete after the last tile.
 
-Attention that needs all queries at once (buckets, sketches, encoders, padding), and key heads that cannot be divided
-among the ranks, are recomputed for the whole sequence. B batch, L length, T tokens of a tile, E d_model, H heads, G key
-heads, D head dim.
+Sketches choose the keys of a tile's queries by an index of all keys, and learn after the last tile from a sample of the
+queries. Attention that needs all queries at once (buckets, drawn keys, encoders, padding), sketches on several ranks,
+and key heads that cannot be divided among the ranks, are recomputed for the whole sequence. B batch, L length, T tokens
+of a tile, E d_model, H heads, G key heads, D head dim.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence

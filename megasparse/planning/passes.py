@@ -41,7 +41,7 @@ LSH (1 and 18 of them in 2.5 ms), local attention (1 and 6, 1.3 ms) and LHA (345
 with an H200."""
 PERIODS = 7, 8
 """Periods of the pattern in the two shallow models from which the pass of a deeper model is extrapolated linearly."""
-SHORT = 2, 3
+SHORT = 1, 2
 """The same if layers are recomputed or stored one by one."""
 SHORTEST = 8192
 """Tokens of the shorter of two passes from which a pass of many recomputed tiles is extrapolated."""
