@@ -171,7 +171,7 @@ class TiledBlock:
         dtype = self.attention.norm.weight.dtype
         self.keys = [{name: like.new_empty(shape, dtype=dtype) for name in _NAMES} for _ in self.heads]
         self.indices: list[Tensor | None] = [None] * len(self.heads)
-        """What mechanisms choose keys by, (B, S, L, w) per key head; None if they read all keys of a prefix."""
+        """`index_keys` of all keys, (B, S, L, w) per key head; None if a mechanism needs none."""
         contexts = dict(self.heads)  # one of each mechanism's
         drawn = {
             kind: self.layer.mechanism(kind).sampled_queries(shape[2], context, like.device)
