@@ -6,15 +6,17 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import TypeAdapter
 
 import megasparse.attention  # noqa: F401  (registers the mechanisms, whose keys are listed too)
 from megasparse.cli.main import COMMANDS, parser_of
 from megasparse.config.attention import AttentionConfig
 from megasparse.config.finetuning import FinetuneConfig
-from megasparse.config.messages import _describe_field, _models_in
+from megasparse.config.messages import _models_in, show
 from megasparse.config.schema import Config
-from megasparse.config.section import Section
+from megasparse.config.section import LARGEST, Section
 
 os.environ["COLUMNS"] = "90"  # width of the help of a command
 
@@ -78,13 +80,45 @@ def keys(section: Any, prefix: str = "", skip: tuple[str, ...] = ()) -> Iterator
             default = (
                 "" if declared.is_required() else f"`{json.dumps(declared.get_default(call_default_factory=True))}`"
             )
-            values = f"*{_describe_field(declared, '', False)}; {'default' if default else 'required'}* {default}"
+            kind: Any = (
+                Annotated[(declared.annotation, *declared.metadata)] if declared.metadata else declared.annotation
+            )
+            values = _describe(TypeAdapter(kind).json_schema())
+            values = f"*{values}; {'default' if default else 'required'}* {default}"
             yield "\n\n".join([f"### `{key}`", values, *filter(None, [meaning, paper])]) + "\n"
     for name, part in sections.items():
         if part and name not in (*skip, "attention"):
             text = section.model_fields[name].description or part.__doc__ or ""
             yield f"## `{prefix}{name}`\n\n{' '.join(text.split())}\n"
             yield from keys(part, f"{prefix}{name}.")
+
+
+def _describe(schema: dict[str, Any]) -> str:
+    """Return a JSON schema in words: "a whole number >= 1", `"adamw" or "adafactor"`, "a list of texts"."""
+    if "anyOf" in schema:
+        return " or ".join(_describe(part) for part in schema["anyOf"])
+    if "const" in schema:
+        return show(schema["const"])
+    if "enum" in schema:
+        return " or ".join(show(value) for value in dict.fromkeys(schema["enum"]))
+    kind = schema.get("type", "any value")
+    if kind == "array":
+        if items := schema.get("prefixItems"):
+            return f"a list of {len(items)} values, each {_describe(items[0])}"
+        least, most = schema.get("minItems"), schema.get("maxItems")
+        length = "" if not least else f", at least {least} long" if not most else f", {least} to {most} of them"
+        return f"a list whose values are {_describe(schema.get('items', {}))}{length}"
+    names = {
+        "integer": "a whole number",
+        "number": "a number",
+        "boolean": "true or false",
+        "string": "a text in double quotes" + ", not empty" * ("minLength" in schema),
+        "object": "an object {...}",
+        "null": "null",
+    }
+    limits = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
+    bounds = [f"{sign} {schema[limit]:g}" for limit, sign in limits.items() if schema.get(limit, LARGEST) != LARGEST]
+    return " ".join([names.get(kind, kind), " and ".join(bounds)]).strip()
 
 
 def _cells() -> Iterator[str]:

@@ -32,14 +32,14 @@ LOST_PEER = 6
 INTERRUPTED = 130
 """Exit code after Ctrl-C, as in a shell. Training saves first and exits with 0."""
 PIPE_CLOSED = 141
-"""Exit code, as in a shell, of a program whose reader (such as `head`) has closed the pipe, which is not an error."""
+"""Exit code, as in a shell, of a program whose reader (such as `head`) has closed the pipe."""
 
 
 LONGEST_MESSAGE = 4000
 
 
 def one_line(text: str, longest: int = 200) -> str:
-    """Return untrusted text (a path, a key, a message of a server) shortened, with control characters escaped."""
+    """Return untrusted text shortened, with control characters escaped."""
     return "".join(
         character if character.isprintable() else ascii(character)[1:-1]
         for character in (text if len(text) <= longest else f"{text[:longest]}…")
@@ -50,13 +50,13 @@ QUERY = re.compile(r"""(://(?:(?!://)[^\s'"?#])*)[?#](?:[^\s'"]|['"](?=[\w&=%]))
 
 
 def without_secrets(text: str) -> str:
-    """Return a text with credentials, query (signature of presigned URLs) and fragment removed from its URLs."""
+    """Return a text with credentials, query and fragment removed from its URLs."""
     return QUERY.sub(r"\1", re.sub(r"""(?<=://)[^/\s'"]*@""", "", text))
 
 
-def report_line(path: str | os.PathLike[str], line: str) -> None:
+def report_line(path: object, line: str) -> None:
     """Print a line about a file, a folder or a URL on stderr."""
-    print(f"{one_line(without_secrets(os.fspath(path)))}: {line}", file=sys.stderr)
+    print(f"{one_line(without_secrets(str(path)))}: {line}", file=sys.stderr)
 
 
 class UserError(Exception):
@@ -82,9 +82,9 @@ class ConfigError(UserError):
 class FileError(UserError):
     """A problem with a file, a folder or a URL."""
 
-    def __init__(self, path: str | os.PathLike[str], problem: str, hint: str):
-        super().__init__(f"{os.fspath(path)}: {problem}. {hint}")
-        self.path, self.problem, self.hint = os.fspath(path), problem, hint
+    def __init__(self, path: object, problem: str, hint: str):
+        super().__init__(f"{path}: {problem}. {hint}")
+        self.path, self.problem, self.hint = str(path), problem, hint
 
 
 class DataError(FileError):
@@ -128,7 +128,6 @@ class LostPeer(UserError):
 
 
 MOST_NAMES = 60
-"""Most names that a message lists."""
 
 
 def did_you_mean(name: str, names: Iterable[str]) -> str:
@@ -147,7 +146,6 @@ def whole(text: str, least: int = 0) -> int:
 
 
 def positive(text: str) -> int:
-    """Parse a whole number of 1 or more, as the type of an option."""
     return whole(text, 1)
 
 
@@ -216,7 +214,7 @@ def _has_peers() -> bool:
 
 
 def rank_variable(name: str, default: int) -> int:
-    """Return the number in a launcher's environment variable. Raises ConfigError if it is not a number."""
+    """Return the number in a launcher's environment variable."""
     text = os.environ.get(name, str(default))
     if not re.fullmatch("[0-9]{1,7}", text):
         raise ConfigError(name, f"{text!r} in the environment is not a number of 0 or more", NO_LAUNCHER)
@@ -227,7 +225,7 @@ NO_LAUNCHER = "Start ranks with torchrun, or unset RANK, WORLD_SIZE and LOCAL_RA
 
 
 def _has_lost_its_reader(error: Exception) -> bool:
-    """Return True if the error means that stdout, rather than another pipe, was closed by its reader."""
+    """True if stdout, rather than another pipe, was closed by its reader."""
     if not isinstance(error, BrokenPipeError) or not hasattr(select, "poll"):  # not on Windows
         return False
     poll = select.poll()
@@ -236,6 +234,6 @@ def _has_lost_its_reader(error: Exception) -> bool:
 
 
 def _is_broken_connection(error: Exception) -> bool:
-    """Return True if torch.distributed reports that another process is gone, a secondary error."""
+    """True if torch.distributed reports that another process is gone."""
     own_types = {"DistBackendError", "DistNetworkError", "DistStoreError"}
     return type(error).__name__ in own_types or (isinstance(error, RuntimeError) and "gloo/transport" in str(error))

@@ -1,7 +1,7 @@
 """Files: opened only if regular, replaced atomically, locked, and identified by content.
 
-A reader of a named pipe would block forever, and a writer would follow a planted link to another file. Open
-paths from outside the package with `open_file`, `read_file`, `write_file` and `FileLock`.
+A reader of a named pipe would block forever, and a writer would follow a planted link to another file. Open paths from
+outside the package with `open_file`, `read_file`, `write_file` and `FileLock`.
 """
 
 import errno
@@ -76,9 +76,8 @@ MOST_KEYS = 1 << 16  # pydantic collects an error for each unknown key
 
 
 def strict_json(text: str) -> Any:
-    """Return the value of a JSON text.
-
-    Raises ValueError also for repeated keys, NaN, infinities, and more than MOST_KEYS keys, which Python accepts.
+    """Return the value of a JSON text. Raises ValueError also for repeated keys, NaN, infinities, and more than
+    MOST_KEYS keys.
     """
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -99,8 +98,20 @@ def strict_json(text: str) -> Any:
         raise ValueError("nested too deeply") from None
 
 
+def syntax_hint(text: str, position: int) -> str:
+    """Return what to do about a syntax error of JSON at a position, "" if that is not clear."""
+    after = text[position:].lstrip()
+    if (re.match(r"[}\]]", after) and text[:position].rstrip().endswith(",")) or re.match(r",\s*[}\]]", after):
+        return "Remove the comma before the closing bracket"
+    if after.startswith(("//", "#", "/*")):
+        return "Remove the comment: JSON does not allow comments"
+    if after.startswith("'"):
+        return "Write texts and keys in double quotes"
+    return "" if after else "The text ends too early: close the brackets and quotes"
+
+
 def json_object(text: bytes) -> dict[str, Any]:
-    """Return the JSON object in a text; an empty one if the text is damaged or another value."""
+    """Return the JSON object in a text; an empty one if it is damaged or another value."""
     with suppress(ValueError, RecursionError):
         value = json.loads(text)
         return value if isinstance(value, dict) else {}
@@ -111,7 +122,7 @@ def json_object(text: bytes) -> dict[str, Any]:
 def replacing(path: Path) -> Iterator[IO[bytes]]:
     """Yield a new file that replaces `path` when the block ends and is deleted if the block fails.
 
-    The file is synced before it is renamed: after a crash, `path` is either the old or the complete new file.
+    It is synced before it is renamed: after a crash, `path` is either the old or the complete new file.
     """
     partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}{PARTIAL}")
     try:
@@ -133,7 +144,7 @@ def write_file(path: Path, content: bytes | str) -> None:
 
 
 PARTIAL = ".partial"
-"""Suffix of a file's name while it is written; a crash may leave such a file."""
+"""Suffix of a file's name while it is written."""
 
 
 class FileLock:
@@ -142,8 +153,7 @@ class FileLock:
     The kernel keeps such a lock while any process has the file open, and a forked child inherits open files. Children
     therefore close it: after os.fork (as in multiprocessing) immediately, others when they start a program.
 
-    Raises BlockingIOError if another process holds the lock, and OSError if the file cannot be opened or the file
-    system does not support locks.
+    Raises BlockingIOError if another process holds the lock, and OSError if the file system does not support locks.
     """
 
     def __init__(self, path: Path):
@@ -156,7 +166,7 @@ class FileLock:
         _held.add(self)
 
     def release(self) -> None:
-        """Release the lock. A second call, or a call in a forked child, does nothing."""
+        """Release the lock; a second call, or a call in a forked child, does nothing."""
         if self in _held:
             _held.remove(self)
             os.close(self.descriptor)
@@ -169,14 +179,14 @@ class FileLock:
 
 
 LOCK_FILE = ".lock"
-"""Name of the lock file in a folder. The file may remain; only the flock matters."""
+"""Name of the lock file in a folder."""
 
 
 @contextmanager
 def locked(folder: Path, doing: str) -> Iterator[None]:
     """Create a folder if necessary, and lock it until the block ends.
 
-    Raises DataError if another process holds the lock. doing: activity of that process, for the message.
+    Raises DataError if another process holds the lock. doing: activity of that process.
     """
     folder.mkdir(parents=True, exist_ok=True)
     try:
@@ -201,9 +211,8 @@ after_fork_in_child(_close_in_child)
 class JsonLines:
     """File of JSON lines. If the storage fails, lines wait in memory, in order, until it works again.
 
-    Args:
-        report: Called once when the storage fails, and once when it works again.
-        last_step: Lines of later steps are removed first; None removes only an incomplete last line.
+    report: called once when the storage fails, and once when it works again. last_step: lines of later steps are
+    removed first; None removes only an incomplete last line.
     """
 
     def __init__(self, path: Path, report: Callable[[str], None], last_step: int | None = None):
@@ -301,5 +310,5 @@ def file_sha256(file: str | os.PathLike[str] | int, progress: Callable[[], None]
 
 
 def natural(name: str) -> list[tuple[int, str]]:
-    """Return a sort key for natural order, in which batch_2 precedes batch_10."""
+    """Return a sort key by which batch_2 precedes batch_10."""
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"([0-9]+)", name)]

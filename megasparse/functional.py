@@ -143,8 +143,7 @@ def model_of(mechanism: str, settings: Mapping[str, Any], **model: Any) -> Model
     model: keys of the section `model`. Raises ConfigError, with the names of the settings as keys.
     """
     if not isinstance(mechanism, str) or mechanism not in MECHANISMS:
-        problem = f"{show(mechanism)} is not a mechanism"
-        raise ConfigError("mechanism", problem, did_you_mean(str(mechanism), MECHANISMS))
+        raise ConfigError("mechanism", f"{show(mechanism)} is no mechanism", did_you_mean(str(mechanism), MECHANISMS))
     section = {"objective": "attention", **settings} if mechanism == "smart_bird" else dict(settings)
     attention = {"pattern": [mechanism], mechanism: section, "dropout": model.pop("dropout")}
     values = {"layers": 1, "positions": {"kind": "none"}, **model, "attention": attention}
@@ -164,21 +163,19 @@ def model_of(mechanism: str, settings: Mapping[str, Any], **model: Any) -> Model
 
 
 def padding_mask(mask: Tensor | None, batch: int, length: int) -> Tensor | None:
-    """Return a padding mask as (B, L) bool, True for real tokens. Raises ValueError if it is not such a mask."""
+    """Return a padding mask as (B, L) bool, True for real tokens. Raises ValueError for another mask."""
     if mask is None:
         return None
     if mask.dim() == 4 and mask.shape[1] == mask.shape[2] == 1:
         mask = mask[:, 0, 0]
     if mask.shape != (batch, length):
-        expected = f"({batch}, {length}), true for real tokens"
-        raise ValueError(f"mask of shape {(*mask.shape,)} is not a padding mask: give {expected}")
+        raise ValueError(f"mask of shape {(*mask.shape,)} is not a padding mask: give ({batch}, {length})")
     if not mask.is_floating_point():
         return mask != 0
     real = mask == 0
     others = mask[~(real | (mask <= PADDED))]
     if len(others):
-        hint = "give 0 for real tokens and -inf for padding, or a bool mask"
-        raise ValueError(f"mask contains {others[0].item():g}, but a float mask is added to scores: {hint}")
+        raise ValueError(f"mask contains {others[0].item():g}: give 0 for real tokens and -inf for padding, or bool")
     return real
 
 
@@ -225,8 +222,6 @@ class _Heads:
 
 
 class _Mechanism(nn.Module):
-    """A mechanism for all heads."""
-
     def __init__(self, kind: str, config: ModelConfig):
         super().__init__()
         self.split = {kind: config.heads}
@@ -307,9 +302,7 @@ def _run(
     parameters = {name.removeprefix(prefix): x for name, x in tensors.items() if name.startswith(prefix)}
     expected = {name for name, _ in module.mechanism.named_parameters()}
     if different := expected ^ set(parameters):
-        problem = f"{kind} with these settings has {sorted(expected) or 'no parameters'}"
-        hint = f"Add or remove {sorted(different)[0]}, or use megasparse.AttentionLayer"
-        raise ConfigError("parameters", problem, hint)
+        raise ConfigError("parameters", f"{kind} has {sorted(expected) or 'none'}", f"Change {sorted(different)[0]}")
     if parameters:
         named = {f"mechanism.{name}": weight for name, weight in parameters.items()}
         module = copy.deepcopy(module)  # another thread may call it with other parameters

@@ -22,14 +22,14 @@ class AttentionLayer(MultiHeadAttention):
     The output of `layer(x)` is a tensor. Random draws, such as LSH's rotations, are a function of the layer's seed and
     `step`. In training, `step` counts the forward passes that follow a backward pass, so passes whose gradients are
     computed together, and recomputation by activation checkpointing, use the same draws. In evaluation draws never
-    change. The buffer `draws` stores seed and step, so a loaded layer continues with the same draws.
+    change. The buffer `draws` stores seed and step.
 
     Args:
         mechanism: Name of the mechanism: "lsh", "local", "lha", "yoso", "smart_bird", "ranked", "ngram", "full", ...
         d_model: Width of the input and the output.
         heads: Number of attention heads.
         max_length: Longest sequence in tokens, which determines the number of buckets.
-        causal: Attend only to the token itself and earlier ones. False: in both directions.
+        causal: Attend only to the token itself and earlier ones.
         head_dim: Width of a head, by default d_model/heads.
         key_heads: Number of key and value heads, each used by heads/key_heads query heads; by default `heads`.
         bias: Add biases to the projections.
@@ -37,7 +37,7 @@ class AttentionLayer(MultiHeadAttention):
         rope_theta: Base of rotary positions; None for a model with other positions.
         seed: Seed of the initial weights and of all draws, below 2^63; None draws one from torch's generator.
         **settings: Settings of the mechanism, see the reference of `model.attention`. The sketch of "smart_bird" learns
-            attention, because the layer sees no labels.
+            attention.
 
     Raises:
         ConfigError: The settings do not fit.
@@ -152,10 +152,8 @@ class AttentionLayer(MultiHeadAttention):
         cu_seqlens: Tensor | None = None,
         position_ids: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the output and the auxiliary loss. Arguments: see `forward`."""
         if x.dim() != 3 or x.shape[2] != self.d_model or x.shape[1] > self.max_length:
-            expected = f"(batch, length, {self.d_model}) with a length of {self.max_length} (max_length) or less"
-            raise ValueError(f"x has shape {(*x.shape,)}: give {expected}")
+            raise ValueError(f"x has shape {(*x.shape,)}: give (batch, {self.max_length} or less, {self.d_model})")
         batch, length = x.shape[:2]
         if tokens is None and any(self.mechanism(kind).reads_tokens for kind in self.split):
             raise ConfigError("tokens", f"None, but {', '.join(self.split)} reads token ids", "Give them, (B, L) int64")

@@ -172,6 +172,7 @@ FIVE, SIX = (
     ("client", "code", "wikipedia", "books", "recall"),
     ("client", "models", "code", "wikipedia", "books", "recall"),
 )
+THREE = ("client", "wikipedia", "code")
 GAINS = {corpus: _tables("window", corpus)[0] - _tables("shifted lsh", corpus)[0] for corpus in SIX}
 SUMMARY = _read("measured/quickstart.json")["summary"]
 PPMD = [
@@ -209,6 +210,7 @@ FIGURES = {  # page -> printed text and its values; leading zeros and line break
         ("{:.1f}, {:.1f}, {:.1f} GB (planned)", [row["gpu"] / 1e9 for row in LORA]),
         ("{:.2f} on client code, {:.2f} on Wikipedia", [GAINS["client"], GAINS["wikipedia"]]),
         ("{:.2f} on books", [GAINS["books"]]),
+        ("LHA so {:.2f}, {:.2f}, {:.2f}", [_tables("window", c)[0] - _tables("shifted lha", c)[0] for c in THREE]),
         ("[{:.0f} keys, not {:,.0f}]", [TAUGHT[0], FULL[0]]),
         ("SmolLM2: {:.3f} nats lost on one text", [TAUGHT[1] - FULL[1]]),
     ],
@@ -216,6 +218,7 @@ FIGURES = {  # page -> printed text and its values; leading zeros and line break
         ("32 tokens | {:.3f} | {:.3f} | {:.3f} | {:.3f} | {:.3f} |", _tables("window", *FIVE)),
         ("layer | {:.3f} | {:.3f} | {:.3f} | {:.3f} | {:.3f} |", _tables("ngram", *FIVE)),
         ("there | **{:.3f}** | **{:.3f}** | **{:.3f}** | **{:.3f}** | **{:.3f}** |", _tables("shifted lsh", *FIVE)),
+        ("LHA with shifted keys there | {:.3f} | {:.3f} | {:.3f} |", _tables("shifted lha", *FIVE[:3])),
         ("PPMd | {:.3f}; {:.3f} |", [BITS[0][name] for name in ("xz -9e", "PPMd7 -o 16")]),
         ("| {:.3f}; {:.3f} |", [BITS[1][name] for name in ("xz -9e", "PPMd7 -o 16")]),
         ("{:.3f} s on an H200 (plain torch, no offload), {:.3f} s", STEPS[:2]),
@@ -241,6 +244,10 @@ FIGURES = {  # page -> printed text and its values; leading zeros and line break
                 ("Django", "code"),
                 ("Wikipedia", "wikipedia"),
             )
+        ),
+        (
+            "has {:.3f} on client code, {:.3f} on Django and {:.3f} on Wikipedia",
+            _tables("shifted lha", "client", "code", "wikipedia"),
         ),
         (".{:.0f}, .{:.0f}, .{:.0f}", [1000 * _tables(arm, "client")[0] for arm in ("lsh", "lha", "full")]),
         ("{:.3f}, {:.3f}, {:.3f}", [_tables(arm, "wikipedia")[0] for arm in ("lsh", "lha", "full")]),

@@ -353,7 +353,7 @@ def coverage_sums(
     lsh_context = dataclasses.replace(call.context, rng=rng, recompute=RecomputeCache())
     of_queries, of_keys = lsh.assign(call.inputs, lsh_context)[:2]
     of_queries, of_keys = of_queries[0].long(), (of_queries if of_keys is None else of_keys)[0].long()
-    grams = ngram_codes(previous, NGRAM, 1 << max(1, length - 1).bit_length()).long()[None]
+    grams = ngram_codes(previous, [NGRAM], 1 << max(1, length - 1).bit_length()).long()
     bands = {
         "lsh": Bands(of_queries, of_keys, attention.lsh.chunk),
         f"n-gram {NGRAM}": Bands(grams, F.pad(grams[..., :-1], (1, 0), value=-1), attention.ngram.chunk - 1),

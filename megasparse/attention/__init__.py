@@ -1,7 +1,6 @@
 """Attention mechanisms. Each module defines a configuration section and a class, and registers both.
 
-The import order is the registration order, which fixes the order of the heads in a layer with several mechanisms.
-Never change it.
+The import order fixes the order of the heads in a layer with several mechanisms. Never change it.
 """
 
 # ruff: noqa: F401, I001

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megasparse.attention.cache import Cache, CachedTokens, KeyValueCache
@@ -19,20 +20,37 @@ from megasparse.attention.contract import (
     IndexedTokens,
     MechanismSpec,
 )
+from megasparse.attention.flops import Flops
 from megasparse.attention.sequence_part import WHOLE, SequencePart
 from megasparse.attention.sinks import DocumentRanks, cached_sinks, merge, sink_attention
+from megasparse.config.attention import MechanismSection
+from megasparse.config.messages import show
+from megasparse.config.schema import ModelConfig, heads_of_layer
+from megasparse.config.section import Count
 from megasparse.errors import ConfigError
 from megasparse.ops.bucketed_attention import BucketedAttentionSpec, Codes, Window
 from megasparse.ops.bucketed_attention.blocks import QueryBlock, query_attention
 from megasparse.ops.bucketed_attention.spec import RankedTiles
 
+SHIFTED = "with shifted_keys it attends to the tokens that followed earlier ones"
 _LAST = -1e30
 """Smaller than the log-sum-exp of any token with a visible key."""
 
 
+class BandSection(MechanismSection):
+    """Settings of hashed mechanisms."""
+
+    local: bool = False
+    """Add a local window to the buckets: each head also attends to the last `chunk` tokens (in an encoder on either
+    side), in the same softmax. A key in both is included once. Except in `lsh`, with band only."""
+    sinks: Count = 0
+    """With band only: first tokens of each document that all later ones (in an encoder all) attend to, in the same
+    softmax. They are excluded from buckets and window, so each is included once."""
+
+
 def with_window(codes: Tensor) -> Tensor:
-    """Prepend a round to codes (B, H, R, L) with one bucket for all tokens: its band is a window of the last M
-    tokens. Rounds are merged in one softmax, so a key in both the window and a bucket is included once.
+    """Prepend a round to codes (B, H, R, L) with one bucket for all tokens: its band is a window of the last M tokens.
+    A key in both the window and a bucket is included once.
     """
     return torch.cat([torch.zeros_like(codes[:, :, :1]), codes], dim=2)
 
@@ -41,10 +59,10 @@ def with_window(codes: Tensor) -> Tensor:
 class BandCache(Cache):
     """Keys and values of all tokens so far, and each bucket's last M keys in a ring buffer.
 
-    codes: (B, H, R, capacity), the keys' buckets. rank: (B, H, R, capacity), a key's index inside its bucket. last: (B,
-    H, R, N, M) tokens; the key of rank k is at index k mod M. size: (B, H, R, N). If all heads share codes, H is 1 in
-    these four tensors. next_key, next_codes: with LSH's shifted keys, what the next position stores, (B, H, 1, D) and
-    (B, H, R, 1); None in an empty cache.
+    codes: (B, H, R, capacity), the keys' buckets. rank: likewise, a key's index inside its bucket. last: (B, H, R, N,
+    M) tokens; the key of rank k is at index k mod M. size: (B, H, R, N). If all heads share codes, H is 1 in these
+    four. next_key, next_codes: with LSH's shifted keys, what the next position stores, (B, H, 1, D) and (B, H, R, 1);
+    None in an empty cache.
     """
 
     tokens: KeyValueCache
@@ -59,7 +77,7 @@ class BandCache(Cache):
     def empty(
         batch: int, spec: MechanismSpec, rounds: int, buckets: int, chunk: int, like: Tensor, heads: int | None = None
     ) -> "BandCache":
-        """Return a cache for `batch` sequences, on the device of `like`. heads: heads with codes; None for all."""
+        """Return a cache for `batch` sequences, on the device of `like`. heads: with codes; None for all."""
         shape = (batch, heads or spec.heads, rounds)
         capacity = spec.max_length
         sizes = ((capacity,), (capacity,), (buckets, chunk), (buckets,))
@@ -106,9 +124,7 @@ class BandCache(Cache):
     def attend(self, q: Tensor, code: Tensor, rank: Tensor, spec: BucketedAttentionSpec) -> tuple[Tensor, Tensor]:
         """Compute `bucketed_attention` of one query, bit-identical to a full pass, without `self_at_last`.
 
-        Args:
-            q: (B, H, 1, D).
-            code, rank: (B, H or 1, R, 1) int64, the query's buckets, and the last visible rank in each of them.
+        q: (B, H, 1, D). code, rank: (B, H or 1, R, 1) int64, its buckets and the last visible rank in each.
         """
         return query_attention(q, self.tokens.k, self.tokens.v, spec, self._blocks(q, code, rank, spec))
 
@@ -140,19 +156,40 @@ class BandCache(Cache):
 class BandAttention(Attention):
     """Hashed attention in a band of each bucket. Decodes from each bucket's last keys."""
 
-    window: Window
-    buckets: int
-    shares_pairs = True
     rule: dict[str, Any]
     """The fields scale, exclude_self and count_rounds of `BucketedAttentionSpec`."""
-    local: bool = False
-    """True if each head also attends to a window, see `with_window`."""
-    sinks: int = 0
-    """Number of first tokens that all later tokens attend to, in the same softmax; excluded from buckets and window."""
+
+    def __init__(self, config: Any, spec: MechanismSpec):
+        super().__init__(config, spec)
+        self.window = Window("band", min(config.chunk, spec.max_length))
+        self.buckets = -(-spec.max_length // config.chunk)
+        self.shares_pairs = getattr(config, "window", "band") != "top_k"
+        self.local: bool = getattr(config, "local", False)
+        self.sinks: int = getattr(config, "sinks", 0)
+        self.shifted_keys: bool = getattr(config, "shifted_keys", False)
+        self.rotated = not self.shifted_keys
+
+    def band_flops(self, keys: float, length: int, rounds: int = 1) -> Flops:
+        """Return the FLOPs of pairs with this many keys per round, in the window and with sinks."""
+        work = self.spec.workload(length)
+        return work.pairs(keys) * (rounds + self.local) + work.pairs(self.sinks)
 
     @abstractmethod
     def band_codes(self, inputs: AttentionInputs, position: int, context: AttentionContext) -> Codes:
-        """Return the buckets of a decoder's tokens from `position` on."""
+        """Return the buckets of a decoder's tokens from `position` on, before `shift`."""
+
+    def shift(
+        self, inputs: AttentionInputs, query_codes: Tensor, key_codes: Tensor | None
+    ) -> tuple[AttentionInputs, Tensor, Tensor | None]:
+        """With shifted keys, give each token the key and the buckets of the previous one: k_j becomes k_{j−1}, in the
+        buckets of the query at j − 1. The first key of a document is 0, in bucket 0. Else return the arguments.
+        """
+        if not self.shifted_keys:
+            return inputs, query_codes, key_codes
+        first = ~inputs.continues()[:, None]  # (B or 1, 1, L)
+        k = F.pad(inputs.k, (0, 0, 1, -1)).masked_fill(first.unsqueeze(-1), 0.0)
+        codes = F.pad(query_codes, (1, -1)).masked_fill(first.unsqueeze(-2), 0)
+        return inputs._replace(k=k), query_codes, codes
 
     def attend(
         self, inputs: AttentionInputs, query_codes: Tensor, key_codes: Tensor | None, part: SequencePart = WHOLE
@@ -160,7 +197,7 @@ class BandAttention(Attention):
         """Attend in the buckets, in the optional window, and to the sinks. See `Codes`."""
         codes = self._seen_codes(query_codes, key_codes)
         if not self.sinks and part.pair_shard is None:
-            return AttentionOutput(inputs.in_buckets(codes, self._spec(inputs.causal))[0], None, {})
+            return AttentionOutput(inputs.in_buckets(codes, self._spec(inputs.causal))[0])
         parts = [self._in_buckets(inputs, *codes, part)]
         if self.sinks:
             sink_rule = {name: self.rule[name] for name in ("scale", "exclude_self")}
@@ -179,13 +216,13 @@ class BandAttention(Attention):
             no_visible_key = no_visible_key & part.owned_tokens(lse.shape[2], lse.device)
         out = torch.where(no_visible_key.unsqueeze(-1), values, out)
         lse = lse.masked_fill(no_visible_key, _LAST)
-        return AttentionOutput(out, None, {}, None if part.pair_shard is None else lse)
+        return AttentionOutput(out, lse=None if part.pair_shard is None else lse)
 
     def _in_buckets(
         self, inputs: AttentionInputs, query_codes: Tensor, key_codes: Tensor | None, part: SequencePart
     ) -> tuple[Tensor, Tensor]:
         """Attend in the buckets, without the sinks' keys. A decoder's sinks attend only to sinks, so they are masked as
-        padding; an encoder's sinks remain queries.
+        padding; an encoder's remain queries.
         """
         without_sinks = inputs
         spec = self._spec(inputs.causal, self_at_last=False, pair_shard=part.pair_shard)
@@ -263,8 +300,8 @@ class BandAttention(Attention):
         return (index, first_tokens) if self.sinks else (index,)
 
     def _always(self, tokens: CachedTokens) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return the tokens that buckets may contain, −1 for others, (B or 1, 1, 1, L) int32; the first token in the
-        window of each query, (B or 1, 1, n, 1); and the tokens of the window and the sinks, (B or 1, 1, n, m) int32.
+        """Return the tokens that buckets may contain, −1 for others, (B or 1, 1, 1, L) int32; the first token in each
+        query's window, (B or 1, 1, n, 1); and the tokens of the window and the sinks, (B or 1, 1, n, m) int32.
         """
         rank = tokens.rank[:, -tokens.number :, None]
         hidden = tokens.rank < self.sinks
@@ -284,16 +321,29 @@ class BandAttention(Attention):
         return BandCache.empty(batch, self.spec.on_rank(part), rounds, buckets, self.window.chunk, like)
 
     def cached_rounds(self, rounds: int | None) -> int:
-        """Return the number of hash rounds in a cache. rounds: overrides the configured number, or None."""
+        """Return the number of hash rounds in a cache. rounds: replaces the configured number."""
         return 1
 
     def fill_cache(self, x: Tensor, inputs: AttentionInputs, cache: BandCache, context: AttentionContext) -> None:
-        cache.fill(inputs, *self._cached_codes(0, *self.band_codes(inputs, 0, context)))
+        queries, keys = self.band_codes(inputs, 0, context)
+        shifted, _, keys = self.shift(inputs, queries, keys)
+        cache.fill(shifted, *self._cached_codes(0, queries, keys))
+        if self.shifted_keys:
+            cache.next_key = inputs.k[:, :, -1:].clone()
+            cache.next_codes = queries[..., -1:].clone()
 
     def decode(
         self, x: Tensor, inputs: AttentionInputs, cache: BandCache, position: int, context: AttentionContext
     ) -> Tensor:
-        return self.decode_codes(inputs, cache, position, *self.band_codes(inputs, position, context))
+        queries, keys = self.band_codes(inputs, position, context)
+        shifted, _, keys = self.shift(inputs, queries, keys)
+        if self.shifted_keys:
+            if cache.next_key is not None:
+                shifted = inputs._replace(k=cache.next_key)
+                keys = cache.next_codes
+            cache.next_key = inputs.k
+            cache.next_codes = queries
+        return self.decode_codes(shifted, cache, position, queries, keys)
 
     def decode_codes(
         self, inputs: AttentionInputs, cache: BandCache, position: int, query_codes: Tensor, key_codes: Tensor | None
@@ -323,7 +373,7 @@ class BandAttention(Attention):
 
 
 def _newest(match: Tensor, count: int) -> Tensor:
-    """Return the last `count` positions of a mask (..., L) on a CPU, newest first, (..., count), −1 in empty slots."""
+    """Return the last `count` positions of a mask (..., L) on a CPU, newest first, −1 in empty slots."""
     rows = np.arange(0, match.numel(), match.shape[-1])[:, None]
     chosen = np.append(-1, np.flatnonzero(match.numpy()))
     slot = chosen.searchsorted(rows + match.shape[-1]) - 1 - np.arange(count)
@@ -337,3 +387,20 @@ def check_band(key: str, window: str, local: bool, sinks: int) -> None:
         if value and window != "band":
             problem = f'{json.dumps(value)} needs a band, but window = "{window}"'
             raise ConfigError(f"{key}.{name}", problem, f'Set it to {json.dumps(none)}, or window to "band"')
+
+
+def check_shifted_keys(key: str, settings: Any, model: ModelConfig, **needed: Any) -> None:
+    """Raise ConfigError if `settings.shifted_keys` lacks a band or a setting that it needs, or removes rotary positions
+    from heads of another mechanism. key: of the mechanism's section.
+    """
+    if not settings.shifted_keys:
+        return
+    name = f"{key}.shifted_keys"
+    for other, value in {**needed, "window": "band"}.items():
+        if (given := getattr(settings, other)) != value:
+            raise ConfigError(name, f"true is given, but {other} = {show(given)}", f"Set {other} to {show(value)}")
+    kind = key.rpartition(".")[2]
+    for layer in range(model.layers if model.positions.kind == "rotary" else 0):
+        if kind in (split := heads_of_layer(model, layer)) and len(split) > 1:
+            problem = f"true removes rotary positions from all heads of layer {layer}: {split}"
+            raise ConfigError(name, problem, f"Set it to false, or give {kind} all heads of its layers")

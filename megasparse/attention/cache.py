@@ -24,7 +24,7 @@ class Cache:
         )
 
     def select(self, rows: Tensor) -> None:
-        """Keep the sequences `rows`, (n,) int64 indices into the batch; repeats allowed. In place."""
+        """Keep the sequences `rows`, (n,) indices into the batch; repeats allowed. In place."""
         for name, x in vars(self).items():
             if isinstance(x, Cache):
                 x.select(rows)
@@ -86,16 +86,17 @@ class CachedTokens:
         """Return the tokens in each query's chunk and the previous chunk, and the first tokens, (B or 1, 1, n, m) each,
         −1 in empty slots; and the rank of the first token of these chunks, (B or 1, 1, n, 1).
         """
-        return self.once(("window", chunk, sinks), lambda: self._window_and_sinks(chunk, sinks))
 
-    def _window_and_sinks(self, chunk: int | None, sinks: int) -> tuple[Tensor, Tensor, Tensor]:
-        rank = self.rank[:, -self.number :, None]
-        start = rank + 1
-        numbers = torch.arange(sinks, device=rank.device)
-        window = rank[..., :0]
-        if chunk is not None:
-            start = (rank // chunk - 1).clamp_min(0) * chunk
-            window = start + torch.arange(2 * chunk, device=rank.device)
-            window = window.masked_fill(window > rank, -1)
-        first = numbers.masked_fill(numbers >= start, -1)
-        return self.at(window)[:, None], self.at(first)[:, None], start[:, None]
+        def compute() -> tuple[Tensor, Tensor, Tensor]:
+            rank = self.rank[:, -self.number :, None]
+            start = rank + 1
+            numbers = torch.arange(sinks, device=rank.device)
+            window = rank[..., :0]
+            if chunk is not None:
+                start = (rank // chunk - 1).clamp_min(0) * chunk
+                window = start + torch.arange(2 * chunk, device=rank.device)
+                window = window.masked_fill(window > rank, -1)
+            first = numbers.masked_fill(numbers >= start, -1)
+            return self.at(window)[:, None], self.at(first)[:, None], start[:, None]
+
+        return self.once(("window", chunk, sinks), compute)

@@ -8,6 +8,7 @@ clusters, V vocabulary.
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple, TypeVar, cast
 
 import torch
@@ -48,8 +49,12 @@ class AttentionInputs(NamedTuple):
         q, k, v, key_mask, segments, _, dropout = self
         return bucketed_attention(q, k, v, codes, spec, key_mask, segments, dropout=dropout)
 
+    def without_padding(self, x: Tensor) -> Tensor:
+        """Return x (B, H, L, ...) with padding set to 0."""
+        return x if self.key_mask is None else x.masked_fill(~self.key_mask[:, None, :, None], 0.0)
+
     def continues(self) -> Tensor:
-        """Return (B or 1, L) bool, true for real tokens that follow a real token of the same document."""
+        """Return (B or 1, L) bool, true for real tokens that follow one of the same document."""
         continues = (torch.arange(self.q.shape[2], device=self.q.device) > 0)[None]
         if self.segments is not None:
             continues = continues & (self.segments == self.segments.roll(1, 1))
@@ -59,23 +64,22 @@ class AttentionInputs(NamedTuple):
 
 
 class AttentionOutput(NamedTuple):
-    """Result of a mechanism. out: (B, H, Lq, D). auxiliary_loss: scalar, minimised together with the task loss, or
-    None. statistics: name -> detached scalar. lse: (B, H, Lq), log-sum-exp over this rank's keys if ranks with the same
-    heads divide the query-key pairs; None if `out` is complete for this rank's tokens.
+    """Result of a mechanism. out: (B, H, Lq, D). auxiliary_loss: scalar to minimise with the task loss, or None.
+    statistics: name -> detached scalar. lse: (B, H, Lq), log-sum-exp over this rank's keys if ranks with the same heads
+    divide the query-key pairs; None if `out` is complete.
     """
 
     out: Tensor
-    auxiliary_loss: Tensor | None
-    statistics: dict[str, Tensor]
+    auxiliary_loss: Tensor | None = None
+    statistics: Mapping[str, Tensor] = MappingProxyType({})
     lse: Tensor | None = None
 
 
 class RecomputeCache:
     """Decisions of a layer's forward pass, replayed when the layer is recomputed.
 
-    A reversible backward reconstructs the layer's input only up to rounding, so recomputing a hash could flip a code:
-    the forward pass records the codes and the recomputation replays them. A cache belongs to one forward pass (to its
-    autograd context), never to a module.
+    A reversible backward reconstructs the layer's input only up to rounding, which could flip a code. A cache belongs
+    to one forward pass (to its autograd context), never to a module.
     """
 
     def __init__(self) -> None:
@@ -100,8 +104,8 @@ class Targets(NamedTuple):
     """Training targets, for mechanisms that learn from them directly (Smart Bird's sketch).
 
     values: int64: (B, L) a token for each position, (B,) sequence labels, or, with `answer`, (B, T) target tokens of
-    the other stack. counted: bool, true for values that enter the loss; None for all. With sequence parallelism, values
-    cover this rank's tokens; an answer is always complete.
+    the other stack. counted: bool, values that enter the loss; None for all. With sequence parallelism, values cover
+    this rank's tokens; an answer is complete.
     """
 
     values: Tensor
@@ -128,6 +132,14 @@ class AttentionContext:
     tokens: Tensor | None = None
     repeats: int = 1
 
+    def heads(self, count: int) -> range:
+        """Return the global indices of the first `count` heads."""
+        return range(self.head_offset, self.head_offset + count)
+
+    def key(self, purpose: str) -> int:
+        """Derive the key of a purpose's random draws in this layer and step."""
+        return self.rng.key(self.layer, purpose)
+
 
 class IndexedTokens(NamedTuple):
     """The newest n tokens of a cache. entries: (B, n, w), by which later queries choose keys. queries: data by which
@@ -151,18 +163,17 @@ class Buckets(NamedTuple):
 class Attention(nn.Module, ABC):
     """Abstract base class of a mechanism, built from its configuration section and its spec.
 
-    A subclass must define `forward`. Costs, decoding and per-step updates are optional methods; calling an undefined
-    one raises an error that names the method.
+    A subclass must define `forward`. Costs, decoding and per-step updates are optional; calling an undefined method
+    raises an error that names it.
 
     `leak` is None if the mechanism is strictly causal: with inputs.causal, replacing tokens from t on changes no output
     before t. Put parameters that decoding also reads into submodules and call these, because ZeRO 3 gathers weights
     when a module is called. Callers disable torch.autocast; the dtype of q, k and v sets the precision.
 
-    Decoding has two interfaces, because one cache cannot serve both uses. `decode` gives the bits of `forward`
-    on a CPU, on which decompression depends: it sums a token's keys in the tiles of the whole pass, from a cache made
-    for this (rings of a bucket's last keys, two chunks, tables). `choose` names keys in a cache that transformers owns,
-    crops, reorders and offloads, for several new tokens and with padding; gathered attention then sums them in another
-    order, so results are equal only up to rounding.
+    Decoding has two interfaces, because one cache cannot serve both uses. `decode` gives the bits of `forward` on a
+    CPU, on which decompression depends: it sums a token's keys in the tiles of the whole pass, from a cache made for
+    this. `choose` names keys in a cache that transformers owns, crops, reorders and offloads, for several new tokens
+    and with padding; gathered attention sums them in another order, so results are equal only up to rounding.
     """
 
     config: Any
@@ -241,7 +252,7 @@ class Attention(nn.Module, ABC):
         return None
 
     def part_of(self, part: SequencePart, heads: int) -> SequencePart:
-        """Return a rank's part of the sequences and of `heads` heads of this mechanism, inside attention."""
+        """Return a rank's part of the sequences and of `heads` heads, inside attention."""
         return part.of_heads(heads // self.heads_together)
 
     def prepare(self, q: Tensor, k: Tensor, first: int) -> tuple[Tensor, Tensor]:
@@ -250,50 +261,45 @@ class Attention(nn.Module, ABC):
 
     def after_step(self, applied: bool, sum_over_ranks: Callable[[Tensor], Tensor]) -> None:
         """Update state that the optimizer does not own, once per step. applied: True if the gradients were finite.
-
-        sum_over_ranks: all-reduces a tensor with a sum; either all ranks call it or none.
+        sum_over_ranks: all-reduces a tensor; either all ranks call it or none.
         """
 
     def start_from_pretrained(self) -> None:
         """Set parameters so that pretrained values pass unchanged, before fine-tuning in a pretrained model."""
 
     def word_weights(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Return weights that can be initialised from word vectors: token tables (V, n), and projections (d, E) of the
-        layer's input, which can start as the vectors' principal directions.
+        """Return weights to initialise from word vectors: token tables (V, n), and projections (d, E) of the layer's
+        input, which can start as the vectors' principal directions.
         """
         return [], []
 
     def learn(self, x: Tensor, inputs: AttentionInputs, context: AttentionContext) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the auxiliary loss of a training pass, weighted as in `forward`, and its statistics, without computing
-        attention.
-        """
+        """Return the auxiliary loss of a training pass, as in `forward`, and its statistics, without attention."""
         raise self._lacks("has nothing to learn", "learn")
 
     def teaching_rate(self, parameter: str, progress: float = 0.0) -> float | None:
-        """Return Adam's learning rate of a parameter for teaching the choice of keys by `learn` while all other weights
-        are frozen; None if the mechanism does not support this. progress: completed fraction of the passes.
+        """Return Adam's learning rate of a parameter for teaching the choice of keys by `learn`; None if not supported.
+        progress: completed fraction of the passes.
         """
         return None
 
     def selection_gap(self, inputs: AttentionInputs, context: AttentionContext) -> float:
         """Return the relative error of queries and keys below which they select the same keys, so that `forward` and
-        decoding from a cache differ by rounding only: ∞ if they select no keys; 0 if the error is unknown.
+        decoding differ by rounding only: ∞ if they select no keys; 0 if unknown.
         """
         return 0.0
 
     def rounds(self, rng: RngContext) -> int:
-        """Return the number of hash rounds (YOSO: hashes) per pass, from the context or else from the settings."""
+        """Return the number of hash rounds (YOSO: hashes) per pass."""
         return rng.rounds or cast(int, self.config.hash_rounds(rng.training))
 
     def pair_dropout(self, q: Tensor, context: AttentionContext) -> PairDropout | None:
         """Return the dropout of the probabilities of this rank's queries q (B, H, L, D); None if the rate is 0."""
-        rng = context.rng
-        first = context.head_offset
-        if not rng.training or self.spec.dropout == 0.0:
+        if not context.rng.training or self.spec.dropout == 0.0:
             return None
-        key = rng.key(context.layer, "attention probability dropout")
-        rows = rng.rows(q.shape[2], q.device)
-        return PairDropout.of(self.spec.dropout, key, rows, range(first, first + q.shape[1]))
+        rows = context.rng.rows(q.shape[2], q.device)
+        key = context.key("attention probability dropout")
+        return PairDropout.of(self.spec.dropout, key, rows, context.heads(q.shape[1]))
 
     # Decoding of causal mechanisms token by token, from a cache of their own
 
@@ -322,15 +328,13 @@ class Attention(nn.Module, ABC):
 
     def choose(self, newest: IndexedTokens, index: Tensor | None, tokens: CachedTokens) -> tuple[Tensor, ...] | None:
         """Return the keys that the newest n tokens attend to, (B or 1, H or a divisor of H, n, K) token numbers, −1 in
-        empty slots: a tensor for each part of the softmax that `forward` rounds separately before it merges them. None
-        if the mechanism does not choose keys. index: (B, L, w), the entries of all tokens.
+        empty slots: a tensor for each part of the softmax that `forward` rounds separately. None if the mechanism does
+        not choose keys. index: (B, L, w), the entries of all tokens.
         """
         return None
 
     def skipped(self, position: int) -> slice:
-        """Return tokens whose absence does not change the outputs of the tokens from `position` on, if no token is
-        padding. Used if `choose` returns None.
-        """
+        """Return tokens that do not change outputs from `position` on, without padding, if `choose` returns None."""
         return slice(0, 0)
 
     # Costs per token of these heads at a sequence length, without projections
@@ -342,7 +346,7 @@ class Attention(nn.Module, ABC):
     # Variants for evaluation
 
     def without_additions(self) -> "Attention":
-        """Return the mechanism without its additions to attention, such as a convolution of the values."""
+        """Return the mechanism without additions such as a convolution of the values."""
         return self
 
     def exact(self) -> "Attention | None":

@@ -15,8 +15,8 @@ from megasparse.ops.random import PairDropout
 
 
 class EncoderOutput(NamedTuple):
-    """Output of the encoder. states: (B, S, E). key_mask: (B, S) bool, true for real tokens, or None. With sequence
-    parallelism, states cover this rank's tokens and the mask covers all.
+    """Output of the encoder. states: (B, S, E), with sequence parallelism of this rank's tokens. key_mask: (B, S) bool,
+    true for real tokens, or None.
     """
 
     states: Tensor
@@ -25,9 +25,7 @@ class EncoderOutput(NamedTuple):
 
 @dataclass
 class SourceKeys(Cache):
-    """Keys and values (B, H, S, D) of the sources in one layer, cached for decoding. With sequence parallelism, H are
-    this rank's heads.
-    """
+    """Keys and values (B, H, S, D) of the sources in one layer, of this rank's heads."""
 
     k: Tensor
     v: Tensor
@@ -47,9 +45,7 @@ class CrossAttention(nn.Module):
         self.output = projection(width, config.d_model, biased=False)
 
     def forward(self, x: Tensor, source: EncoderOutput | SourceKeys, context: AttentionContext) -> Tensor:
-        """Attend to the source. x: (B, T, E), target tokens; with sequence parallelism, this rank's tokens. Returns
-        (B, T, E).
-        """
+        """Attend from target tokens x (B, T, E), this rank's, to the source. Returns (B, T, E)."""
         keys = source if isinstance(source, SourceKeys) else self.read(source, context)
         part = context.part.of_heads(self.heads)
         (q,) = part.to_heads(split_heads(self.query(x), self.head_dim))
@@ -64,9 +60,7 @@ class CrossAttention(nn.Module):
         return SourceKeys(k, v, source.key_mask)
 
     def flops(self, source: int, target: int) -> Flops:
-        """Return the FLOPs of a whole sequence, including projections: queries and outputs of the target, keys and
-        values of the source, and their pairs.
-        """
+        """Return the FLOPs of a whole sequence, with queries, outputs, keys, values and pairs."""
         width = self.heads * self.head_dim
         projections = product(4.0 * self.query.weight.shape[1] * width * (source + target))
         return projections + product(4.0 * width * source * target)
@@ -75,7 +69,7 @@ class CrossAttention(nn.Module):
         rng = context.rng
         if not rng.training or self.dropout == 0.0:
             return None
-        key = rng.key(context.layer, "cross-attention probability dropout")
+        key = context.key("cross-attention probability dropout")
         first = context.part.of_heads(self.heads).head_rank * q.shape[1]
-        heads = range(first, first + q.shape[1])
-        return PairDropout.of(self.dropout, key, rng.at(0).rows(q.shape[2], q.device), heads)
+        rows = rng.at(0).rows(q.shape[2], q.device)
+        return PairDropout.of(self.dropout, key, rows, range(first, first + q.shape[1]))

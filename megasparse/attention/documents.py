@@ -26,9 +26,8 @@ class Document(NamedTuple):
 
 def documents(key_mask: Tensor | None, segments: Tensor | None) -> Iterator[Document]:
     """Yield the documents of a batch. key_mask: (B, L) bool, true for real tokens. segments: (B, L) document numbers.
-    If both are None, yield the whole batch once. On the meta device each row is one document.
-
-    Synchronises with the GPU once, when copying the masks to the host.
+    If both are None, yield the whole batch once. On the meta device each row is one document. Synchronises with the
+    GPU.
     """
     if key_mask is None and segments is None:
         yield Document(slice(None), None)
@@ -48,16 +47,13 @@ def documents(key_mask: Tensor | None, segments: Tensor | None) -> Iterator[Docu
 
 
 def attend_each(inputs: AttentionInputs, attend: Callable[[AttentionInputs], Tensor]) -> Tensor:
-    """Return attend(heads) -> (B, H, L, D), computed separately for each document if rows contain several documents or
-    start with padding.
-
-    Positions are thus relative to the document's first real token. Padding gets 0.
+    """Return attend(heads) -> (B, H, L, D), computed separately for each document if rows contain several or start with
+    padding: positions are relative to the document's first real token. Padding gets 0.
     """
     mask = inputs.key_mask
     # A mask on the meta device contains no values; memory estimates assume sequences without padding.
     if inputs.segments is None and (mask is None or mask.is_meta or bool((mask[:, :-1] >= mask[:, 1:]).all())):
-        out = attend(inputs)
-        return out if mask is None else out.masked_fill(~mask[:, None, :, None], 0.0)
+        return inputs.without_padding(attend(inputs))
     parts = []
     slots = []
     batch, heads, length, head_dim = inputs.q.shape
@@ -73,6 +69,13 @@ def attend_each(inputs: AttentionInputs, attend: Callable[[AttentionInputs], Ten
         return inputs.q.masked_fill(torch.ones_like(inputs.q, dtype=torch.bool), 0.0)  # keep a zero gradient
     out = inputs.q.new_zeros(batch * length, heads, head_dim).index_copy(0, torch.cat(slots), torch.cat(parts))
     return out.view(batch, length, heads, head_dim).transpose(1, 2)
+
+
+def padding_apart(inputs: AttentionInputs) -> AttentionInputs:
+    """Return inputs with documents if they have padding, so that `attend_each` computes sequences without it."""
+    if inputs.key_mask is None or inputs.segments is not None:
+        return inputs
+    return inputs._replace(segments=torch.zeros_like(inputs.key_mask, dtype=torch.int64))
 
 
 def clusters_by_document(inputs: AttentionInputs, choose: Callable[[Document], ClusterIndices]) -> ClusterIndices:

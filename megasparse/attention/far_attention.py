@@ -11,6 +11,7 @@ from torch import Tensor
 
 from megasparse.attention.contract import AttentionInputs
 from megasparse.attention.sinks import DocumentRanks
+from megasparse.ops.operator import at_least_fp32
 from megasparse.ops.random import random_bits
 
 SAMPLES = 256
@@ -45,10 +46,8 @@ def far_pairs(inputs: AttentionInputs, queries: Tensor, sinks: int, in_window: I
 
 @torch.no_grad()
 def far_attention(inputs: AttentionInputs, queries: Tensor, far: Tensor, scale: float) -> Tensor:
-    """Return the probability of each far pair in full attention softmax(scale·q·k): (B, H, S, L), fp32 or wider. far:
-    (B or 1, S, L) bool.
-    """
-    q, k = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (inputs.q[:, :, queries], inputs.k))
+    """Return the probability of each far pair (B or 1, S, L) in full attention softmax(scale·q·k): (B, H, S, L)."""
+    q, k = (at_least_fp32(x) for x in (inputs.q[:, :, queries], inputs.k))
     score = (q @ k.transpose(-1, -2)).mul_(scale)  # (B, H, S, L)
     score.masked_fill_(~far_pairs(inputs, queries, 0, None)[:, None], torch.finfo(score.dtype).min)
     return torch.softmax(score, dim=-1).masked_fill_(~far[:, None], 0.0)
@@ -66,7 +65,7 @@ def best_far(
 
 
 def token_mean(x: Tensor, real: Tensor | None) -> Tensor:
-    """Average x (B, H, L, N) over the tokens of all sequences, of `real` (B, L) bool only the true ones: (H, N)."""
+    """Average x (B, H, L, N) over the tokens of all sequences, only those in `real` (B, L): (H, N)."""
     if real is None:
         return x.mean((0, 2))
     return x.where(real[:, None, :, None], 0.0).sum((0, 2)) / real.sum().clamp_min(1)
@@ -74,7 +73,7 @@ def token_mean(x: Tensor, real: Tensor | None) -> Tensor:
 
 def sketch_divergence(q: Tensor, k: Tensor, share: Tensor, far: Tensor, real: Tensor | None) -> Tensor:
     """Return Σ_j a_ij·log(a_ij/(m_i·p_ij)), averaged over real queries: the divergence of a sketch p = softmax(q·k/√d)
-    of far keys from their attention a, weighted by its total m_i = Σ_j a_ij (as for DeepSeek-V3.2's indexer): scalar.
+    of far keys from their attention a, weighted by its total m_i = Σ_j a_ij (as DeepSeek-V3.2's indexer).
 
     q: (B, S, d). k: (B, L, d). share: (B, S, L), 0 where `far` (B or 1, S, L) is false. real: (B, S) or None.
     """
@@ -90,10 +89,10 @@ def collision_loss(
 ) -> Tensor:
     """Return −Σ_i m_i·log(Σ_j a_ij·P_i·P′_j / m_i) / Σ_i m_i, the negative log probability that a query and its best
     keys draw the same bucket from their softmaxes P and P′; plus, for each head, the divergence of the mean P and P′
-    from the uniform distribution, without which a single bucket would be optimal. Mean over heads, scalar.
+    from the uniform distribution. Mean over heads, scalar.
 
     query_scores, key_scores: (B, H, S, N), of sampled queries and keys. share: (B, H, S, K), attention a_ij to the best
-    keys. best_scores: (B, H, S, K, N), scores of these keys. real: (B, S) bool, or None if no token is padding.
+    keys. best_scores: (B, H, S, K, N), scores of these keys. real: (B, S) bool, or None.
     """
     chosen = torch.softmax(query_scores, dim=-1)
     drawn = torch.softmax(key_scores, dim=-1)

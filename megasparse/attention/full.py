@@ -81,7 +81,7 @@ class FullAttention(KeyValueAttention):
             out = _masked(inputs, scale, exclude_self=False)
         else:
             out = F.scaled_dot_product_attention(inputs.q, inputs.k, inputs.v, is_causal=inputs.causal)
-        return AttentionOutput(out, None, {})
+        return AttentionOutput(out)
 
     def attends_prefix(self, group: int, ranks: int) -> bool:
         return not (self.shared_qk or self.changes_keys)
@@ -104,9 +104,7 @@ class FullAttention(KeyValueAttention):
         return F.scaled_dot_product_attention(q, k, v, attn_mask=causal_lower_right(q.shape[2], k.shape[2]))
 
     def _shared(self, inputs: AttentionInputs) -> Tensor:
-        q = inputs.q
-        k = inputs.k
-        v = inputs.v
+        q, k, v = inputs[:3]
         if inputs.causal and inputs.key_mask is None and inputs.segments is None:
             # Attention to strictly earlier tokens is causal attention of queries 1… to keys 0…
             rest = F.scaled_dot_product_attention(q[:, :, 1:], k[:, :, :-1], v[:, :, :-1], is_causal=True, scale=1.0)
@@ -138,7 +136,7 @@ class FullAttention(KeyValueAttention):
 def attend_to_all(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, dropout: PairDropout | None) -> Tensor:
     """Compute softmax(qkᵀ/√D)v with dropout of the probabilities. Queries without a real key get 0.
 
-    q: (B, H, Lq, D). k, v: (B, H, Lk, D). key_mask: (B, Lk) bool, true for real keys.
+    q: (B, H, Lq, D). k, v: (B, H, Lk, D). key_mask: (B, Lk) bool.
     """
     if dropout is not None:
         queries, keys = (torch.arange(x.shape[2], device=x.device)[None, None, None] for x in (q, k))
@@ -152,13 +150,11 @@ def attend_to_all(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, drop
 
 
 def _masked(inputs: AttentionInputs, scale: float, exclude_self: bool) -> Tensor:
-    """Attend with a mask that is never materialised as L × L. Triton kernels use one window over the whole sequence;
-    other devices build the mask for a tile of queries at a time, and again in the backward pass.
+    """Attend with a mask that is never materialised as L × L: Triton kernels use one window over the whole sequence,
+    other devices build the mask for a tile of queries at a time, and again in the backward.
     """
-    q = inputs.q
-    k = inputs.k
-    v = inputs.v
-    length = inputs.q.shape[2]
+    q, k, v = inputs[:3]
+    length = q.shape[2]
     if implementation(q) == "triton":
         spec = BucketedAttentionSpec(Window("chunk", length), inputs.causal, scale, exclude_self, count_rounds=False)
         return inputs.in_buckets(None, spec)[0]
@@ -175,12 +171,12 @@ def _masked(inputs: AttentionInputs, scale: float, exclude_self: bool) -> Tensor
         firsts = range(0, length, step)
         parts = [checkpoint(part, first, use_reentrant=False, preserve_rng_state=False) for first in firsts]
         out = torch.cat(parts, dim=2)  # (B, H, L, D)
-    return out if inputs.key_mask is None else out.masked_fill(~inputs.key_mask[:, None, :, None], 0.0)
+    return inputs.without_padding(out)
 
 
 def _mask(inputs: AttentionInputs, first: int, end: int, exclude_self: bool) -> Tensor:
-    """Return the visible pairs of queries first…end − 1, (B, 1, end − first, L) bool. A query without a visible key
-    attends to itself.
+    """Return the visible pairs of queries first…end − 1, (B, 1, end − first, L) bool, each query's own if there are
+    none.
     """
     position = torch.arange(inputs.q.shape[2], device=inputs.q.device)
     diagonal = position[first:end, None] == position

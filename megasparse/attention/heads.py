@@ -1,4 +1,4 @@
-"""The attention layer, and its decoding cache: project the input to heads, run their mechanisms, project back."""
+"""The attention layer: project the input to heads, run their mechanisms, project back."""
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
@@ -40,7 +40,7 @@ def build_mechanism(kind: str, model: ModelConfig, heads: int) -> Attention:
 
 
 def ranks_with_the_same_heads(mechanism: Attention, model: ModelConfig, ranks: int) -> int:
-    """Return how many of the ranks that share a sequence compute the same heads of a mechanism."""
+    """Return how many of the ranks that share a sequence compute the same heads."""
     return mechanism.part_of(SequencePart(size=ranks), mechanism.spec.heads // model.attention.head_groups).replicas
 
 
@@ -50,9 +50,9 @@ def head_dim(model: ModelConfig) -> int:
 
 @dataclass(frozen=True)
 class Padding:
-    """Real tokens and document numbers of a batch, (B, L) each. key_mask: bool, true for real tokens (integers: not 0);
-    None if all tokens are real. segments: None if each sequence is one document. With sequence parallelism both cover
-    whole sequences, and `part` is this rank's part.
+    """Real tokens and document numbers of a batch, (B, L) each. key_mask: true for real tokens (integers: not 0); None
+    if all tokens are real. segments: None if each sequence is one document. With sequence parallelism both cover whole
+    sequences, and `part` is this rank's.
     """
 
     key_mask: Tensor | None = None
@@ -149,9 +149,7 @@ class MultiHeadAttention(nn.Module):
     def decode(
         self, x: Tensor, cache: LayerCache, position: int, context: AttentionContext, padding: Padding
     ) -> Tensor:
-        """Run the layer on one new token. x: (B, 1, E), the token at `position`. padding.part must match the caches.
-        Returns (B, 1, E).
-        """
+        """Run the layer on the token at `position`, x (B, 1, E). padding.part must match the caches."""
         outs = []
         for kind, inputs, local in self._project(x, position, padding, context):
             with autocast_off(x):
@@ -162,7 +160,6 @@ class MultiHeadAttention(nn.Module):
     def _project(
         self, x: Tensor, first_position: int, padding: Padding, context: AttentionContext
     ) -> Iterator[tuple[str, AttentionInputs, AttentionContext]]:
-        """Yield each mechanism's heads and context."""
         start = self._rotary_start(first_position, padding)
         q, k, v = self.queries(x, start), *self.keys_and_values(x, start)
         q, k, v = self.repeat(q, q[:, :0] if k is None else k, v)
@@ -172,7 +169,6 @@ class MultiHeadAttention(nn.Module):
         )
 
     def _rotary_start(self, first_position: int, padding: Padding) -> int | Tensor:
-        """Return the first position, see `ops.positions.rotate`."""
         return first_position
 
     def queries(self, x: Tensor, first_position: int | Tensor) -> Tensor:

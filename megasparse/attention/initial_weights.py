@@ -24,8 +24,7 @@ def initial_weight(
     config: ModelConfig, seed: int, name: str, shape: Sequence[int], start: int = 0, numel: int | None = None
 ) -> Tensor:
     """Return elements [start, start + numel) of the flattened initial matrix `name`, by default all; fp32, on the CPU.
-
-    Memory use is these elements plus one block of others.
+    Memory use is these plus one block.
     """
     total = math.prod(shape)
     generator = torch.Generator().manual_seed(derive(seed, "initial weights", name) >> 1)
@@ -41,8 +40,8 @@ BLOCK = 1 << 20
 def _normal(generator: torch.Generator, total: int, start: int, numel: int) -> Tensor:
     """Return elements [start, start + numel) of torch.randn(total).
 
-    On the CPU, torch draws normal numbers in groups of 16 and draws the last 16 again if the groups do not fill the
-    tensor (normal_fill, 2.13). Blocks of whole groups, the last one of at least 16, therefore give the same numbers.
+    On the CPU, torch draws normal numbers in groups of 16 and the last 16 again if the groups do not fill the tensor
+    (normal_fill, 2.13). Blocks of whole groups, the last one of at least 16, therefore give the same numbers.
     """
     drawn = torch.empty(numel)
     end = start + numel

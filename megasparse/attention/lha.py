@@ -1,10 +1,8 @@
 """Learning-to-hash attention (LHA): a query attends to the keys in its bucket, assigned by learned hash functions.
 
-The loss of the hash functions is the divergence of their buckets from the attention utility of a sample (Eq. 13). It
-takes O(S·L + U·N) time and memory: a bucket's members are approximated as the tokens whose score exceeds a threshold,
-which is estimated from U tokens, so the scores of all tokens are not needed.
-
-C sampled keys, U tokens of the thresholds.
+The loss of the hash functions is the divergence of their buckets from the attention utility of a sample (Eq. 13), in
+O(S·L + U·N) time and memory: a bucket's members are the tokens whose score exceeds a threshold, which is estimated from
+U tokens. C sampled keys.
 """
 
 import math
@@ -18,7 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.utils import skip_init
 
-from megasparse.attention.band import BandAttention, check_band
+from megasparse.attention.band import SHIFTED, BandAttention, BandSection, check_band, check_shifted_keys
 from megasparse.attention.contract import AttentionContext, AttentionInputs, AttentionOutput, Buckets, MechanismSpec
 from megasparse.attention.documents import Document, attend_in_clusters, clusters_by_document, documents
 from megasparse.attention.far_attention import InWindow, best_far, collision_loss, drawn_positions
@@ -37,12 +35,12 @@ from megasparse.attention.lha_hash import (
     merged_parts,
     scores_of,
 )
-from megasparse.config.attention import MechanismSection, mechanism
+from megasparse.config.attention import mechanism
 from megasparse.config.schema import ModelConfig
-from megasparse.config.section import Count, Positive
+from megasparse.config.section import Positive
 from megasparse.errors import ConfigError
 from megasparse.ops import hash_learning
-from megasparse.ops.bucketed_attention import Codes, Window
+from megasparse.ops.bucketed_attention import Codes
 from megasparse.ops.cluster_attention import ClusterIndices
 from megasparse.ops.hash_learning import Draws
 from megasparse.ops.linear_attention import orthogonal_projections
@@ -52,8 +50,8 @@ from megasparse.ops.random import random_bits
 
 
 class Assignment(NamedTuple):
-    """Buckets of all tokens. codes: (B, H, L), the best bucket of each token; the joint hash gives queries and keys the
-    same codes. members: for the top_k window, clusters equal to the buckets of every document.
+    """Buckets of all tokens, (B, H, L); with the joint hash the same for queries and keys. members: for the top_k
+    window, clusters equal to the buckets of every document.
     """
 
     query_codes: Tensor
@@ -63,8 +61,7 @@ class Assignment(NamedTuple):
 
 class HashExample(NamedTuple):
     """Training tokens of the query hash (side 0) or the key hash (side 1): inputs as in `HashInputs.inputs`, target
-    utilities (B, H, T, N), current buckets (B, H, T), and the weight of each token (the number of tokens that it
-    represents).
+    utilities (B, H, T, N), current buckets (B, H, T), and the number of tokens that each represents.
     """
 
     side: int
@@ -85,7 +82,7 @@ WEIGHT = 0.05
 """Weight λ of Eq. 19, from the paper: the loss is (1 − λ)·task + λ·mean(KL_Q + KL_K)."""
 
 
-class LHAAttentionConfig(MechanismSection):
+class LHAAttentionConfig(BandSection):
     hash: Literal["mlp", "linear", "random"] = "mlp"
     """H_Q and H_K: two-layer MLPs (best in the paper), linear, or an untrained random projection."""
     chunk: Positive = 64
@@ -97,12 +94,10 @@ class LHAAttentionConfig(MechanismSection):
     joint: bool = True
     """Decoders: assign a token's query and key to one bucket, by H_Q(q) + H_K(k) (the paper's Eq. 18). false: separate
     buckets, as in encoders, so that a query can match unlike keys; use it with pretrained queries and keys."""
-    local: bool = False
-    """With band only: add a local window to the buckets. Each head also attends to the last `chunk` tokens (in an
-    encoder on either side), in the same softmax. A key in both is included once."""
-    sinks: Count = 0
-    """With band only: first tokens of each document that all later ones (in an encoder all) attend to, in the same
-    softmax. They are excluded from buckets and window, so each is included once."""
+    shifted_keys: bool = False
+    """Decoders with joint and a band only: each token gets the key and the bucket of the previous token and so attends
+    to the tokens that followed similar ones, at any distance. The first key of a document is 0, in bucket 0. Such
+    layers do not use rotary positions."""
     count_buckets: bool = True
     """With top_k only: include a pair that shares N buckets once. false: N times, as in the paper's Algorithm 1."""
     utility: Literal["sampled", "features", "collisions"] = "sampled"
@@ -123,12 +118,17 @@ class LHAAttentionConfig(MechanismSection):
 
     def check(self, key: str, model: ModelConfig) -> None:
         check_band(key, self.window, self.local, self.sinks)
+        check_shifted_keys(key, self, model, joint=True)
         if self.utility == "collisions" and self.joint and model.kind != "encoder":
             problem = '"collisions" needs separate hashes of queries and keys, but joint = true adds them'
             raise ConfigError(f"{key}.utility", problem, 'Set joint to false, or utility to "sampled"')
         if self.project_positions and not self.sinusoidal_positions:
             problem = "true projects positions, but sinusoidal_positions is false"
             raise ConfigError(f"{key}.project_positions", problem, "Set it to false, or sinusoidal_positions to true")
+
+    @property
+    def causal_only(self) -> str | None:  # type: ignore[override]
+        return SHIFTED if self.shifted_keys else None
 
     @property
     def joined(self) -> str | None:
@@ -153,11 +153,6 @@ class LHAAttention(BandAttention):
         linear = {"bias": False, "device": torch.get_default_device()}
         projections = {side: skip_init(Linear, spec.d_model, spec.heads * spec.head_dim, **linear) for side in sides}
         self.position_projections = nn.ModuleDict(projections)
-        self.window = Window("band", min(config.chunk, spec.max_length))
-        self.local = config.local
-        self.sinks = config.sinks
-        self.shares_pairs = config.window == "band"
-        self.buckets = -(-spec.max_length // config.chunk)
         self.bucket_size = math.floor(math.sqrt(2) * spec.max_length / self.buckets)
         self.changes_keys = config.sinusoidal_positions or config.normalize
         self.rule = {"scale": spec.head_dim**-0.5, "exclude_self": False, "count_rounds": True}
@@ -171,16 +166,17 @@ class LHAAttention(BandAttention):
         assigned = context.recompute.keep(lambda: self.assign(inputs, context))
         if assigned.members is None:
             key_codes = None if self._joint(inputs) else assigned.key_codes.unsqueeze(2)
-            output = self.attend(inputs, assigned.query_codes.unsqueeze(2), key_codes, context.part)
+            shifted = self.shift(inputs, assigned.query_codes.unsqueeze(2), key_codes)
+            output = self.attend(*shifted, context.part)
             if not inputs.causal:
                 output = output._replace(statistics=_balance(inputs, assigned, self.buckets))
         else:
             out, uncovered = attend_in_clusters(inputs, assigned.members, self.rule["scale"], self.config.count_buckets)
-            output = AttentionOutput(out, None, {"queries_in_no_bucket": uncovered})
+            output = AttentionOutput(out, statistics={"queries_in_no_bucket": uncovered})
         if self.config.hash == "random" or not context.rng.training:
             return output
         loss, learned = self.learn(x, inputs, context, assigned)
-        return output._replace(auxiliary_loss=loss, statistics=output.statistics | learned)
+        return output._replace(auxiliary_loss=loss, statistics={**output.statistics, **learned})
 
     def prepare(self, q: Tensor, k: Tensor, first: int) -> tuple[Tensor, Tensor]:
         config = self.config
@@ -226,21 +222,22 @@ class LHAAttention(BandAttention):
         return assigned.query_codes.unsqueeze(2), None if self._joint(inputs) else assigned.key_codes.unsqueeze(2)
 
     def buckets_of(self, inputs: AttentionInputs, context: AttentionContext) -> Buckets:
-        assigned = self.assign(inputs, context)
-        return Buckets(assigned.query_codes, assigned.key_codes, self.buckets)
+        _, queries, keys = self.shift(inputs, *self.band_codes(inputs, 0, context))
+        keys = queries if keys is None else keys
+        return Buckets(queries.squeeze(2), keys.squeeze(2), self.buckets)
 
     def learn(
         self, x: Tensor, inputs: AttentionInputs, context: AttentionContext, assigned: Assignment | None = None
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the auxiliary loss, λ·mean(KL_Q + KL_K) over real tokens, heads and layers (second summand of Eq. 19)
-        or `_collisions`, and its statistics, without computing attention. assigned: the buckets, if already computed.
+        or `_collisions`, and its statistics. assigned: the buckets, if already computed.
         """
         if self.config.utility == "collisions":
             return self._collisions(inputs, context)
         assigned = assigned or self.assign(inputs, context)
         weights = self.hash(inputs.q, context)
         functions = training_functions(weights, self._joint(inputs), inputs.q)
-        token_key, draw_key = (context.rng.key(context.layer, purpose) for purpose in ("lha sample", "lha keys"))
+        token_key, draw_key = map(context.key, ("lha sample", "lha keys"))
         features = self.features(inputs.q, context) if self.config.utility == "features" else None
         tensors = (inputs.q.detach(), inputs.k.detach(), assigned.query_codes, assigned.key_codes)
         examples = chain.from_iterable(
@@ -264,20 +261,19 @@ class LHAAttention(BandAttention):
         return WEIGHT / self.spec.layers * kl.sum(), statistics
 
     def features(self, q: Tensor, context: AttentionContext) -> Tensor:
-        """Return the rows ω of the random features, (H, F, D). q: any input (B, H, L, D)."""
-        heads = range(context.head_offset, context.head_offset + q.shape[1])
-        key = context.rng.key(context.layer, "lha features")
-        return orthogonal_projections(key, heads, FEATURES, q.shape[3], q.device)
+        """Return the rows ω of the random features, (H, F, D)."""
+        heads = context.heads(q.shape[1])
+        return orthogonal_projections(context.key("lha features"), heads, FEATURES, q.shape[3], q.device)
 
     def _examples(
         self, tensors: Sequence[Tensor], joint: bool, functions: Sequence[tuple[Weights, ...]], token_key: int,
         draw_key: int, features: Tensor | None,
     ) -> Iterator[HashExample]:  # fmt: skip
         """Yield the examples of a document. U tokens are drawn evenly without replacement, the same for all heads and
-        sequences. The first S are used as queries and the first C as keys; the utilities of queries come from separate
-        draws of keys, see `draw_keys`.
+        sequences. The first S are queries and the first C keys; the utilities of queries come from separate draws of
+        keys.
 
-        tensors: queries and keys (B, H, L, D) and their codes (B, H, L). token_key, draw_key: random keys of the draws.
+        tensors: queries and keys (B, H, L, D) and their codes (B, H, L). token_key, draw_key: random keys.
         """
         all_q, all_k, *codes = tensors
         scale = self.rule["scale"]
@@ -333,10 +329,9 @@ class LHAAttention(BandAttention):
         return 1e-2 if self.config.utility == "collisions" else 3e-3
 
     def _collisions(self, inputs: AttentionInputs, context: AttentionContext) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return `collision_loss` of sampled queries and their best keys beyond the window and the sinks, weighted."""
-        key = context.rng.key(context.layer, "lha sample")
+        """Return the weighted `collision_loss` of sampled queries and their best keys beyond window and sinks."""
         width = self.window.chunk
-        queries = drawn_positions(key, inputs.q.shape[2], SAMPLES, inputs.q.device)
+        queries = drawn_positions(context.key("lha sample"), inputs.q.shape[2], SAMPLES, inputs.q.device)
         in_window: InWindow | None = (lambda q, k: (q - k).abs() < width) if self.local else None
         share, best = best_far(inputs, queries, self.sinks, in_window, self.rule["scale"])
         q = inputs.q.detach()
@@ -350,20 +345,25 @@ class LHAAttention(BandAttention):
         loss = collision_loss(query_scores, key_scores, share, of_best, real)
         return loss * (WEIGHT / self.spec.layers), {"collision_loss": loss.detach()}
 
+    def exact(self) -> "LHAAttention | None":
+        if not self.shifted_keys:
+            return None
+        everything = {"local": True, "chunk": self.spec.max_length, "hash": "random"}
+        return LHAAttention(self.config.model_copy(update=everything), self.spec)
+
     def flops(self, length: int) -> Flops:
         """Pairs in windows, assuming buckets of equal size, plus the hash functions."""
         work = self.spec.workload(length)
         band = self.config.window == "band"
         keys = work.band(self.config.chunk, False) if band else work.clusters(self.buckets, self.bucket_size)
-        return work.pairs(keys) * (1 + self.local) + work.pairs(self.sinks) + self._hashing_flops(length)
+        return self.band_flops(keys, length) + self._hashing_flops(length)
 
     def _hashing_flops(self, length: int) -> Flops:
         """Both hash functions (random ones forward only), plus training them on a sample, forward only.
 
-        Cost of the sample per token of the document: hash functions (with the joint hash both for each token) of S
-        queries and C keys, with gradients, and of the opposite side's tokens; both functions of the U tokens of the
-        thresholds; scores of S queries and all keys; scores of S queries and C keys, twice; sums of their
-        attention over N buckets, for both sides.
+        Of the sample: hash functions (with the joint hash both for each token) of S queries and C keys, with gradients,
+        and of the opposite side's tokens; both functions of the U tokens; scores of S queries and all keys; scores of S
+        queries and C keys, twice; sums of their attention over N buckets, for both sides.
         """
         heads = self.spec.heads
         dim = self.spec.head_dim
@@ -386,14 +386,13 @@ class LHAAttention(BandAttention):
 
 
 def _real(inputs: AttentionInputs) -> Tensor | int:
-    """Return the number of real tokens times heads."""
     batch, count, length = inputs.q.shape[:3]
     return count * (batch * length if inputs.key_mask is None else inputs.key_mask.sum().clamp_min(1))
 
 
 def _balance(inputs: AttentionInputs, codes: Assignment, buckets: int) -> dict[str, Tensor]:
     """Return the share of non-empty buckets, over documents and heads, with more than twice as many queries as keys or
-    the reverse (section 3.2); and the share of queries whose bucket contains no key, which attend only to themselves.
+    the reverse (section 3.2); and the share of queries whose bucket contains no key.
     """
     queries = codes.query_codes.long()
     keys = codes.key_codes.long()
@@ -422,7 +421,7 @@ def _sample_size(buckets: int) -> int:
 
 
 def training_functions(weights: tuple[Weights, Weights], joint: bool, q: Tensor) -> list[tuple[Weights, ...]]:
-    """Return `hash_functions` as leaves of a graph, in fp32 or wider; networks on a GPU `merged`. q: any input."""
+    """Return `hash_functions` as leaves of a graph, in fp32 or wider; networks on a GPU `merged`."""
     sides = hash_functions(weights, joint)[: 2 - joint]
     if len(weights[0]) == 4 and implementation(q, largest_width=None) == "triton":
         sides = [(merged(functions),) for functions in sides]
@@ -433,10 +432,10 @@ def training_functions(weights: tuple[Weights, Weights], joint: bool, q: Tensor)
 class _Divergence(torch.autograd.Function):
     """Divergence whose forward also computes the gradient, tile by tile, so scores and targets are never stored.
 
-    Return (2,), of queries and of keys: Σ KL(ψ ‖ softmax(H)) / count over all examples' tokens and heads (Eq. 13). Also
-    return (2, 2), without gradients: of both sides Σ ψ[bucket] / count, the utility of the current buckets, then of
-    both Σ ψ·ln ψ / count, the negative entropy of the utilities (Figure 4). A token with ψ = 0 contributes nothing.
-    functions: see `training_functions`. weights: of H_Q, then of H_K, which get the gradients, if `learn`.
+    Return (2,), of queries and of keys: Σ KL(ψ ‖ softmax(H)) / count over all examples' tokens and heads (Eq. 13); and
+    (2, 2), without gradients: of both sides Σ ψ[bucket] / count, then of both Σ ψ·ln ψ / count, the negative entropy of
+    the utilities (Figure 4). functions: see `training_functions`. weights: of H_Q, then of H_K, which get the
+    gradients, if `learn`.
     """
 
     @staticmethod

@@ -1,7 +1,5 @@
-"""LHA's hash functions H_Q and H_K, and the buckets and bucket members that follow from their scores.
-
-Scores are computed for one tile of T tokens at a time, so that no tensor covers all tokens and all buckets. Queries and
-keys are detached.
+"""LHA's hash functions H_Q and H_K, and the buckets and bucket members that follow from their scores, computed for one
+tile of T tokens at a time. Queries and keys are detached.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,7 +12,7 @@ from torch import Tensor, nn
 
 from megasparse.attention.contract import AttentionContext, MechanismSpec
 from megasparse.ops.hash_learning import ranks, tiles
-from megasparse.ops.operator import at_least_fp32, at_least_rows, implementation
+from megasparse.ops.operator import at_least_fp32, at_least_rows, implementation, wide_dtype
 from megasparse.ops.random import derive, rotations
 
 Weights = tuple[Tensor, ...]
@@ -26,9 +24,8 @@ _CONSTANTS = 8  # keeps rows aligned
 class HashFunctions(nn.Module):
     """H_Q and H_K of every head, functions from D numbers to N scores (LHA Eq. 8).
 
-    mlp: W2·relu(W1·x + b1) + b2 with D hidden units; linear: W·x; random: x[R; −R] for queries and keys alike (Eq. 9),
-    fixed throughout a run, which is the paper's LSH baseline. The paper does not specify the hidden width and the
-    nonlinearity.
+    mlp: W2·relu(W1·x + b1) + b2 with D hidden units (not specified in the paper); linear: W·x; random: x[R; −R] for
+    queries and keys alike (Eq. 9), fixed throughout a run, the paper's LSH baseline.
     """
 
     def __init__(self, kind: str, spec: MechanismSpec, buckets: int):
@@ -47,16 +44,13 @@ class HashFunctions(nn.Module):
                 self.register_parameter(names[-1], nn.Parameter(weight))
 
     def forward(self, q: Tensor, context: AttentionContext) -> tuple[Weights, Weights]:
-        """Return the weights of H_Q and of H_K for this rank's heads, given queries q (B, H, L, D).
-
-        Under ZeRO 3, parameters are gathered only during this call, so it returns copies; they are small relative to
-        the scores.
+        """Return the weights of H_Q and of H_K for this rank's heads, given queries q (B, H, L, D), as copies: under
+        ZeRO 3, parameters are gathered only during this call.
         """
         if self.kind == "random":
             key = derive(context.rng.seed, context.layer, "lha random hash")
-            heads = range(context.head_offset, context.head_offset + q.shape[1])
             width = 2 * -(-self.buckets // 2)
-            half = rotations(key, heads, 1, q.shape[3], [width], q.device)[:, 0]
+            half = rotations(key, context.heads(q.shape[1]), 1, q.shape[3], [width], q.device)[:, 0]
             projection = torch.cat([half, -half], dim=-1)[..., : self.buckets]
             return (projection,), (projection,)
         weights: dict[str, Weights] = {}
@@ -85,9 +79,7 @@ class HashInputs(NamedTuple):
 def hash_inputs(
     q: Tensor, k: Tensor, joint: bool, functions: Sequence[tuple[Weights, ...]]
 ) -> tuple[HashInputs, HashInputs]:
-    """Return the inputs of the query hash and of the key hash; with `joint` the same, H_Q(q_i) + H_K(k_i), for both.
-    functions: of the two hashes, from `hash_functions`.
-    """
+    """Return the inputs of the query hash and of the key hash; with `joint` the same, H_Q(q_i) + H_K(k_i), for both."""
     inputs: list[tuple[Tensor, ...]] = [(q, k)] if joint else [(q,), (k,)]
     if len(functions[0][0]) == 2:  # merged
         inputs = [(F.pad(at_least_fp32(torch.cat(x, dim=-1)), (0, _CONSTANTS), value=1.0),) for x in inputs]
@@ -101,12 +93,12 @@ def hash_functions(weights: tuple[Weights, Weights], joint: bool) -> list[tuple[
 
 @torch.no_grad()
 def merged(functions: Sequence[Weights]) -> Weights:
-    """Return the sum of two-layer functions as one of their concatenated inputs, which takes fewer operations, in fp32
-    or wider. _CONSTANTS inputs and hidden units are 1; a bias is the weight of one of them.
+    """Return the sum of two-layer functions as one of their concatenated inputs, which takes fewer operations.
+    _CONSTANTS inputs and hidden units are 1; a bias is the weight of one of them.
     """
     heads, dim, buckets = functions[0][2].shape
     width = dim * len(functions) + _CONSTANTS
-    dtype = torch.promote_types(functions[0][0].dtype, torch.float32)
+    dtype = wide_dtype(functions[0][0])
     both = torch.zeros(1, heads, width, width + buckets, dtype=dtype, device=functions[0][0].device)
     layers = both.split((width, buckets), dim=-1)
     layers[0].diagonal(dim1=-2, dim2=-1)[..., -_CONSTANTS:].fill_(1.0)
@@ -116,7 +108,7 @@ def merged(functions: Sequence[Weights]) -> Weights:
 
 
 def merged_parts(layers: Sequence[Tensor], count: int) -> list[Tensor]:
-    """Return the weights of `count` merged functions, in their order, as views of `merged` weights or gradients."""
+    """Return the weights of `count` merged functions as views of `merged` weights or gradients."""
     first, last = layers
     parts: list[Tensor] = []
     dim = (last.shape[-2] - _CONSTANTS) // count
@@ -136,7 +128,7 @@ def scores_of(inputs: Sequence[Tensor], weights: Sequence[Weights]) -> Tensor:
 @torch.no_grad()
 def bucket_codes(hashed: HashInputs, buckets: int) -> Tensor:
     """Return the argmax of the scores (Eq. 8 and 18): (B, H, L), int16 if large enough, else int32. Kernels do not
-    store the scores; their result differs only if the two largest scores are equal up to rounding.
+    store the scores; results differ only if the two largest are equal up to rounding.
     """
     if implementation(hashed.inputs[0]) == "triton":
         from megasparse.ops.hashing_kernels import learned_codes
@@ -162,7 +154,7 @@ def in_buckets(hashed: HashInputs, buckets: int, size: int, first: int, count: i
     """Return the membership of the first `count` tokens in buckets, (B, H, count, N), 1 or 0 in fp32 or wider.
 
     The tokens from number `first` on determine the minimum score of members: the mean of the lowest score of the `size`
-    best tokens (see `bucket_members`) and the next token's score, or −∞ without a next token.
+    best tokens (see `bucket_members`) and the next token's, or −∞ without one.
     """
     best = torch.empty(0)
     early = []
@@ -179,9 +171,7 @@ def in_buckets(hashed: HashInputs, buckets: int, size: int, first: int, count: i
 
 
 def in_largest(hashed: HashInputs, buckets: int, count: int) -> Tensor:
-    """Return the membership of the first `count` tokens in the bucket of their highest score (Eq. 11), as `in_buckets`
-    does.
-    """
+    """Return `in_buckets` for the bucket of each token's highest score (Eq. 11)."""
     tokens = hashed._replace(inputs=tuple(x[:, :, :count] for x in hashed.inputs))
     inside = [F.one_hot(scores.argmax(-1), buckets).to(scores.dtype) for _, scores in tokens.tiles(buckets)]
     return torch.cat(inside, dim=2)
@@ -192,7 +182,7 @@ def _smallest(x: Tensor, count: int) -> Tensor:
 
 
 def _score(x: Tensor, weights: Weights) -> Tensor:
-    dtype = torch.promote_types(torch.promote_types(x.dtype, weights[0].dtype), torch.float32)
+    dtype = torch.promote_types(x.dtype, wide_dtype(weights[0]))
     x = x.to(dtype)
     wide = [w.to(dtype) for w in weights]
     if len(wide) == 1:

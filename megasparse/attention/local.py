@@ -29,13 +29,13 @@ from megasparse.errors import ConfigError
 from megasparse.ops.bucketed_attention import BucketedAttentionSpec, Window
 from megasparse.ops.bucketed_attention.blocks import QueryBlock, query_attention
 from megasparse.ops.local_attention import LocalAttentionSpec, RelativeVectors, distances, relative_local_attention
-from megasparse.ops.operator import at_least_fp32
+from megasparse.ops.operator import at_least_fp32, wide_dtype
 from megasparse.ops.positions import sinusoids
 
 
 class RelativePositions(nn.Module):
     """Relative positions of Transformer-XL (Dai et al. 2019, section 3.3): r_{i−j} = R_{i−j}·W_r with sinusoids R, and
-    biases u and w that replace queries; separate for each head.
+    biases u and w, separate for each head.
     """
 
     def __init__(self, spec: MechanismSpec):
@@ -49,16 +49,13 @@ class RelativePositions(nn.Module):
         """Return the vectors of this rank's heads, r in fp32 or wider."""
         steps = distances(chunk, causal)
         r = sinusoids(steps[-1], len(steps), self.width, self.projection.device).flip(0)
-        dtype = torch.promote_types(self.projection.dtype, torch.float32)
-        r = r.to(dtype) @ part.local_part(self.projection, 0).to(dtype)
+        r = r.to(wide_dtype(self.projection)) @ at_least_fp32(part.local_part(self.projection, 0))
         return RelativeVectors(r, part.local_part(self.content_bias, 0), part.local_part(self.distance_bias, 0))
 
 
 @dataclass
 class LocalCache(Cache):
-    """The last 2C tokens in a ring buffer (position p at p mod 2C), followed by the sinks; and the result of
-    `RelativePositions`, or None.
-    """
+    """The last 2C tokens in a ring buffer (position p at p mod 2C), then the sinks; and `RelativePositions`' result."""
 
     tokens: KeyValueCache
     relative: RelativeVectors | None
@@ -75,12 +72,8 @@ class LocalAttentionConfig(MechanismSection):
 
     def check(self, key: str, model: ModelConfig) -> None:
         if self.relative and model.positions.kind == "rotary":
-            raise ConfigError(
-                f"{key}.relative",
-                'true adds relative positions to queries and keys that model.positions.kind = "rotary" already rotates '
-                "by position",
-                "Set it to false, or choose another model.positions.kind",
-            )
+            problem = 'true adds relative positions to queries and keys that model.positions.kind = "rotary" rotates'
+            raise ConfigError(f"{key}.relative", problem, "Set it to false, or choose another model.positions.kind")
         if self.relative and self.sinks:
             problem = f"{self.sinks} sinks may be farther away than the largest distance of relative = true"
             raise ConfigError(f"{key}.sinks", problem, "Set it to 0, or relative to false")
@@ -90,9 +83,9 @@ class LocalAttentionConfig(MechanismSection):
 class LocalAttention(Attention):
     """Softmax attention of each query to its chunk of C positions and the previous chunk, in encoders also the next.
 
-    The published enwik8-64K configuration of Reformer uses it. Chunk borders depend only on positions, so nothing
-    leaks. It is bucketed attention with one bucket and one round. The logits are q_i·k_j/√D, with relative positions
-    ((q_i + u)·k_j + (q_i + w)·r_{i−j})/√D. Sinks (not with relative positions) join the same softmax.
+    The published enwik8-64K configuration of Reformer uses it. It is bucketed attention with one bucket and one round.
+    The logits are q_i·k_j/√D, with relative positions ((q_i + u)·k_j + (q_i + w)·r_{i−j})/√D. Sinks (not with relative
+    positions) join the same softmax.
     """
 
     def __init__(self, config: LocalAttentionConfig, spec: MechanismSpec):
@@ -110,13 +103,13 @@ class LocalAttention(Attention):
             vectors = self.relative(self.chunk, causal, context.part)
             spec = LocalAttentionSpec(self.chunk, causal, scale)
             out = relative_local_attention(q, k, v, vectors, spec, key_mask, segments, dropout=dropout)
-            return AttentionOutput(out, None, {})
+            return AttentionOutput(out)
         part = context.part
         out, lse = inputs.in_buckets(None, self._rule(causal, part.pair_shard))
         if self.sinks:
             sinks = sink_attention(self.sinks, inputs, part, scale=scale, chunk=self.chunk)
             out, lse = merge([(out, lse), sinks])
-        return AttentionOutput(out, None, {}, None if part.pair_shard is None else lse)
+        return AttentionOutput(out, lse=None if part.pair_shard is None else lse)
 
     def attends_prefix(self, group: int, ranks: int) -> bool:
         return self.relative is None
@@ -182,7 +175,14 @@ class LocalAttention(Attention):
         k = cache.tokens.k
         v = cache.tokens.v
         if cache.relative is not None:
-            return self._decode_relative(inputs.q, cache.tokens, cache.relative, position)
+            keys = torch.arange(max(0, position // self.chunk - 1) * self.chunk, position + 1, device=k.device)
+            k, v = (at_least_fp32(x[:, :, keys % capacity]) for x in (k, v))
+            r, u, w = cache.relative
+            r = r[:, capacity - 1 - (position - keys)].to(k.dtype)
+            wide = inputs.q.to(k.dtype)
+            score = (wide + u[:, None]) @ k.transpose(-1, -2) + (wide + w[:, None]) @ r.transpose(-1, -2)
+            weight = torch.softmax(score * self.spec.head_dim**-0.5, dim=-1)  # (B, H, 1, keys)
+            return (weight @ v).to(inputs.q.dtype)
         out, lse = cached_window(inputs.q, k, v, capacity, position, self._rule(causal=True))
         if self.sinks:
             scale = self.spec.head_dim**-0.5
@@ -190,16 +190,6 @@ class LocalAttention(Attention):
             sinks = cached_sinks(range(self.sinks), inputs.q, k, v, position, scale=scale, chunk=self.chunk)
             out, _ = merge([(out, lse), sinks])
         return out
-
-    def _decode_relative(self, q: Tensor, tokens: KeyValueCache, relative: RelativeVectors, position: int) -> Tensor:
-        keys = torch.arange(max(0, position // self.chunk - 1) * self.chunk, position + 1, device=q.device)
-        k, v = (at_least_fp32(x[:, :, keys % (2 * self.chunk)]) for x in (tokens.k, tokens.v))
-        r, u, w = relative
-        r = r[:, 2 * self.chunk - 1 - (position - keys)].to(k.dtype)
-        wide = q.to(k.dtype)
-        score = (wide + u[:, None]) @ k.transpose(-1, -2) + (wide + w[:, None]) @ r.transpose(-1, -2)
-        weight = torch.softmax(score * self.spec.head_dim**-0.5, dim=-1)  # (B, H, 1, keys)
-        return (weight @ v).to(q.dtype)
 
 
 def prefix_window(
@@ -242,7 +232,7 @@ def cached_window(
     q: Tensor, k: Tensor, v: Tensor, capacity: int, position: int, spec: BucketedAttentionSpec
 ) -> tuple[Tensor, Tensor]:
     """Compute `bucketed_attention` in the chunk window of the query (B, H, 1, D) at `position`, bit-identical to a full
-    pass. k, v: (B, H, P, D), with the key of position p at index p mod `capacity`.
+    pass. k, v: (B, H, P, D), position p at index p mod `capacity`.
     """
     chunk = spec.window.chunk
     row = torch.arange(q.shape[0] * q.shape[1], device=q.device)

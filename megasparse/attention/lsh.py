@@ -4,23 +4,21 @@ import math
 from typing import Any, Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from megasparse.attention.band import BandAttention, BandCache, check_band
+from megasparse.attention.band import SHIFTED, BandAttention, BandSection, check_band, check_shifted_keys
 from megasparse.attention.contract import AttentionContext, AttentionInputs, AttentionOutput, Buckets, MechanismSpec
 from megasparse.attention.flops import Flops
-from megasparse.config.attention import MechanismSection, mechanism
-from megasparse.config.messages import show
-from megasparse.config.schema import ModelConfig, heads_of_layer
-from megasparse.config.section import Count, Positive
+from megasparse.config.attention import mechanism
+from megasparse.config.schema import ModelConfig
+from megasparse.config.section import Positive
 from megasparse.errors import ConfigError
 from megasparse.ops.bucketed_attention import Codes, Window
 from megasparse.ops.hashing import angular_hash, code_gap
 from megasparse.ops.random import rotations
 
 
-class LSHAttentionConfig(MechanismSection):
+class LSHAttentionConfig(BandSection):
     shared_qk: bool = True
     """Keys are q/|q|, as in the paper. false: separate queries and keys, hashed alike (the LSH baseline of LHA)."""
     rounds: Positive = 2
@@ -41,12 +39,6 @@ class LSHAttentionConfig(MechanismSection):
     """Restrict attention to tokens of the same bucket (the paper). false: the whole window, as in Hugging Face."""
     count_rounds: bool = True
     """Include a pair that N rounds select once (log N of appendix A). false: N times, as in Hugging Face."""
-    local: bool = False
-    """Add a local window to the buckets: each head also attends to the last `chunk` tokens (in an encoder on either
-    side), in the same softmax. A key in both is included once."""
-    sinks: Count = 0
-    """With band only: first tokens of each document that all later ones (in an encoder all) attend to, in the same
-    softmax. They are excluded from buckets and window, so each is included once."""
     shifted_keys: bool = False
     """Decoders with shared_qk and a band only: each token gets the key and the buckets of the previous token and so
     attends to the tokens that followed equal ones, at any distance. The first key of a document is 0, in bucket 0. Such
@@ -57,7 +49,7 @@ class LSHAttentionConfig(MechanismSection):
 
     @property
     def causal_only(self) -> str | None:  # type: ignore[override]
-        return "with shifted_keys it attends to the tokens that followed earlier ones" if self.shifted_keys else None
+        return SHIFTED if self.shifted_keys else None
 
     def check(self, key: str, model: ModelConfig) -> None:
         if self.chunk > model.max_length:
@@ -67,26 +59,12 @@ class LSHAttentionConfig(MechanismSection):
             problem = 'false with window = "band" is not causal: later tokens move the borders of the window'
             raise ConfigError(f"{key}.same_bucket", problem, 'Set same_bucket to true, or window to "chunk"')
         if self.window == "chunk" and not self.shared_qk:
-            raise ConfigError(
-                f"{key}.window",
-                '"chunk" needs all tokens in one order, but with shared_qk = false queries and keys have different '
-                "buckets",
-                'Set window to "band", or shared_qk to true',
-            )
+            problem = '"chunk" needs one order, but with shared_qk = false queries and keys have different buckets'
+            raise ConfigError(f"{key}.window", problem, 'Set window to "band", or shared_qk to true')
         check_band(key, self.window, False, self.sinks)  # local = true is allowed with chunks too
-        if self.shifted_keys:
-            self._check_shifted_keys(f"{key}.shifted_keys", model)
+        check_shifted_keys(key, self, model, shared_qk=True)
         _check_buckets(f"{key}.buckets", self.buckets)
         _check_buckets(f"{key}.evaluation_buckets", self.evaluation_buckets)
-
-    def _check_shifted_keys(self, key: str, model: ModelConfig) -> None:
-        if not self.shared_qk or self.window != "band":
-            problem = f'true is given, but shared_qk = {show(self.shared_qk)} and window = "{self.window}"'
-            raise ConfigError(key, problem, 'Set shared_qk to true and window to "band"')
-        for layer in range(model.layers if model.positions.kind == "rotary" else 0):
-            if "lsh" in (split := heads_of_layer(model, layer)) and len(split) > 1:
-                problem = f"true removes rotary positions from all heads of layer {layer}: {split}"
-                raise ConfigError(key, problem, "Set it to false, or give lsh all heads of its layers")
 
 
 LARGEST_SINGLE = 128
@@ -109,8 +87,8 @@ def _check_buckets(key: str, buckets: int | list[int] | None) -> None:
 def lsh_buckets(lsh: LSHAttentionConfig, max_length: int, training: bool) -> list[int]:
     """Return the buckets per round as one or two even factors, each hashed by a separate rotation.
 
-    null gives the paper's 2·max_length/chunk, rounded up to a number with such factors. It depends only on the maximum
-    length, so that a shorter batch is hashed the same way.
+    null gives the paper's 2·max_length/chunk, rounded up to a number with such factors, so that a shorter batch is
+    hashed the same way.
     """
     buckets = lsh.buckets if training else lsh.evaluation_buckets or lsh.buckets
     if isinstance(buckets, list):
@@ -139,11 +117,10 @@ def _factors(count: int) -> list[int] | None:
 class LSHAttention(BandAttention):
     """Softmax attention inside the buckets of random rotations (Reformer).
 
-    The outputs of several rounds are merged by log-sum-exp; a key that several rounds select is included once. With
-    shared QK, as in the paper, k = q/|q|, the logits are q·k, and a token attends to itself only if no other key is
-    visible. With separate QK, as in the LHA paper's LSH, the logits are q·k/√D, the same rotations hash queries and
-    keys, and a token may attend to itself. The band window is strictly causal; decoding reads a bucket's last M keys.
-    `chunk` is Reformer's window.
+    Rounds are merged by log-sum-exp; a key that several rounds select is included once. With shared QK, as in the
+    paper, k = q/|q|, the logits are q·k, and a token attends to itself only if no other key is visible. With separate
+    QK, as in the LHA paper's LSH, the logits are q·k/√D, the same rotations hash queries and keys, and a token may
+    attend to itself. The band window is strictly causal; `chunk` is Reformer's window.
 
     With shifted keys, k_j = q_{j−1}/|q_{j−1}|, in the buckets of q_{j−1}, and a token may attend to itself. Equal
     queries select the tokens that followed them, as induction heads do (Olsson et al. 2022), before any training.
@@ -156,38 +133,29 @@ class LSHAttention(BandAttention):
         self.evaluation_factors = lsh_buckets(config, spec.max_length, training=False)
         self.buckets = max(math.prod(self.factors), math.prod(self.evaluation_factors))
         scale = 1.0 if self.shared_qk else spec.head_dim**-0.5
-        self.shifted_keys = config.shifted_keys
-        self.rotated = not config.shifted_keys
         excludes_self = self.shared_qk and not self.shifted_keys
         self.rule = {"scale": scale, "exclude_self": excludes_self, "count_rounds": config.count_rounds}
         self.window = Window(config.window, min(config.chunk, spec.max_length), config.same_bucket)
-        self.local = config.local
-        self.sinks = config.sinks
         self._rotations: tuple[Any, Tensor] | None = None  # cached: evaluation never redraws them
         if config.window == "chunk":
-            self.leak = (
-                "the chunk window's borders depend on later tokens; attention.lsh.window = band is strictly causal"
-            )
+            self.leak = "later tokens move the borders of chunks; attention.lsh.window = band is strictly causal"
 
     def assign(self, inputs: AttentionInputs, context: AttentionContext) -> Codes:
         codes = angular_hash(*self._hashed(inputs, context))
         if not self.shared_qk:
             queries, keys = codes.chunk(2)
             return queries, keys
-        if not self.shifted_keys:
-            return codes, None
-        return codes, F.pad(codes, (1, -1)).masked_fill(~inputs.continues()[:, None, None], 0)
+        return codes, None
 
     def _hashed(self, inputs: AttentionInputs, context: AttentionContext) -> tuple[Tensor, Tensor, list[int]]:
-        """Return the vectors to hash, with separate QK queries and keys (2·B, H, L, D), the rotations and factors."""
-        numbers = range(context.head_offset, context.head_offset + inputs.q.shape[1])
-        key = context.rng.key(context.layer, "lsh rotation")
-        rounds = self.rounds(context.rng)
+        """Return the vectors to hash, with separate QK queries and keys, the rotations and factors."""
         factors = self.factors if context.rng.training else self.evaluation_factors
-        draws = key, numbers, rounds, factors, inputs.q.device
+        heads = context.heads(inputs.q.shape[1])
+        width = inputs.q.shape[3]
+        draws = context.key("lsh rotation"), heads, self.rounds(context.rng), width, factors, inputs.q.device
         drawn = self._rotations  # read once: threads may share a mechanism
         if drawn is None or drawn[0] != draws:
-            drawn = draws, rotations(key, numbers, rounds, inputs.q.shape[3], factors, inputs.q.device)
+            drawn = draws, rotations(*draws)
             self._rotations = drawn
         vectors = inputs.q if self.shared_qk else torch.cat([inputs.q, inputs.k])  # (B or 2·B, H, L, D)
         return vectors.detach(), drawn[1], factors
@@ -199,38 +167,13 @@ class LSHAttention(BandAttention):
         return self.assign(inputs, context)
 
     def buckets_of(self, inputs: AttentionInputs, context: AttentionContext) -> Buckets:
-        queries, keys = self.assign(inputs, context)
+        _, queries, keys = self.shift(inputs, *self.assign(inputs, context))
         keys = queries if keys is None else keys
         return Buckets(queries.flatten(1, 2), keys.flatten(1, 2), self.buckets)
 
     def forward(self, x: Tensor, inputs: AttentionInputs, context: AttentionContext) -> AttentionOutput:
-        queries, keys = context.recompute.keep(lambda: self.assign(inputs, context))
-        return self.attend(self._shifted(inputs), queries, keys, context.part)
-
-    def _shifted(self, inputs: AttentionInputs) -> AttentionInputs:
-        if not self.shifted_keys:
-            return inputs
-        k = F.pad(inputs.k, (0, 0, 1, -1)).masked_fill(~inputs.continues()[:, None, :, None], 0.0)
-        return inputs._replace(k=k)
-
-    def fill_cache(self, x: Tensor, inputs: AttentionInputs, cache: BandCache, context: AttentionContext) -> None:
-        super().fill_cache(x, self._shifted(inputs), cache, context)
-        if self.shifted_keys:
-            cache.next_key = inputs.k[:, :, -1:].clone()
-            cache.next_codes = self.assign(inputs._replace(q=inputs.q[:, :, -1:]), context)[0]
-
-    def decode(
-        self, x: Tensor, inputs: AttentionInputs, cache: BandCache, position: int, context: AttentionContext
-    ) -> Tensor:
-        queries, keys = self.assign(inputs, context)
-        shifted = self._shifted(inputs)  # a first token: its key and buckets are 0
-        if self.shifted_keys:
-            if cache.next_key is not None:
-                shifted = inputs._replace(k=cache.next_key)
-                keys = cache.next_codes
-            cache.next_key = inputs.k
-            cache.next_codes = queries
-        return self.decode_codes(shifted, cache, position, queries, keys)
+        codes = context.recompute.keep(lambda: self.assign(inputs, context))
+        return self.attend(*self.shift(inputs, *codes), context.part)
 
     def exact(self) -> "LSHAttention | None":
         if not self.shifted_keys:
@@ -240,8 +183,8 @@ class LSHAttention(BandAttention):
         return LSHAttention(self.config.model_copy(update={**window, **hashes}), self.spec)
 
     def flops(self, length: int) -> Flops:
-        """Pairs in windows. Codes, forward only: in each round 2·D for each rotation vector, of which there are half as
-        many as the sum of the bucket factors, for queries and, with separate QK, for keys.
+        """Pairs in windows. Codes, forward only: in each round 2·D for each of half as many rotation vectors as the sum
+        of the bucket factors, for queries and, with separate QK, for keys.
         """
         hashed = 1 if self.shared_qk else 2
         width = self.spec.heads * self.spec.head_dim
@@ -249,7 +192,7 @@ class LSHAttention(BandAttention):
         work = self.spec.workload(length)
         chunk = self.config.chunk
         keys = work.band(chunk, self.shared_qk) if self.config.window == "band" else work.chunks(chunk)
-        return work.pairs(keys) * (self.config.rounds + self.local) + work.pairs(self.sinks) + Flops(codes)
+        return self.band_flops(keys, length, self.config.rounds) + Flops(codes)
 
     def cached_rounds(self, rounds: int | None) -> int:
         return rounds or self.config.hash_rounds(training=False)

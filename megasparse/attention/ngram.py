@@ -34,7 +34,7 @@ from megasparse.ops.random import derive, random_bits
 @dataclass
 class NGramCache(Cache):
     """Keys and values of all tokens, with the last keys that followed each bucket's n-grams; the tokens that the next
-    n-gram needs, (B, n − 1); and the newest token's buckets, to which the next key is added, (B, 1, R, 1).
+    n-gram needs, (B, n − 1); and the newest token's buckets, for the next key, (B, 1, R, 1).
     """
 
     band: BandCache
@@ -112,8 +112,7 @@ class NGramAttention(Attention):
         return self._codes(tokens, key_mask, segments)
 
     def _codes(self, tokens: Tensor, key_mask: Tensor | None = None, segments: Tensor | None = None) -> Tensor:
-        rounds = [ngram_codes(tokens, n, self.buckets, key_mask, segments) for n in self.config.lengths]
-        return torch.stack(rounds, dim=1)
+        return ngram_codes(tokens, self.config.lengths, self.buckets, key_mask, segments).transpose(0, 1)
 
     def buckets_of(self, inputs: AttentionInputs, context: AttentionContext) -> Buckets:
         codes = self.assign(context, inputs.key_mask, inputs.segments)
@@ -130,10 +129,10 @@ class NGramAttention(Attention):
         bias = F.pad(self.bias(part), (len(parts), 0))[:, None]
         parts += [self._round(inputs, round_codes, part.pair_shard) for round_codes in codes.unbind(1)]
         out, lse = merge(parts, bias)
-        return AttentionOutput(out, None, {}, None if part.pair_shard is None else lse)
+        return AttentionOutput(out, lse=None if part.pair_shard is None else lse)
 
     def _round(self, inputs: AttentionInputs, codes: Tensor, shard: tuple[int, int] | None) -> tuple[Tensor, Tensor]:
-        """Return output and log-sum-exp of one round, 0 and −∞ for queries without a match. codes: (B, L)."""
+        """Return output and log-sum-exp of one round, 0 and −∞ without a match. codes: (B, L)."""
         of_all = codes[:, None, None]
         if inputs.key_mask is None:
             k, v = (x.roll(-1, dims=2) for x in (inputs.k, inputs.v))
@@ -199,35 +198,36 @@ class NGramAttention(Attention):
 
 @torch.no_grad()
 def ngram_codes(
-    tokens: Tensor, n: int, buckets: int, key_mask: Tensor | None = None, segments: Tensor | None = None,
+    tokens: Tensor, lengths: list[int], buckets: int, key_mask: Tensor | None = None, segments: Tensor | None = None,
     behind: int = 1,
 ) -> Tensor:  # fmt: skip
-    """Return the bucket of the last n tokens at each position, (B, L), 0 <= code < buckets.
+    """Return the bucket of the last n tokens at each position, for each n of lengths, (N, B, L), 0 <= code < buckets.
 
     tokens: (B, L) int64, the newest token known at each position, −1 if there is none. key_mask, segments: of the
     positions. behind: positions from the newest token to the one that reads it, 1 in a decoder and 0 in an encoder.
-    Tokens of other documents and padding are treated as missing: the hash reads them as one additional token. A pure
-    function of the n tokens, in integers: the same on every device and in every batch.
+    Tokens of other documents and padding are hashed as missing. A pure function of the n tokens, in integers: the same
+    on every device and in every batch.
     """
-    key = derive("n-gram", n)
-    code = torch.zeros_like(tokens)
-    for back in reversed(range(n)):
+    keys = [derive("n-gram", n) for n in lengths]
+    codes = tokens.new_zeros(len(lengths), *tokens.shape)
+    for back in reversed(range(max(lengths))):
         token = _earlier(tokens, back, -1)
         for mask, of_other in ((key_mask, False), (segments, -1)):
             if mask is not None:
                 before = _earlier(mask, back + behind, of_other)
                 token = token.masked_fill(~before if mask.dtype == torch.bool else before != mask, -1)
-        code = random_bits(key, (code << 32) + token + 1, 1).squeeze(-1).long() & 0x7FFFFFFF
-    return (code % buckets).to(code_dtype(buckets))
+        inside = [i for i, n in enumerate(lengths) if n > back]
+        rows = (codes[inside] << 32) + token + 1
+        codes[inside] = random_bits([keys[i] for i in inside], rows, 1).squeeze(-1).long() & 0x7FFFFFFF
+    return (codes % buckets).to(code_dtype(buckets))
 
 
 def _following(codes: Tensor, inputs: AttentionInputs, buckets: int) -> Tensor:
-    """Return the buckets of keys (B, R, L): the query bucket of the previous position. A document's first key gets
-    `buckets`, a bucket without queries.
+    """Return the buckets of keys (B, R, L): the previous position's, or `buckets`, which has no queries, for a
+    document's first key.
     """
     return F.pad(codes.int(), (1, -1)).masked_fill(~inputs.continues()[:, None], buckets)
 
 
 def _earlier(x: Tensor, steps: int, fill: int | bool) -> Tensor:
-    """Shift x (B, L) by `steps` positions to the right, with `fill` at the start."""
     return F.pad(x, (steps, 0), value=fill)[:, : x.shape[1]]

@@ -49,9 +49,8 @@ class Call:
         return self.mechanism.exact() or FullAttention(full, self.spec)
 
     def run(self, mechanism: Attention, v: Tensor | None = None, rounds: int | None = None) -> Tensor:
-        """Return the output (B, H, L, D) of a mechanism on this input, optionally with other values or hash rounds.
-
-        All decisions are recomputed, from the same random draws.
+        """Return the output (B, H, L, D) of a mechanism on this input, with the same draws, optionally with other
+        values or hash rounds.
         """
         inputs = self.inputs if v is None else self.inputs._replace(v=v)
         rng = dataclasses.replace(self.context.rng, rounds=rounds)

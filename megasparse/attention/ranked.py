@@ -1,9 +1,7 @@
 """Hash, then rank: buckets find candidate keys, a sketch ranks them, exact softmax attention reads the best.
 
-Learned hashes as in LHA propose, a narrow sketch as in Smart Bird scores, and the K best keys enter one softmax
-together with a window and sinks. Only the pairs of a query and the keys in its buckets are scored.
-
-P probes, M newest members per bucket, T queries per tile, C candidates per query.
+Learned hashes as in LHA propose, a narrow sketch as in Smart Bird scores, and the K best keys enter one softmax with a
+window and sinks. P probes, M newest members per bucket, T queries per tile, C candidates per query.
 """
 
 import math
@@ -18,10 +16,10 @@ from torch import Tensor, nn
 from megasparse.attention.contract import AttentionContext, AttentionInputs, MechanismSpec
 from megasparse.attention.far_attention import SAMPLES, imbalance
 from megasparse.attention.flops import Flops
-from megasparse.attention.taught_sketch import TaughtSketch, check_sketch, repeated_masks
-from megasparse.config.attention import MechanismSection, mechanism
+from megasparse.attention.taught_sketch import SketchSection, TaughtSketch, repeated_masks
+from megasparse.config.attention import mechanism
 from megasparse.config.schema import ModelConfig
-from megasparse.config.section import Count, Positive
+from megasparse.config.section import Positive
 from megasparse.errors import ConfigError
 from megasparse.ops.operator import counted, without_autocast
 from megasparse.ops.sketch import gathered_products, rounded_ranks
@@ -36,15 +34,11 @@ _GAIN = 4.0
 """Factor of the bucket scores: their weights learn as fast as the sketch's by the same steps of Adam."""
 
 
-class RankedAttentionConfig(MechanismSection):
+class RankedAttentionConfig(SketchSection):
     keys: Positive = 128
     """K, best keys of each query. Those in the window or the sinks are included once."""
     sketch_dim: Positive = 32
     """Width d of the sketch that ranks the candidates."""
-    sketch_heads: Positive = 1
-    """Neighbouring heads that share a sketch, buckets and keys; the heads of one KV group, for example."""
-    sketch_signs: bool = False
-    """Rank by the signs of the d numbers, by the Hamming distance of d bits, a multiple of 8."""
     buckets: Annotated[Positive, Field(le=_CODES**2)] = 64
     """N, buckets of keys."""
     probes: Positive = 8
@@ -55,20 +49,12 @@ class RankedAttentionConfig(MechanismSection):
     local: bool = True
     """Attend to a window, too: the token's own chunk of positions and the chunk before it, in an encoder also the chunk
     after it. Each key is included once."""
-    chunk: Positive = 64
-    """With local only: positions per chunk."""
-    sinks: Count = 0
-    """First tokens of each document, which every later token reads (in an encoder every token)."""
 
     def check(self, key: str, model: "ModelConfig") -> None:
         if self.probes > self.buckets:
             problem = f"{self.probes} is more than the {self.buckets} buckets"
             raise ConfigError(f"{key}.probes", problem, "Set it to at most buckets")
-        check_sketch(self, key, model)
-
-    @property
-    def heads_together(self) -> int:
-        return self.sketch_heads
+        super().check(key, model)
 
 
 @mechanism("ranked", RankedAttentionConfig)
@@ -99,7 +85,7 @@ class RankedAttention(TaughtSketch):
     def sketches(
         self, x: Tensor, inputs: AttentionInputs, context: AttentionContext, exactly: bool = True
     ) -> tuple[Tensor, Tensor]:
-        """Append the key's bucket // 256 and % 256 to the d numbers of exact keys; else as `TaughtSketch`."""
+        """Append the key's bucket // 256 and % 256 to the d numbers of exact keys."""
         q, k = super().sketches(x, inputs, context, exactly)
         if not exactly:
             return q, k
@@ -156,7 +142,7 @@ class BucketScores(nn.Module):
         self.bias = nn.Parameter(torch.zeros(groups * buckets))
 
     def forward(self, x: Tensor, context: AttentionContext) -> Tensor:
-        """Score the buckets of x (B, groups here, L, d): (B, groups, L, N), in the dtype of x."""
+        """Score the buckets of x (B, groups here, L, d): (B, groups, L, N)."""
         weight, bias = (
             context.part.local_part(part, 0).unflatten(0, (x.shape[1], -1)).to(x.dtype)
             for part in (self.weight, self.bias)
@@ -188,10 +174,8 @@ def bucket_loss(query_scores: Tensor, key_scores: Tensor, shares: Tensor, real: 
 
 @dataclass(frozen=True)
 class RankingSpec:
-    """Settings of `ranked_keys`.
-
-    buckets: N. members: M, the newest keys of a bucket that a query scores; None for all. count: K. causal: only keys
-    at or before the query take part.
+    """Settings of `ranked_keys`. buckets: N. members: M, the newest keys of a bucket that a query scores; None for all.
+    count: K.
     """
 
     buckets: int

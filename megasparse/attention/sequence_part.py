@@ -1,6 +1,5 @@
 """Sequence parallelism as in DeepSpeed Ulysses (Jacobs et al. 2023): outside attention every rank stores some tokens of
-all heads; inside attention all tokens of some heads, so that hashing, sorting and windows cover whole sequences. If
-there are more ranks than heads, several ranks compute the same heads.
+all heads; inside attention all tokens of some heads, so that hashing, sorting and windows cover whole sequences.
 
 S ranks that share a sequence, W parts into which the heads are divided, C = S/W ranks with the same heads.
 """
@@ -48,9 +47,7 @@ class SequencePart:
         return cls(group, torch.distributed.get_rank(group), torch.distributed.get_world_size(group))
 
     def of_heads(self, heads: int) -> "SequencePart":
-        """Return the part for `heads` heads, or indivisible groups of heads. W is the largest number of equal parts
-        into which the ranks can divide them.
-        """
+        """Return the part for `heads` heads, or indivisible groups of heads, with the largest W."""
         return replace(self, replicas=self.size // gcd(self.size, heads))
 
     @property
@@ -65,8 +62,8 @@ class SequencePart:
 
     @property
     def owned_ranks(self) -> list[bool]:
-        """True for each rank whose tokens this rank owns, among the C ranks with the same heads: W ranks, itself
-        included, in zigzag order, because queries of late tokens attend to more keys than queries of early tokens.
+        """True for each rank whose tokens this rank owns, among the C ranks with the same heads: W ranks, in zigzag
+        order, because queries of late tokens attend to more keys.
         """
         positions = [rank % (2 * self.replicas) for rank in range(self.size)]
         # The replica that owns the tokens of each rank.
@@ -88,8 +85,8 @@ class SequencePart:
         return self.head_groups * self.head_ranks
 
     def local_part(self, x: Tensor, dim: int) -> Tensor:
-        """Return this rank's slice of a tensor that all ranks have in full: for a part `of_heads`, 1/W of this group's
-        heads; for any other part, 1/S of the tokens.
+        """Return this rank's slice of a tensor: for a part `of_heads`, 1/W of this group's heads; for any other part,
+        1/S of the tokens.
         """
         if self.head_shards == 1:
             return x
@@ -132,7 +129,7 @@ class SequencePart:
         return edges, lambda: tuple(x.permute(1, 2, 0, 3) for x in receive().flatten(0, 1).unbind(1))
 
     def start_to_tokens(self, x: Tensor) -> Callable[[], Tensor]:
-        """Start the inverse of `to_heads`, with each token from one of the C ranks. Returns a function that waits."""
+        """Start the inverse of `to_heads`, with each token from one of the C ranks."""
         if self.size == 1:
             return lambda: x
         pieces = zip(x.chunk(self.size, dim=2), self.owned_ranks, strict=True)
@@ -166,8 +163,8 @@ class SequencePart:
 
 @dataclass(frozen=True)
 class DecodingPart(SequencePart):
-    """Part of sequences whose tokens all ranks store: as in training, 1/W of each mechanism's heads, whose caches exist
-    only on the C ranks with these heads. Only head outputs are exchanged. Without gradient.
+    """Part of sequences whose tokens all ranks store: as in training, 1/W of each mechanism's heads. Only head outputs
+    are exchanged. Without gradient.
     """
 
     divides_pairs: bool = False
@@ -186,10 +183,8 @@ class DecodingPart(SequencePart):
 
 
 class _Exchange(torch.autograd.Function):
-    """All-to-all of pieces x (n, ...), one per rank or one per rank selected by `ranks`; piece i is sent to the i-th of
-    these ranks and replaced by the piece received from it. Its own adjoint.
-
-    works: a list that receives the handle to wait for, in the forward and in the backward; if None, both wait.
+    """All-to-all of pieces x (n, ...), one per rank or one per rank selected by `ranks`, the i-th to and from the i-th
+    of these. Its own adjoint. works: receives the handle to wait for, in both passes; if None, both wait.
     """
 
     @staticmethod
@@ -211,8 +206,8 @@ class _Exchange(torch.autograd.Function):
 class _Gather(torch.autograd.Function):
     """All-gather x (...) of S ranks to (S, ...).
 
-    The backward is an all-to-all and a sum in rank order. It sends as many bytes as a reduce-scatter, whose order of
-    summation depends on the backend and which rounds after each addition.
+    The backward is an all-to-all and a sum in rank order, because a reduce-scatter's order of summation depends on the
+    backend, and it rounds after each addition.
     """
 
     @staticmethod

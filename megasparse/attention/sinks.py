@@ -16,8 +16,7 @@ from megasparse.ops.operator import ROWS, at_least_rows
 
 class DocumentRanks(NamedTuple):
     """Positions of tokens among the real ones, (B or 1, L) int64 each. order: tokens sorted by (document, position),
-    padding last. number: index of each token in `order`. rank: number of preceding tokens in the document; L for
-    padding.
+    padding last. number: index of each token in `order`. rank: index in its document; L for padding.
     """
 
     order: Tensor
@@ -40,8 +39,8 @@ class DocumentRanks(NamedTuple):
 def sink_index(sinks: int, inputs: AttentionInputs, *, exclude_self: bool = False, chunk: int | None = None) -> Tensor:
     """Return the sinks visible to each token: (B or 1, 1, L, n) int32 token numbers, −1 in empty slots.
 
-    In a decoder these are the sinks at or before the token. exclude_self: omit the token itself. chunk: omit sinks in
-    the token's own chunk of this many tokens and in neighbouring chunks.
+    In a decoder these are at or before the token. exclude_self: omit the token itself. chunk: omit sinks in the token's
+    own chunk of this many tokens and in neighbouring chunks.
     """
     order, number, rank = (x.unsqueeze(-1) for x in DocumentRanks.of(inputs))
     length = rank.shape[1]
@@ -64,8 +63,8 @@ def sink_attention(
     chunk: int | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Compute softmax attention to the sinks of `sink_index`, for `merge`: output (B, H, L, D) and log-sum-exp (B, H,
-    L), 0 and −∞ for tokens without a visible sink. If ranks with the same heads divide the pairs, the log-sum-exp is
-    also −∞ for tokens that this rank does not own.
+    L), 0 and −∞ for tokens without a visible sink. If ranks with the same heads divide the pairs, the log-sum-exp is −∞
+    for tokens of other ranks.
     """
     q, k, v = inputs.with_query_dtype()[:3]
     index = sink_index(sinks, inputs, exclude_self=exclude_self, chunk=chunk)
@@ -99,8 +98,8 @@ def cached_sinks(
 
 
 def _shared_sinks(q: Tensor, k: Tensor, v: Tensor, index: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Attend to sinks that all queries of a row share: matrix products cost less than gathering and need no fp32 copy
-    of q. With at least 2·ROWS queries and two sinks per product, a query's bits do not depend on the other queries.
+    """Attend to sinks that all queries of a row share, by products, which cost less than gathering. With at least
+    2·ROWS queries and two sinks per product, a query's bits do not depend on the other queries.
     """
     queries = q.shape[2]
     q = at_least_rows(q, 2 * ROWS)
@@ -116,8 +115,8 @@ def _shared_sinks(q: Tensor, k: Tensor, v: Tensor, index: Tensor, scale: float) 
 
 
 def without_seen(index: Tensor, inputs: AttentionInputs, sinks: int, chunk: int | None) -> Tensor:
-    """Return an index of keys (B, H or 1, L, K) in which keys that are visible anyway are replaced by −1: sinks and,
-    with a chunk, the token's own chunk of this many tokens and the neighbouring chunks.
+    """Return an index of keys (B, H or 1, L, K) with −1 for keys that are visible anyway: sinks and, with a chunk, the
+    token's own chunk of this many tokens and the neighbouring chunks.
     """
     _, number, rank = DocumentRanks.of(inputs)
     of_key = rank_of_key = index
@@ -133,10 +132,10 @@ def without_seen(index: Tensor, inputs: AttentionInputs, sinks: int, chunk: int 
 
 def merge(parts: Sequence[tuple[Tensor, Tensor]], bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Merge attention over several sets of keys into one softmax. Returns output (B, H, L, D) and log-sum-exp (B, H,
-    L), 0 and −∞ for queries without a visible key.
+    L).
 
-    parts: outputs (B, H, L, D) and log-sum-exps (B, H, L), 0 and −∞ for queries without a visible key. bias: (H, 1,
-    parts), added to the scores of each part's keys, or None.
+    parts: outputs and log-sum-exps, 0 and −∞ for queries without a visible key. bias: (H, 1, parts), added to the
+    scores of each part's keys, or None.
     """
     outs, lses = zip(*parts, strict=True)
     lse = torch.stack(lses, dim=-1)  # (B, H, L, parts)

@@ -10,10 +10,10 @@ from megasparse.attention.contract import AttentionContext, AttentionInputs, Mec
 from megasparse.attention.flops import Flops, product
 from megasparse.attention.sequence_part import SequencePart
 from megasparse.attention.sinks import DocumentRanks
-from megasparse.attention.taught_sketch import TaughtSketch, check_sketch
-from megasparse.config.attention import MechanismSection, mechanism
+from megasparse.attention.taught_sketch import SketchSection, TaughtSketch
+from megasparse.config.attention import mechanism
 from megasparse.config.schema import ModelConfig
-from megasparse.config.section import Count, Positive
+from megasparse.config.section import Positive
 from megasparse.errors import ConfigError
 from megasparse.ops.operator import at_least_fp32
 from megasparse.ops.positions import sinusoids
@@ -24,7 +24,7 @@ ASKED = {"token": "one token per position", "pooled": "one label per sequence", 
 """Descriptions of a sketch's targets, by objective."""
 
 
-class SmartBirdAttentionConfig(MechanismSection):
+class SmartBirdAttentionConfig(SketchSection):
     keys: Positive = 20
     """K, number of keys per query."""
     sketch_dim: Positive = 4
@@ -33,10 +33,6 @@ class SmartBirdAttentionConfig(MechanismSection):
     """`attention`: one narrow attention over the layer's input. `transformer`: a Transformer layer of width
     `sketch_dim` over separate token embeddings, with sinusoidal positions (Eq. 1). `heads`: one sketch for every
     `sketch_heads` heads, from their queries and keys after rotation."""
-    sketch_heads: Positive = 1
-    """With heads only: number of neighbouring heads that share a sketch and its selected keys."""
-    sketch_signs: bool = False
-    """With heads only: compare the signs of the d numbers, by the Hamming distance of d bits, a multiple of 8."""
     evaluation: Literal["top_k", "draws"] = "top_k"
     """In evaluation, select the K largest weights, the same keys for all heads, or draw per head as in training."""
     sampling: Literal["inverse_log_squared", "inverse_log", "raw", "top_k", "random"] = "inverse_log_squared"
@@ -51,11 +47,6 @@ class SmartBirdAttentionConfig(MechanismSection):
     local: bool = False
     """Add a local window in the same softmax: a token's chunk of positions and the previous chunk, in an encoder also
     the next. A key in both is included once."""
-    chunk: Positive = 64
-    """With local only: positions per chunk."""
-    sinks: Count = 0
-    """First tokens of each document that all later ones (in an encoder all) attend to, in the same softmax, each
-    once."""
 
     def check(self, key: str, model: ModelConfig) -> None:
         if (self.objective == "pooled") != (self.labels is not None):
@@ -74,15 +65,11 @@ class SmartBirdAttentionConfig(MechanismSection):
         if self.sketch_signs and self.sketch != "heads":
             problem = f'true needs sketch = "heads", not "{self.sketch}"'
             raise ConfigError(f"{key}.sketch_signs", problem, "Set it to false")
-        check_sketch(self, key, model)
+        super().check(key, model)
 
     @property
     def joined(self) -> str | None:
         return None if self.sketch == "heads" else 'all heads share one sketch, unless sketch = "heads"'
-
-    @property
-    def heads_together(self) -> int:
-        return self.sketch_heads
 
     @property
     def predicts(self) -> Literal["token", "pooled", "answer"] | None:
@@ -101,12 +88,12 @@ class SmartBirdAttention(TaughtSketch):
     The sketch computes weights α_ij and scores p_ij = (1/log α_ij)². In training each head draws s_ij ~ U(0, p_ij) and
     takes the K keys with the largest s_ij. In evaluation all heads take the K largest p_ij, with ties to earlier keys;
     with evaluation = "draws" or sampling = "random" they draw as in training. A query with at most K visible keys
-    attends to all of them. A causal sketch normalises α_i over j <= i, so later tokens never change a selection. An
-    optional window (as in local attention) and sinks join the selected keys in one softmax, each key once.
+    attends to all of them. A causal sketch normalises α_i over j <= i. An optional window (as in local attention) and
+    sinks join the selected keys in one softmax, each key once.
 
-    A selection is not differentiable, so a separate loss trains the sketch: to predict the task's targets, or with
-    objective = "attention" the heads' full attention. The sketch reads the layer's detached input; with sketch =
-    "transformer" separate token embeddings, with "heads" the queries and keys of `sketch_heads` heads.
+    A separate loss trains the sketch: to predict the task's targets, or with objective = "attention" the heads' full
+    attention. The sketch reads the layer's detached input; with sketch = "transformer" separate token embeddings, with
+    "heads" the queries and keys of `sketch_heads` heads.
     """
 
     def __init__(self, config: SmartBirdAttentionConfig, spec: MechanismSpec):
@@ -135,9 +122,23 @@ class SmartBirdAttention(TaughtSketch):
     ) -> tuple[Tensor | None, dict[str, Tensor]]:
         if self.config.objective == "attention":
             return super()._auxiliary(x, inputs, context)
-        if context.targets is None:
+        targets = context.targets
+        part = context.part
+        if targets is None:
             return None, {}
-        loss = self._objective(x, inputs, context.targets, context.part)
+        target = "answer" if targets.answer else "token" if targets.values.dim() == 2 else "pooled"
+        if target != self.config.objective:
+            problem = f'"{self.config.objective}" does not match this task, which needs {ASKED[target]}'
+            raise ConfigError("model.attention.smart_bird.objective", problem, f'Set it to "{target}"')
+        # With sequence parallelism, every rank computes the whole loss.
+        q, k, v = (self._whole(project(x), part) for project in (self.query, self.key, self.value))
+        h, _ = _sketch(q, k, v, inputs)
+        if self.layer is not None:
+            h = self.layer(x, h)
+        if target == "token":
+            counted = None if targets.counted is None else part.gather(targets.counted, 1)
+            targets = Targets(part.gather(targets.values, 1), counted)
+        loss = self.objective(h, targets, inputs.key_mask)
         return loss * (1.0 / self.spec.layers), {"sketch_loss": loss.detach()}
 
     def teaching_rate(self, parameter: str, progress: float = 0.0) -> float | None:
@@ -152,24 +153,9 @@ class SmartBirdAttention(TaughtSketch):
         q, k = (self._whole(project(x, exactly), context.part).unsqueeze(1) for project in (self.query, self.key))
         return q, k  # (B, 1, L, d)
 
-    def _objective(self, x: Tensor, inputs: AttentionInputs, targets: Targets, part: SequencePart) -> Tensor:
-        """Return the sketch's loss. With sequence parallelism, every rank computes the whole loss."""
-        target = "answer" if targets.answer else "token" if targets.values.dim() == 2 else "pooled"
-        if target != self.config.objective:
-            problem = f'"{self.config.objective}" does not match this task, which needs {ASKED[target]}'
-            raise ConfigError("model.attention.smart_bird.objective", problem, f'Set it to "{target}"')
-        q, k, v = (self._whole(project(x), part) for project in (self.query, self.key, self.value))
-        h, _ = _sketch(q, k, v, inputs)
-        if self.layer is not None:
-            h = self.layer(x, h)
-        if target == "token":
-            counted = None if targets.counted is None else part.gather(targets.counted, 1)
-            targets = Targets(part.gather(targets.values, 1), counted)
-        return self.objective(h, targets, inputs.key_mask)
-
     def _read(self, x: Tensor, inputs: AttentionInputs, context: AttentionContext, position: int = 0) -> Tensor:
-        """Return the sketch's detached input: the layer's input for this rank's tokens, or token embeddings of the
-        whole sequences, in decoding only of the token at `position`.
+        """Return the sketch's detached input, or token embeddings of the whole sequences, in decoding of the token at
+        `position`.
         """
         if self.embedding is None:
             return x.detach()
@@ -194,7 +180,7 @@ class SmartBirdAttention(TaughtSketch):
 
     def _sketch_flops(self, length: int, visible: float) -> Flops:
         """One sketch for all heads: 12·d per key, 2·d more for the selection, its projections of a detached input (4
-        per weight), the rest of its layer, and its objective's output over the vocabulary.
+        per weight), the rest of its layer, and its objective's output.
         """
         if self.config.objective == "attention":
             return super()._sketch_flops(length, visible)
@@ -221,9 +207,9 @@ class SmartBirdAttention(TaughtSketch):
         indices = []
         for number, (q, k) in enumerate(zip(*(x.unbind(1) for x in sketches), strict=True)):
             lse = None
-            first = context.head_offset + number * heads
+            group = context.heads(inputs.q.shape[1])[number * heads : (number + 1) * heads]
             rows = rng.rows(first_query + q.shape[1], q.device)[:, first_query:]
-            noise = Noise(rng.key(context.layer, "sampled keys"), range(first, first + heads), rows)
+            noise = Noise(context.key("sampled keys"), group, rows)
             if sampling.startswith("inverse_log"):
                 queries = F.pad(q, (0, 0, first_query, 0)) if first_query else q  # padding rows are never read
                 lse = _sketch(queries.float(), k.float(), k.float(), inputs)[1][:, first_query:]
@@ -251,17 +237,13 @@ class SketchEmbedding(nn.Module):
         self.longest = spec.max_length
 
     def forward(self, tokens: Tensor, numbers: Tensor) -> Tensor:
-        """Embed tokens. tokens, numbers: (B, L) int64 token ids and positions."""
-        dtype = torch.promote_types(self.weight.dtype, torch.float32)
-        embedded = F.embedding(tokens.clamp_min(0), self.weight).to(dtype) * (tokens >= 0).unsqueeze(-1)
+        embedded = at_least_fp32(F.embedding(tokens.clamp_min(0), self.weight)) * (tokens >= 0).unsqueeze(-1)
         table = sinusoids(0, self.longest, self.weight.shape[1], tokens.device)
         return embedded + F.embedding(numbers, table)
 
 
 class SketchLayer(nn.Module):
-    """Transformer layer around an attention of width d (Vaswani et al. 2017): LN(x + W·a), then LN(y + W2·relu(W1·y))
-    with 4d hidden units.
-    """
+    """Transformer layer around an attention of width d (Vaswani et al. 2017), with 4d hidden units."""
 
     def __init__(self, width: int):
         super().__init__()
@@ -272,7 +254,7 @@ class SketchLayer(nn.Module):
         self.shifts = nn.ParameterList(nn.Parameter(torch.zeros(width)) for _ in range(2))
 
     def forward(self, x: Tensor, attended: Tensor) -> Tensor:
-        """Run the layer. x: (B, L, d), the attention's input. attended: (B, L, d), its output."""
+        """Run the layer. x: (B, L, d), the attention's input. attended: its output."""
         x = self._norm(0, x + self.merge(attended))
         return self._norm(1, x + self.back(torch.relu(self.hidden(x))))
 
@@ -289,8 +271,8 @@ _LOGIT_ELEMENTS = 1 << 22  # logits of the token objective in memory at a time
 
 
 class TokenObjective(nn.Module):
-    """Objective of a sketch without labels: each position's output h_i predicts the model's target at that position
-    (the next or the masked token). Mean nats per counted position.
+    """Objective of a sketch without labels: each position's output h_i predicts the model's target there. Mean nats per
+    counted position.
     """
 
     def __init__(self, width: int, vocabulary: int):
@@ -299,7 +281,6 @@ class TokenObjective(nn.Module):
         self.bias = nn.Parameter(torch.zeros(vocabulary))
 
     def forward(self, h: Tensor, targets: Targets, key_mask: Tensor | None) -> Tensor:
-        """Compute the loss of the sketch's predictions. h: (B, L, d) in fp32 or wider."""
         counted = torch.ones(h.shape[:2], dtype=torch.bool, device=h.device)
         for mask in (targets.counted, key_mask):
             if mask is not None:
@@ -317,7 +298,7 @@ class TokenObjective(nn.Module):
 
 class PooledObjective(nn.Module):
     """Objective of a sketch with labels: its outputs h_i, pooled by attention Σ_i softmax_i(u·h_i) h_i, predict the
-    label (section 3.1) or, not in the paper, every token of the answer. Mean nats per label or counted token.
+    label (section 3.1) or, not in the paper, every token of the answer. Mean nats.
     """
 
     def __init__(self, width: int, labels: int):
@@ -327,9 +308,7 @@ class PooledObjective(nn.Module):
         self.bias = nn.Parameter(torch.zeros(labels))
 
     def forward(self, h: Tensor, targets: Targets, key_mask: Tensor | None) -> Tensor:
-        """Compute the loss of the sketch's predictions. h: (B, L, d) in fp32 or wider. targets.values: (B,) labels, or
-        (B, T) tokens.
-        """
+        """Compute the loss. h: (B, L, d). targets.values: (B,) labels, or (B, T) tokens."""
         score = F.linear(h, self.pool.to(h.dtype)).squeeze(-1)  # (B, L)
         if key_mask is not None:
             score = score.masked_fill(~key_mask, torch.finfo(h.dtype).min)

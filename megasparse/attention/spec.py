@@ -27,5 +27,4 @@ class MechanismSpec:
         return replace(self, heads=self.heads // part.head_shards)
 
     def workload(self, length: int) -> Workload:
-        """Return the workload of these heads at a sequence length, for FLOP counts."""
         return Workload(self.heads, self.head_dim, self.causal, length)

@@ -24,25 +24,44 @@ from megasparse.attention.flops import Flops, product
 from megasparse.attention.local import cached_window, prefix_sinks, prefix_window
 from megasparse.attention.sequence_part import WHOLE, SequencePart
 from megasparse.attention.sinks import merge, sink_index, without_seen
+from megasparse.config.attention import MechanismSection
 from megasparse.config.schema import ModelConfig, heads_of_layer
+from megasparse.config.section import Count, Positive
 from megasparse.errors import ConfigError
 from megasparse.ops.bucketed_attention import BucketedAttentionSpec, Window
 from megasparse.ops.gathered_attention import gathered_attention
+from megasparse.ops.operator import at_least_fp32
 from megasparse.ops.sketch import KeyChoiceSpec, chosen_keys, exact_projection
 
 
-def check_sketch(config: Any, key: str, model: ModelConfig) -> None:
-    """Raise ConfigError unless `sketch_heads` divides the mechanism's heads in every layer, and signs fill bytes.
+class SketchSection(MechanismSection):
+    """Settings of mechanisms with taught sketches."""
 
-    key: of the mechanism's section.
-    """
-    if config.sketch_signs and config.sketch_dim % 8:
-        problem = f"{config.sketch_dim} is not a multiple of 8, but sketch_signs = true packs bits into bytes"
-        raise ConfigError(f"{key}.sketch_dim", problem, "Set it to 64, for example")
-    for layer in range(len(model.attention.pattern)):
-        if (heads := heads_of_layer(model, layer).get(key.rpartition(".")[2], 0)) % config.sketch_heads:
-            problem = f"{config.sketch_heads} does not divide the {heads} heads of a layer"
-            raise ConfigError(f"{key}.sketch_heads", problem, "Set it to a divisor")
+    sketch_heads: Positive = 1
+    """Number of neighbouring heads that share a sketch and its selected keys, of one KV group, for example; in
+    `smart_bird` only with sketch = "heads"."""
+    sketch_signs: bool = False
+    """Compare the signs of the d numbers, by the Hamming distance of d bits, a multiple of 8; in `smart_bird` only with
+    sketch = "heads"."""
+    chunk: Positive = 64
+    """With local only: positions per chunk."""
+    sinks: Count = 0
+    """First tokens of each document that all later ones (in an encoder all) attend to, in the same softmax, each
+    once."""
+
+    @property
+    def heads_together(self) -> int:
+        return self.sketch_heads
+
+    def check(self, key: str, model: ModelConfig) -> None:
+        width: int = getattr(self, "sketch_dim")  # noqa: B009  (its default differs)
+        if self.sketch_signs and width % 8:
+            problem = f"{width} is not a multiple of 8, but sketch_signs = true packs bits into bytes"
+            raise ConfigError(f"{key}.sketch_dim", problem, "Set it to 64, for example")
+        for layer in range(len(model.attention.pattern)):
+            if (heads := heads_of_layer(model, layer).get(key.rpartition(".")[2], 0)) % self.sketch_heads:
+                problem = f"{self.sketch_heads} does not divide the {heads} heads of a layer"
+                raise ConfigError(f"{key}.sketch_heads", problem, "Set it to a divisor")
 
 
 @dataclass
@@ -56,9 +75,9 @@ class SketchCache(Cache):
 class TaughtSketch(Attention):
     """Softmax attention of each query to the K keys with the largest products of its sketch, to a window and to sinks.
 
-    A sketch projects the queries and keys of `sketch_heads` neighbouring heads, after rotation, to d numbers. Its
-    choice is not differentiable, so a separate loss trains it, the divergence from the heads' full attention
-    (`learn`). Earlier keys come first among equals; each key is included once.
+    A sketch projects the queries and keys of `sketch_heads` neighbouring heads, after rotation, to d numbers. A
+    separate loss trains it, the divergence from the heads' full attention (`learn`). Earlier keys come first among
+    equals; each key is included once.
     """
 
     has_auxiliary_loss = True
@@ -126,7 +145,6 @@ class TaughtSketch(Attention):
     def _auxiliary(
         self, x: Tensor, inputs: AttentionInputs, context: AttentionContext
     ) -> tuple[Tensor | None, dict[str, Tensor]]:
-        """Return the auxiliary loss of this pass, None without one, and its statistics."""
         return self.learn(x, inputs, context) if context.rng.training else (None, {})
 
     def _attend(self, inputs: AttentionInputs, index: Tensor, repeats: int) -> Tensor:
@@ -143,8 +161,8 @@ class TaughtSketch(Attention):
         return chosen[0] if chunk is None else merge([inputs.in_buckets(None, self.window_spec), chosen])[0]
 
     def learn(self, x: Tensor, inputs: AttentionInputs, context: AttentionContext) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the auxiliary loss of sketches that learn attention, and its statistics: the divergence of each sketch
-        from the mean attention of its heads, averaged over sketches. x: (B, L, E).
+        """Return the auxiliary loss of sketches that learn attention, and its statistics: the divergence of each from
+        the mean attention of its heads, averaged over sketches. x: (B, L, E).
         """
         queries = self._samples(inputs.q.shape[2], context, inputs.q.device)
         size = self.window_spec.window.chunk
@@ -165,13 +183,13 @@ class TaughtSketch(Attention):
         return self._samples(length, context, device) if context.rng.training else None
 
     def _samples(self, length: int, context: AttentionContext, device: torch.device) -> Tensor:
-        return drawn_positions(context.rng.key(context.layer, "sketch sample"), length, SAMPLES, device)
+        return drawn_positions(context.key("sketch sample"), length, SAMPLES, device)
 
     def _sketch_loss(
         self, q: Tensor, k: Tensor, shares: Tensor, far: Tensor, real: Sequence[Any], context: AttentionContext
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the loss and statistics of sampled queries q (B, S, samples, d), keys k (B, S, L, d), and shares of
-        attention (B, S, samples, L), 0 unless `far` (B or 1, samples, L). real: masks of queries and keys, or None.
+        attention (B, S, samples, L), 0 unless `far`. real: masks of queries and keys, or None.
         """
         sketches = zip(q.unbind(1), k.unbind(1), shares.unbind(1), strict=True)
         loss = torch.stack([sketch_divergence(*of_group, far, real[0]) for of_group in sketches]).mean()
@@ -183,8 +201,8 @@ class TaughtSketch(Attention):
     def sketches(
         self, x: Tensor, inputs: AttentionInputs, context: AttentionContext, exactly: bool = True
     ) -> tuple[Tensor, Tensor]:
-        """Return the queries and keys of this rank's S sketches, for the tokens in `inputs`: (B, S, L, d) each. Exact
-        keys are rounded to the dtype of x, as replaced models cache them.
+        """Return the queries and keys of this rank's S sketches: (B, S, L, d) each. Exact keys are rounded to the dtype
+        of x, as replaced models cache them.
         """
         q, k = self._project(x, inputs, context, exactly)
         if not self.config.sketch_signs:
@@ -197,7 +215,6 @@ class TaughtSketch(Attention):
     def _project(
         self, x: Tensor, inputs: AttentionInputs, context: AttentionContext, exactly: bool
     ) -> tuple[Tensor, Tensor]:
-        """Return the projected queries and keys of `sketches`."""
         q = self.query(inputs.q.detach(), context.part, exactly)
         return q, self.key(inputs.k.detach(), context.part, exactly)
 
@@ -213,8 +230,8 @@ class TaughtSketch(Attention):
         return work.pairs(self.config.keys + self.config.sinks) + window + self._sketch_flops(length, work.visible)
 
     def _sketch_flops(self, length: int, visible: float) -> Flops:
-        """Count 2·d per key for the selection, two projections, and for a sample of the queries the detached scores of
-        all heads and the scores of the sketches.
+        """Count 2·d per key for the selection, two projections, and for a sample of the queries the scores of all
+        heads, detached, and of the sketches.
         """
         wide = self.config.sketch_dim
         heads = self.spec.heads
@@ -250,7 +267,6 @@ class TaughtSketch(Attention):
         return merge([cached_window(q, k, v, k.shape[2], position, self.window_spec), (out, lse)])[0]
 
     def _store(self, cache: SketchCache, newest: IndexedTokens, position: int) -> None:
-        """Store the newest tokens, from `position` on."""
         cache.heads.put(newest.inputs.k, newest.inputs.v, position)
         assert newest.entries is not None
         cache.sketch[:, position : position + newest.entries.shape[1]] = newest.entries
@@ -280,8 +296,8 @@ class TaughtSketch(Attention):
     def _choose(
         self, sketches: tuple[Tensor, Tensor], inputs: AttentionInputs, context: AttentionContext, first_query: int = 0
     ) -> Tensor:
-        """Return the keys of queries from position `first_query` on, (B, S, Lq, K). sketches: their queries (B, S, Lq,
-        d) and all indexed keys.
+        """Return the keys of queries from position `first_query` on, (B, S, Lq, K), given sketched queries and all
+        indexed keys.
         """
         count = sketches[0].shape[1]
         q = sketches[0].flatten(0, 1)  # (B·S, Lq, d)
@@ -292,7 +308,7 @@ class TaughtSketch(Attention):
 
 
 def repeated_masks(inputs: AttentionInputs, count: int) -> tuple[Tensor | None, Tensor | None]:
-    """Return the key mask and the documents of each of `count` sketches, (B·count, L) each, or None."""
+    """Return the key mask and the documents of each of `count` sketches, (B·count, L), or None."""
     mask = inputs.key_mask
     segments = inputs.segments
     return (
@@ -307,7 +323,7 @@ def signs(x: Tensor) -> Tensor:
 
 
 def _powers(like: Tensor) -> Tensor:
-    """Return the values of the 8 bits of a number in an index. Every dtype represents integers up to 256."""
+    """Return the values of a number's 8 bits. Every dtype represents integers up to 256."""
     return 2.0 ** torch.arange(8, dtype=like.dtype, device=like.device)
 
 
@@ -320,10 +336,10 @@ class HeadProjection(nn.Module):
         self.weight = nn.Parameter(torch.empty(groups * width_out, width_in))
 
     def forward(self, x: Tensor, part: SequencePart, exactly: bool = False) -> Tensor:
-        """Project this rank's heads x (B, H, L, D) to (B, S, L, d); see `exact_projection`."""
+        """Project this rank's heads x (B, H, L, D) to (B, S, L, d)."""
         weights = part.local_part(self.weight, 0).unflatten(0, (self.groups // part.head_shards, -1))  # (S, d, G·D)
         grouped = x.unflatten(1, (len(weights), -1)).transpose(2, 3).flatten(3)  # (B, S, L, G·D)
         if exactly:
             return exact_projection(grouped, weights)
-        dtype = torch.promote_types(x.dtype, torch.float32)
-        return grouped.to(dtype) @ weights.to(dtype).mT
+        grouped = at_least_fp32(grouped)
+        return grouped @ weights.to(grouped.dtype).mT

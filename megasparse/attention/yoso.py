@@ -23,13 +23,13 @@ from megasparse.errors import ConfigError
 from megasparse.ops.hash_table_attention import HashTableAttentionSpec, expected_attention, hash_table_attention
 from megasparse.ops.hashing import sign_codes
 from megasparse.ops.normalize import unit_vectors
-from megasparse.ops.operator import at_least_fp32
+from megasparse.ops.operator import at_least_fp32, wide_dtype
 
 
 @dataclass
 class YOSOCache(Cache):
     """Decoding cache. tables: (B, H, m, 2^τ, D), sums of values by key code, fp32 or wider; with the expectation
-    instead tokens: unit keys and values so far. recent: (B, H, S − 1, D), the last values, for the convolution.
+    instead tokens: unit keys and values. recent: (B, H, S − 1, D), the last values.
     """
 
     tables: Tensor | None
@@ -92,12 +92,12 @@ class YOSOAttention(Attention):
 
     Each hash adds the values into a table of 2^τ buckets. A decoder stores these tables, m·2^τ·D numbers per head at
     any length; with `expectation` it stores keys and values. With code_bits = null, its τ is as large as possible while
-    the tables are smaller than a KV cache, 2·max_length·D: 4 bits at 512 tokens and 32 hashes, 11 at 65,536. The tables
-    are not smaller if m >= max_length (τ is 1), and may be larger if code_bits or evaluation_hashes is set.
+    the tables are smaller than a KV cache, 2·max_length·D: 4 bits at 512 tokens and 32 hashes, 11 at 65,536, at least
+    1.
 
-    Recomputing a layer recomputes its codes too (storing them takes 4·m bytes per token, head and layer) for its output
-    and gradients. A reversible recomputation restores q and k only up to rounding, which can flip a sign bit: at a
-    relative error of 1e-7 in 3e-7 of 9-bit codes (measured: 0 of 512,000), at 1e-6 in 2e-6.
+    Recomputing a layer recomputes its codes too (storing them takes 4·m bytes per token, head and layer). A reversible
+    recomputation restores q and k only up to rounding, which can flip a sign bit: at a relative error of 1e-7 in 3e-7
+    of 9-bit codes, at 1e-6 in 2e-6.
     """
 
     normalises = True
@@ -126,8 +126,8 @@ class YOSOAttention(Attention):
 
     def codes(self, x: Tensor, hashes: int, context: AttentionContext) -> Tensor:
         """Return the codes (B, H, m, L) of queries or keys, which use the same hashes."""
-        heads = range(context.head_offset, context.head_offset + x.shape[1])
-        key = context.rng.key(context.layer, "yoso hash")
+        heads = context.heads(x.shape[1])
+        key = context.key("yoso hash")
         return sign_codes(x.detach(), key, heads, hashes, self.code_bits, self.config.projection)
 
     def forward(self, x: Tensor, inputs: AttentionInputs, context: AttentionContext) -> AttentionOutput:
@@ -145,7 +145,8 @@ class YOSOAttention(Attention):
         if self.convolution is not None:
             out = out + self.convolution(inputs.v, mask, inputs.segments, inputs.causal, context.part)
         real = mask.sum() if mask is not None else matches[:, 0].numel()
-        return AttentionOutput(out.to(inputs.q.dtype), None, {"collisions": matches.sum() / (real * matches.shape[1])})
+        collisions = matches.sum() / (real * matches.shape[1])
+        return AttentionOutput(out.to(inputs.q.dtype), statistics={"collisions": collisions})
 
     def _unit(self, inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
         """Return queries and keys of length 1, (B, H, L, D), with `norm_bound` (B, H, L, D + 2)."""
@@ -159,7 +160,7 @@ class YOSOAttention(Attention):
 
     def flops(self, length: int) -> Flops:
         """Codes of q and k; 2·D to add a value to a table and to read it, and again for the gradient of v. Gradients of
-        q and k: the cheaper of tables, 4·D² each, and the 1/2^τ of pairs that collide at random, 6·D each.
+        q and k: the cheaper of tables, 4·D² each, and the 1/2^τ of pairs that collide, 6·D each.
         """
         yoso = self.config
         work = self.spec.workload(length)
@@ -181,8 +182,8 @@ class YOSOAttention(Attention):
                 tokens.k = F.pad(tokens.k, (0, 2))
             return YOSOCache(None, tokens, recent)
         hashes = rounds or self.config.hash_rounds(training=False)
-        dtype = torch.promote_types(like.dtype, torch.float32)
-        tables = torch.zeros(batch, spec.heads, hashes, 1 << self.code_bits, width, dtype=dtype, device=like.device)
+        shape = batch, spec.heads, hashes, 1 << self.code_bits, width
+        tables = torch.zeros(shape, dtype=wide_dtype(like), device=like.device)
         return YOSOCache(tables, None, recent)
 
     def fill_cache(self, x: Tensor, inputs: AttentionInputs, cache: YOSOCache, context: AttentionContext) -> None:
@@ -209,7 +210,7 @@ class YOSOAttention(Attention):
         return out.to(inputs.q.dtype)
 
     def _take_in(self, k: Tensor, v: Tensor, cache: YOSOCache, position: int, context: AttentionContext) -> None:
-        """Add tokens to the cache. k (of length 1) and v: (B, H, L, D), the tokens from `position` on."""
+        """Add tokens from `position` on to the cache. k (of length 1) and v: (B, H, L, D)."""
         if cache.tokens is not None:
             cache.tokens.put(k, v, position)
         else:
@@ -232,9 +233,7 @@ class _Convolution(nn.Module):
     def forward(
         self, v: Tensor, mask: Tensor | None, segments: Tensor | None, causal: bool, part: SequencePart = WHOLE
     ) -> Tensor:
-        """Convolve the values over positions. v: (B, H, L, D), this rank's heads; mask, segments: (B, L) or None.
-        Returns (B, H, L, D) in fp32 or wider; padding gets 0.
-        """
+        """Convolve v (B, H, L, D), this rank's heads. Returns (B, H, L, D) in fp32 or wider; padding gets 0."""
         length = v.shape[2]
         size = self.weight.shape[1]
         before = size - 1 if causal else size // 2
@@ -243,7 +242,7 @@ class _Convolution(nn.Module):
         around = (before, size - 1 - before)
         padded = F.pad(v, (0, 0, *around))
         documents = None if segments is None else F.pad(segments, around, value=-1)
-        weight = part.local_part(self.weight, 0).to(torch.promote_types(self.weight.dtype, torch.float32))
+        weight = at_least_fp32(part.local_part(self.weight, 0))
         out = torch.zeros((), dtype=weight.dtype, device=v.device)
         for s in range(size):
             factor = weight[:, s, None, None]  # (H, 1, 1)

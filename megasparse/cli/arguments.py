@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 
 def add_config(parser: argparse.ArgumentParser) -> None:
-    """Add options for a configuration by name or file, --set and --print-config."""
-    parser.add_argument("name", nargs="?", metavar="CONFIG", help="a name from `megasparse configs`, or a JSON file")
-    parser.add_argument("--config", metavar="FILE", help="CONFIG as an option")
+    add = parser.add_argument
+    add("name", nargs="?", metavar="CONFIG", help="a name from `megasparse configs`, or a JSON file")
+    add("--config", metavar="FILE", help="CONFIG as an option")
     add_overrides(parser)
-    parser.add_argument("--print-config", action="store_true", help="print the complete configuration and exit")
+    add("--print-config", action="store_true", help="print the complete configuration and exit")
 
 
 def add_checkpoint(parser: argparse.ArgumentParser) -> None:
@@ -30,10 +30,10 @@ def add_checkpoint(parser: argparse.ArgumentParser) -> None:
 
 
 def add_coding(parser: argparse.ArgumentParser, output: str) -> None:
-    """Add options for a file, the checkpoint that codes it, and the result. output: help text of --output."""
-    parser.add_argument("file", type=Path, metavar="FILE")
+    add = parser.add_argument
+    add("file", type=Path, metavar="FILE")
     add_checkpoint(parser)
-    parser.add_argument("--output", type=Path, metavar="FILE", help=output)
+    add("--output", type=Path, metavar="FILE", help=output)
 
 
 def add_overrides(parser: argparse.ArgumentParser) -> None:
@@ -41,16 +41,15 @@ def add_overrides(parser: argparse.ArgumentParser) -> None:
 
 
 def add_training(parser: argparse.ArgumentParser) -> None:
-    """Add options for a configuration, and for the start and end of a run."""
+    add = parser.add_argument
     add_config(parser)
-    parser.add_argument("--resume", default="auto", metavar="auto|never|PATH", help="checkpoint to resume from")
-    parser.add_argument("--allow-changed-config", action="store_true", help="resume although the configuration differs")
-    parser.add_argument("--stop-at", type=whole, metavar="STEP", help="save and stop after this step")
-    parser.add_argument("--dry-run", action="store_true", help="measure memory and time; write nothing")
+    add("--resume", default="auto", metavar="auto|never|PATH", help="checkpoint to resume from")
+    add("--allow-changed-config", action="store_true", help="resume although the configuration differs")
+    add("--stop-at", type=whole, metavar="STEP", help="save and stop after this step")
+    add("--dry-run", action="store_true", help="measure memory and time; write nothing")
 
 
 def add_start(parser: argparse.ArgumentParser) -> None:
-    """Add --start, the pretrained model that a configuration extends."""
     parser.add_argument(
         "--start",
         metavar="FOLDER",
@@ -65,18 +64,15 @@ def add_start(parser: argparse.ArgumentParser) -> None:
 def require_config(args: argparse.Namespace, task: bool = False) -> Any:
     """Return the configuration that the options of `add_config` name, with default attention.
 
-    task: True for a fine-tuning run.
-
-    Raises:
-        ConfigError: No file or two files are named, or a key, type or override is invalid.
-        HubError or CheckpointError: The model of --start does not exist.
+    task: True for a fine-tuning run. Raises ConfigError if not one file is named, or a key, type or override is
+    invalid; HubError or CheckpointError if the model of --start does not exist.
     """
     if (args.name is None) == (args.config is None):
-        problem = "no configuration is given" if args.name is None else f"{args.name} is also given"
-        raise ConfigError("--config", problem, "Give one, such as quickstart or FILE.json")
+        raise ConfigError("--config", "none is given, or two", "Give one, such as quickstart or FILE.json")
     if getattr(args, "start", None) is not None:
         require_model(args.start, checkpoints=True)
-    from megasparse.settings.load import Config, FinetuneConfig, load_settings
+    from megasparse.config.finetuning import FinetuneConfig
+    from megasparse.settings.load import Config, load_settings
 
     return load_settings(args.config or args.name, args.set, FinetuneConfig if task else Config, mechanisms=False)
 
@@ -88,7 +84,8 @@ def require_checkpoint(folder: str, overrides: Sequence[str] = ()) -> None:
     checkpoint = find_checkpoint(Path(folder))
     if not overrides:
         return
-    from megasparse.settings.load import Config, FinetuneConfig, build_settings
+    from megasparse.config.finetuning import FinetuneConfig
+    from megasparse.settings.load import Config, build_settings
 
     values = read_manifest(checkpoint)["config"]
     build_settings(values, overrides, FinetuneConfig if "task" in values else Config, mechanisms=False)
@@ -142,7 +139,7 @@ def require_paths(*paths: str | Path | None) -> None:
 def require_model(name: str | Path, checkpoints: bool = False) -> None:
     """Raise HubError unless `name` is a file, a folder with config.json, or a model in transformers' local cache.
 
-    checkpoints: True also accepts a checkpoint or the folder of a run, and raises CheckpointError for other folders.
+    checkpoints: True also accepts a checkpoint or the folder of a run.
     """
     if os.path.isdir(name) and not (Path(name) / "config.json").exists():
         if not checkpoints:
@@ -156,16 +153,13 @@ def require_model(name: str | Path, checkpoints: bool = False) -> None:
     with suppress(HFValidationError):
         if isinstance(try_to_load_from_cache(str(name), "config.json"), str):
             return
-    hint = "Use the folder of a model, or download the model first with the `hf download` command"
-    raise HubError(name, "no such file or folder, and no model of this name is in transformers' local cache", hint)
+    raise HubError(name, "no such folder or file, nor a model in transformers' cache", "Run `hf download` first")
 
 
 def config_from(args: argparse.Namespace, kind: "type[Settings]", weights: bool = True) -> "Settings":
     """Return the configuration that `require_config` has checked. With --print-config, print it and exit.
 
     weights: False reads only config.json of a decoder in --start.
-
-    Raises the errors of `load_settings`.
     """
     from megasparse.settings.load import load_settings
 
@@ -176,11 +170,6 @@ def config_from(args: argparse.Namespace, kind: "type[Settings]", weights: bool 
         base = base_values(args.start, weights)
     config = load_settings(args.config or args.name, args.set, kind, base)
     if args.print_config:
-        text = config.model_dump_json(indent=2)
-        try:
-            text.encode(sys.stdout.encoding or "utf-8")
-        except UnicodeEncodeError:  # print valid JSON on a terminal in ASCII
-            text = json.dumps(json.loads(text), indent=2)
-        print(text)
+        print(json.dumps(config.model_dump(mode="json"), indent=2))  # in ASCII, for any terminal
         sys.exit(0)
     return config

@@ -133,8 +133,7 @@ def train_tokenizer(args: argparse.Namespace) -> None:
 
     suffix = SUFFIXES[args.kind]
     if args.output.suffix != suffix:
-        hint = f"The suffix of a {args.kind} tokenizer must be {suffix}"
-        raise ConfigError("--output", f"{args.output} does not end in {suffix}", hint)
+        raise ConfigError("--output", f"{args.output} does not end in {suffix}", f"Name it *{suffix}")
     if args.kind == "words" and args.vocabulary is not None and args.vocabulary < 2:
         raise ConfigError("--vocabulary", f"{args.vocabulary} leaves no room for <unk> and <eos>", "Give 2 or more")
     if args.output.exists():

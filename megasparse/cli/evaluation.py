@@ -21,12 +21,10 @@ def _check(args: argparse.Namespace) -> None:
     others, kind = (OF_TASKS, "a pretrained model") if args.task is None else (OF_PRETRAINED, "a fine-tuned model")
     for name in others:
         if getattr(args, name):
-            hint = "Remove it, or add --task" if args.task is None else "Remove it, or remove --task"
-            raise ConfigError(f"--{name.replace('_', '-')}", f"not supported for {kind}", hint)
+            raise ConfigError(f"--{name.replace('_', '-')}", f"not supported for {kind}", "Remove it, or change --task")
     if args.task is None:
         if len(args.checkpoint) > 1:
-            problem = f"{len(args.checkpoint)} pretrained models"
-            raise ConfigError("--checkpoint", problem, "Evaluate them one by one, or add --task for fine-tuned models")
+            raise ConfigError("--checkpoint", f"{len(args.checkpoint)} pretrained models", "Evaluate them one by one")
         return
     from megasparse.tasks.catalog import TASKS
 
@@ -45,15 +43,16 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def add_evaluate(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
+    add = parser.add_argument
+    add(
         "--checkpoint", required=True, nargs="+", action="extend", metavar="DIR",
         help="a checkpoint, or a run (pretraining: newest checkpoint; fine-tuning: best checkpoint); for several "
         "fine-tuned models, mean and interval over runs are reported",
     )  # fmt: skip
     add_overrides(parser)
-    parser.add_argument("--split", help='default: "test"; "validation" for a task without test labels')
-    parser.add_argument("--batch", type=positive, help="windows or examples per forward pass")
-    parser.add_argument("--json", type=Path, metavar="OUT", help="write the metrics and their protocol to this file")
+    add("--split", help='default: "test"; "validation" for a task without test labels')
+    add("--batch", type=positive, help="windows or examples per forward pass")
+    add("--json", type=Path, metavar="OUT", help="write the metrics and their protocol to this file")
     pretrained = parser.add_argument_group("pretrained models")
     pretrained.add_argument("--hash-seeds", type=positive, metavar="N", help="average over N draws of the hashes")
     pretrained.add_argument("--data", metavar="SHARDS", help="folder of shards; by default the training data")
@@ -112,23 +111,24 @@ def evaluate(args: argparse.Namespace) -> None:
 
 
 def add_generate(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
     add_checkpoint(parser)
     add_overrides(parser)
-    parser.add_argument("--prompt", default="", help="text to continue")
-    parser.add_argument("--tokens", type=whole, metavar="N", help="maximum number of new tokens (default: 200)")
+    add("--prompt", default="", help="text to continue")
+    add("--tokens", type=whole, metavar="N", help="maximum number of new tokens (default: 200)")
     kind = parser.add_mutually_exclusive_group()
     kind.add_argument("--source", metavar="TEXT", help="source text of an encoder-decoder")
     kind.add_argument("--source-file", metavar="FILE", help="one source per line; prints one text per line")
     kind.add_argument("--images", type=whole, metavar="N", help="draw N images")
     kind.add_argument("--complete", nargs="+", metavar="IMAGE", help="redraw the lower halves of images")
-    parser.add_argument("--output", metavar="DIR", help="a new folder for the images")
-    parser.add_argument("--temperature", type=float, default=1.0, help="0 always selects the most likely token")
-    parser.add_argument("--top-p", type=float, default=1.0, help="nucleus sampling: probability of the nucleus")
-    parser.add_argument("--min-p", type=float, default=0.0, help="least probability, relative to the most likely token")
-    parser.add_argument("--repetition-penalty", type=float, default=1.0, help="penalty of past tokens; 1 disables it")
-    parser.add_argument("--seed", type=whole, default=0, help="seed of the sampling (default: %(default)s)")
-    parser.add_argument("--beams", type=whole, metavar="K", help="width of beam search, instead of sampling")
-    parser.add_argument("--length-penalty", type=float, metavar="A", help="exponent of ((5 + length)/6)^A")
+    add("--output", metavar="DIR", help="a new folder for the images")
+    add("--temperature", type=float, default=1.0, help="0 always selects the most likely token")
+    add("--top-p", type=float, default=1.0, help="nucleus sampling: probability of the nucleus")
+    add("--min-p", type=float, default=0.0, help="least probability, relative to the most likely token")
+    add("--repetition-penalty", type=float, default=1.0, help="penalty of past tokens; 1 disables it")
+    add("--seed", type=whole, default=0, help="seed of the sampling (default: %(default)s)")
+    add("--beams", type=whole, metavar="K", help="width of beam search, instead of sampling")
+    add("--length-penalty", type=float, metavar="A", help="exponent of ((5 + length)/6)^A")
 
 
 def generate(args: argparse.Namespace) -> None:
@@ -150,8 +150,7 @@ def generate(args: argparse.Namespace) -> None:
     if rank_variable("WORLD_SIZE", 1) > 1:
         for option in ("images", "complete", "source", "source_file"):
             if getattr(args, option) is not None:
-                problem = "several ranks can only continue a decoder's text"
-                raise ConfigError(f"--{option.replace('_', '-')}", problem, "Start it without torchrun")
+                raise ConfigError(f"--{option.replace('_', '-')}", "not supported by several ranks", "Run one process")
     require_checkpoint(args.checkpoint, args.set)
     require_paths(args.source_file, *args.complete or ())
     from megasparse.evaluation.bits_per_dim import refuse_leaks
@@ -189,13 +188,14 @@ def log(line: str) -> None:
 
 
 def add_predict(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
     add_checkpoint(parser)
     add_overrides(parser)
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--source", nargs="+", metavar="FILE", help="files in the task's format, or their folder")
     source.add_argument("--text", action="append", metavar="TEXT", help="one example; for a pair give it twice")
-    parser.add_argument("--split", help='split of a folder; default: "test", else "validation", else its only one')
-    parser.add_argument("--output", type=Path, metavar="OUT", help="file to write: .jsonl, .json, .csv or .tsv")
+    add("--split", help='split of a folder; default: "test", else "validation", else its only one')
+    add("--output", type=Path, metavar="OUT", help="file to write: .jsonl, .json, .csv or .tsv")
 
 
 def predict(args: argparse.Namespace) -> None:

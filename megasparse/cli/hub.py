@@ -25,10 +25,11 @@ def quiet_transformers() -> None:
 
 
 def add_convert_from_hf(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", required=True, metavar="NAME_OR_DIR", help="folder, GGUF file or cached name")
-    parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="new folder, in the layout of a run")
+    add = parser.add_argument
+    add("--model", required=True, metavar="NAME_OR_DIR", help="folder, GGUF file or cached name")
+    add("--output", type=Path, required=True, metavar="DIR", help="new folder, in the layout of a run")
     first = "token id of byte 0 in a byte-level model (default: 0); ids are rotated so that byte 0 becomes token 0"
-    parser.add_argument("--first-byte", type=whole, default=0, metavar="ID", help=first)
+    add("--first-byte", type=whole, default=0, metavar="ID", help=first)
 
 
 def convert_from_hf(args: argparse.Namespace) -> None:
@@ -71,13 +72,14 @@ def convert_from_hf(args: argparse.Namespace) -> None:
 
 
 def add_convert_to_hf(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
     add_checkpoint(parser)
-    parser.add_argument("--output", type=Path, required=True, metavar="OUT", help="new folder for the model")
-    parser.add_argument("--to", choices=ARCHITECTURES, default="megasparse", help="architecture (%(default)s)")
+    add("--output", type=Path, required=True, metavar="OUT", help="new folder for the model")
+    add("--to", choices=ARCHITECTURES, default="megasparse", help="architecture (%(default)s)")
     card = "result of `megasparse evaluate --json` for the model card; by default all results in the run's folder"
-    parser.add_argument("--evaluation", type=Path, metavar="FILE", help=card)
+    add("--evaluation", type=Path, metavar="FILE", help=card)
     base = "with --to peft: folder of the Hugging Face model that the run started from"
-    parser.add_argument("--base", type=Path, metavar="DIR", help=base)
+    add("--base", type=Path, metavar="DIR", help=base)
 
 
 def convert_to_hf(args: argparse.Namespace) -> None:
@@ -122,11 +124,12 @@ def convert_to_hf(args: argparse.Namespace) -> None:
 
 
 def add_replace_attention(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", type=Path, required=True, metavar="DIR", help="folder of the pretrained model")
-    parser.add_argument("--attention", required=True, metavar="JSON", help="settings of the new attention")
-    parser.add_argument("--max-length", type=whole, metavar="TOKENS", help="longest input; by default the model's")
-    parser.add_argument("--seed", type=whole, default=0, help="seed of new parameters and draws (default: %(default)s)")
-    parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="a new folder")
+    add = parser.add_argument
+    add("--model", type=Path, required=True, metavar="DIR", help="folder of the pretrained model")
+    add("--attention", required=True, metavar="JSON", help="settings of the new attention")
+    add("--max-length", type=whole, metavar="TOKENS", help="longest input; by default the model's")
+    add("--seed", type=whole, default=0, help="seed of new parameters and draws (default: %(default)s)")
+    add("--output", type=Path, required=True, metavar="DIR", help="a new folder")
 
 
 def replace_attention(args: argparse.Namespace) -> None:
@@ -161,16 +164,15 @@ def replace_attention(args: argparse.Namespace) -> None:
 
 
 def add_teach(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--model", type=Path, required=True, metavar="DIR", help="written by `megasparse replace-attention`"
-    )
+    add = parser.add_argument
+    add("--model", type=Path, required=True, metavar="DIR", help="written by `megasparse replace-attention`")
     files = "text files, or folders with *.txt"
-    parser.add_argument("--texts", type=Path, nargs="+", required=True, metavar="FILE", help=files)
-    parser.add_argument("--length", type=whole, metavar="TOKENS", help="tokens per window (default: longest input)")
-    parser.add_argument("--passes", type=whole, default=24, help="windows to train on (default: %(default)s)")
-    parser.add_argument("--held-out", type=whole, default=1, metavar="N", help="held-out windows (%(default)s)")
-    parser.add_argument("--seed", type=whole, default=0, help="seed of the windows' order and draws (%(default)s)")
-    parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="a new folder")
+    add("--texts", type=Path, nargs="+", required=True, metavar="FILE", help=files)
+    add("--length", type=whole, metavar="TOKENS", help="tokens per window (default: longest input)")
+    add("--passes", type=whole, default=24, help="windows to train on (default: %(default)s)")
+    add("--held-out", type=whole, default=1, metavar="N", help="held-out windows (%(default)s)")
+    add("--seed", type=whole, default=0, help="seed of the windows' order and draws (%(default)s)")
+    add("--output", type=Path, required=True, metavar="DIR", help="a new folder")
 
 
 def teach(args: argparse.Namespace) -> None:
@@ -215,8 +217,7 @@ def teach(args: argparse.Namespace) -> None:
     tokenizer = load_tokenizer(args.model)
     windows = [tokens for tokens in read_windows(tokenizer, args.texts, length) if len(tokens) == length]
     if len(windows) <= args.held_out:
-        problem = f"{len(windows)} windows of {length} tokens are not more than --held-out {args.held_out}"
-        raise DataError(args.texts[0], problem, "Give more text, or lower --length or --held-out")
+        raise DataError(args.texts[0], f"{len(windows)} windows of {length} tokens are too few", "Give more text")
     folder = args.output.with_name(f"{args.output.name}.teaching")
     teacher = Teacher(model, args.seed)
     before, after = teacher.teach(windows[: -args.held_out], windows[-args.held_out :], args.passes, folder)
@@ -227,11 +228,12 @@ def teach(args: argparse.Namespace) -> None:
 
 
 def add_check_model(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
     checked = parser.add_mutually_exclusive_group(required=True)
     checked.add_argument("--model", type=Path, metavar="DIR", help="folder of a causal language model")
     checked.add_argument("--checkpoint", metavar="DIR", help="a run of a decoder, checked on its first batch")
-    parser.add_argument("--length", type=whole, default=64, help="tokens per row of --model (default: %(default)s)")
-    parser.add_argument("--seed", type=whole, default=0, help="seed of the tokens (default: %(default)s)")
+    add("--length", type=whole, default=64, help="tokens per row of --model (default: %(default)s)")
+    add("--seed", type=whole, default=0, help="seed of the tokens (default: %(default)s)")
 
 
 def check_model(args: argparse.Namespace) -> None:
@@ -270,8 +272,7 @@ def check_model(args: argparse.Namespace) -> None:
 
         model, config, _, ranks = restore(args.checkpoint)
         if config.model.kind != "decoder":
-            problem = f"{args.checkpoint} contains a model of the kind {config.model.kind}"
-            raise ConfigError("--checkpoint", problem, "Name a run of a decoder")
+            raise ConfigError("--checkpoint", f"is of the kind {config.model.kind}", "Name a run of a decoder")
         with training_batches(config, open_data(config), ranks, 0, RunHooks()) as steps:
             tokens = next(steps).micro_batches[0].tokens
         results = checker.check_batch(model, tokens.to(ranks.device), args.seed)

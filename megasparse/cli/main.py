@@ -31,8 +31,9 @@ COMMANDS = {
     "check-model": ("hub", "check a Hugging Face decoder for leaks of later tokens, padding and other documents"),
     "compare": ("train", "train and evaluate several attention mechanisms alike"),
 }
-"""Subcommand -> (module in megasparse.cli, purpose), in the order of `megasparse --help`. For example, `convert to-hf`
-runs `convert_to_hf`, whose docstring is the help text, and `add_convert_to_hf(parser)` declares the options."""
+"""Subcommand -> (module in megasparse.cli, purpose), in the order of `megasparse --help`. `convert to-hf` runs
+`convert_to_hf`, whose docstring is the help text, and `add_convert_to_hf(parser)` declares the options.
+"""
 EXTRAS = {
     **dict.fromkeys(("transformers",), "hf"),
     "constriction": "compress",
@@ -50,8 +51,7 @@ def main(words: Sequence[str] | None = None) -> None:
     words = [str(word) for word in words if not str(word).startswith(("--local_rank=", "--local-rank="))]
     for word in words:
         if word.encode(errors="ignore").decode() != word:
-            hint = "Rename the file, or give its folder"
-            raise UserError(f"{word}: this argument is not UTF-8 and cannot be recorded. {hint}")
+            raise UserError(f"{word}: this argument is not UTF-8. Rename the file, or give its folder")
     if not words or words[0] in ("-h", "--help"):
         print(overview(COMMANDS))
         return
@@ -86,10 +86,7 @@ def door(command: str) -> Callable[..., None]:
 
 
 def split(words: Sequence[str]) -> tuple[str | None, Sequence[str]]:
-    """Return the subcommand and its arguments; None as subcommand for only a group's name, with or without --help.
-
-    Raises UserError for an unknown subcommand.
-    """
+    """Return the subcommand and its arguments; None as subcommand for only a group's name, with or without --help."""
     for count in (1, 2):
         if (name := " ".join(words[:count])) in COMMANDS:
             return name, words[count:]

@@ -24,11 +24,12 @@ from megasparse.files import write_file
 
 
 def add_pretrain(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
     add_training(parser)
     add_start(parser)
     texts = "text, or JSON lines with a field `text` or conversations, prepared once in run.directory; or shards"
-    parser.add_argument("--data", metavar="TEXTS", help=texts)
-    parser.add_argument("--gpus", type=positive, metavar="N", help="with --dry-run: also plan the run for N A100 GPUs")
+    add("--data", metavar="TEXTS", help=texts)
+    add("--gpus", type=positive, metavar="N", help="with --dry-run: also plan the run for N A100 GPUs")
 
 
 def pretrain(args: argparse.Namespace) -> None:
@@ -127,16 +128,17 @@ def finetune(args: argparse.Namespace) -> None:
 
 
 def add_plan(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
     add_config(parser)
     add_start(parser)
-    parser.add_argument("--gpus", type=whole, required=True, metavar="N", help="number of GPUs on all nodes")
-    parser.add_argument("--gpus-per-node", type=whole, default=8, metavar="N", help="GPUs per node (%(default)s)")
-    parser.add_argument("--gpu-memory", metavar="SIZE", help="memory per GPU, such as 80GiB (default: --gpu's memory)")
+    add("--gpus", type=whole, required=True, metavar="N", help="number of GPUs on all nodes")
+    add("--gpus-per-node", type=whole, default=8, metavar="N", help="GPUs per node (%(default)s)")
+    add("--gpu-memory", metavar="SIZE", help="memory per GPU, such as 80GiB (default: --gpu's memory)")
     host = "CPU memory per node, such as 256GB: choose tiles and recomputed layers that fit it and --gpu-memory"
-    parser.add_argument("--host-memory", metavar="SIZE", help=host)
-    parser.add_argument("--gpu", default="A100", metavar="NAME", help="A100, H100, H200, or any with --peak-tflops")
-    parser.add_argument("--peak-tflops", type=float, metavar="X", help="dense bf16 peak per GPU")
-    parser.add_argument("--json", action="store_true", help="print JSON: bytes, seconds, FLOPs")
+    add("--host-memory", metavar="SIZE", help=host)
+    add("--gpu", default="A100", metavar="NAME", help="A100, H100, H200, or any with --peak-tflops")
+    add("--peak-tflops", type=float, metavar="X", help="dense bf16 peak per GPU")
+    add("--json", action="store_true", help="print JSON: bytes, seconds, FLOPs")
 
 
 def plan(args: argparse.Namespace) -> None:
@@ -217,14 +219,15 @@ def configs(args: argparse.Namespace) -> None:
 
 
 def add_compare(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("comparison", metavar="COMPARISON", help="name or file of a comparison")
-    parser.add_argument("--seeds", type=whole, nargs="+", default=[0], help="one run of each arm per seed (default: 0)")
-    parser.add_argument("--arms", nargs="+", help="run only these arms; by default all")
-    parser.add_argument("--corpora", nargs="+", help="run only these corpora of a comparison; by default all")
+    add = parser.add_argument
+    add("comparison", metavar="COMPARISON", help="name or file of a comparison")
+    add("--seeds", type=whole, nargs="+", default=[0], help="one run of each arm per seed (default: 0)")
+    add("--arms", nargs="+", help="run only these arms; by default all")
+    add("--corpora", nargs="+", help="run only these corpora of a comparison; by default all")
     add_overrides(parser)
-    parser.add_argument("--jobs", type=positive, default=1, help="parallel runs, each on one CPU thread (default: 1)")
-    parser.add_argument("--output", type=Path, metavar="DIR", help="folder of the runs (default: runs/COMPARISON)")
-    parser.add_argument("--dry-run", action="store_true", help="check the arms and print the commands; run nothing")
+    add("--jobs", type=positive, default=1, help="parallel runs, each on one CPU thread (default: 1)")
+    add("--output", type=Path, metavar="DIR", help="folder of the runs (default: runs/COMPARISON)")
+    add("--dry-run", action="store_true", help="check the arms and print the commands; run nothing")
 
 
 def compare(args: argparse.Namespace) -> None:
@@ -267,8 +270,9 @@ def compare(args: argparse.Namespace) -> None:
 
 
 def add_report(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", nargs="+", type=Path, metavar="RUN", help="a run's folder")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="default: report.html in the first run's folder")
+    add = parser.add_argument
+    add("run", nargs="+", type=Path, metavar="RUN", help="a run's folder")
+    add("--output", type=Path, metavar="FILE", help="default: report.html in the first run's folder")
 
 
 def report(args: argparse.Namespace) -> None:

@@ -1,8 +1,7 @@
 """The schema of `model.attention`: the mechanism of each layer, and a section for each mechanism.
 
-A mechanism registers itself and its section with `@mechanism`, from inside or outside the package; the section becomes
-a key of `model.attention`. Rules of one mechanism are in its section's `check`, rules across mechanisms in
-settings/checks.py.
+A mechanism registers itself and its section with `@mechanism`; the section becomes a key of `model.attention`. Rules of
+one mechanism are in its section's `check`, rules across mechanisms in settings/checks.py.
 """
 
 from collections.abc import Callable, Iterator
@@ -24,11 +23,10 @@ class MechanismSection(Section):
     causal_only: ClassVar[str | None] = None
     """Reason why encoders cannot use it; None if they can."""
     no_probabilities: ClassVar[bool] = False
-    """True if it computes no softmax over keys, so that dropout of probabilities does not apply."""
+    """True if it computes no softmax over keys, to which dropout could apply."""
 
     def hash_rounds(self, training: bool) -> int | None:
-        """Return the hash rounds (YOSO: hashes) per pass, in training or else in evaluation and generation; None if
-        the mechanism does not hash in rounds."""
+        """Return the hash rounds (YOSO: hashes) per pass, in training or else in evaluation; None without rounds."""
         return None
 
     @property
@@ -43,8 +41,9 @@ class MechanismSection(Section):
 
     @property
     def predicts(self) -> Literal["token", "pooled", "answer"] | None:
-        """Target of the mechanism's auxiliary objective: the token at each position, the label of each sequence, or
-        the tokens of an answer; None without an objective."""
+        """Target of the mechanism's auxiliary objective: the token at each position, the label of each sequence, or the
+        tokens of an answer; None without an objective.
+        """
         return None
 
     def with_labels(self, labels: int) -> "MechanismSection":
@@ -129,10 +128,9 @@ class AttentionConfig(Section):
     """Attention of each layer, repeated over the depth. An entry is a mechanism, or the number of heads of several
     mechanisms, such as {"local": 4, "lha": 4}, in any order."""
     dropout: Rate = 0.0
-    """Dropout of attention probabilities, after the softmax. Computed block by block, slower than the GPU kernels."""
+    """Dropout of attention probabilities. Computed block by block, slower than the GPU kernels."""
     head_groups: Positive = 1
-    """Number of groups of each mechanism's heads that attend one after another, backward included, to save memory.
-    Losses do not change."""
+    """Number of groups of each mechanism's heads that attend one after another, backward included, to save memory."""
 
     if TYPE_CHECKING:
 

@@ -1,8 +1,7 @@
 """The `deepspeed` section, checked before DeepSpeed sees it.
 
 DeepSpeed silently ignores unknown top-level keys, and most known ones would conflict with megasparse's settings, so
-only `zero_optimization` is passed on. `check_keys` does not need DeepSpeed; `check_values` imports it, which takes a
-second or two.
+only `zero_optimization` is passed on. `check_values` imports DeepSpeed, which takes a second or two.
 """
 
 import logging
@@ -52,7 +51,7 @@ checkpoints support. The first value is DeepSpeed's default, or the one to use i
 
 def overlaps_communication(zero: dict[str, Any], several_gpus: bool) -> bool:
     """True if gradients are reduced during the backward: the value of zero_optimization.overlap_comm, by default true
-    on several GPUs at stage 2, which reduces gradients per micro-batch. At stage 3 DeepSpeed's default is the same.
+    on several GPUs at stage 2, which reduces gradients per micro-batch.
     """
     return bool(zero.get("overlap_comm", several_gpus and zero.get("stage") == 2))
 
@@ -70,8 +69,7 @@ def check_keys(section: dict[str, Any]) -> None:
     zero = section.get("zero_optimization", {})
     stage = zero.get("stage", 0)
     if type(stage) is not int or not 0 <= stage <= 3:  # DeepSpeed would also accept "3" and true
-        hint = "It must be 0 or 1 or 2 or 3"
-        raise ConfigError("deepspeed.zero_optimization.stage", f"{show(stage)} does not fit", hint)
+        raise ConfigError("deepspeed.zero_optimization.stage", f"{show(stage)} does not fit", "It must be 0, 1, 2 or 3")
     for key, least in (("offload_param", 3), ("offload_optimizer", 1)):
         offload = zero.get(key)
         device = offload.get("device") if isinstance(offload, dict) else None

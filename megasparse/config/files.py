@@ -1,26 +1,21 @@
 """Configuration files: strict JSON, shipped configurations, and `extends`.
 
-Duplicate keys and NaN, which Python's JSON parser accepts, are errors.
-
 A file with `"extends": "NAME"` contains only its differences from another one: a file in the same folder, or a shipped
 configuration. Objects are merged key by key; any other value replaces the base's, and null removes it.
 """
 
 import difflib
 import json
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megasparse.config.messages import show
 from megasparse.errors import ConfigError
-from megasparse.files import read_file, strict_json
+from megasparse.files import read_file, strict_json, syntax_hint
 
 KEY = "extends"
 COMPARE = "Compare with the files in configs/"
-LONGEST_CHAIN = 8
-"""Most files in a chain of `extends`."""
 
 
 @dataclass(frozen=True)
@@ -38,8 +33,7 @@ def read_values(name_or_path: str | Path) -> dict[str, Any]:
 def read_files(name_or_path: str | Path) -> list[ConfigFile]:
     """Return a configuration file and the files that it extends, the nearest first.
 
-    Raises ConfigError for a file that cannot be read or does not contain a JSON object, for a cycle of `extends`, and
-    for a chain of more than LONGEST_CHAIN files.
+    Raises ConfigError for a file that cannot be read or does not contain a JSON object, and for a cycle of `extends`.
     """
     path = find_config(name_or_path)
     files: list[ConfigFile] = []
@@ -53,9 +47,6 @@ def read_files(name_or_path: str | Path) -> list[ConfigFile]:
         if any(path.resolve() == file.path.resolve() for file in files):
             circle = " -> ".join(file.path.name for file in [*files, ConfigFile(path, {})])
             raise ConfigError(f"{files[-1].path} {KEY}", f"forms a cycle, {circle}", "Remove one of these `extends`")
-        if len(files) == LONGEST_CHAIN:
-            problem = f"{files[0].path} extends a chain of more than {LONGEST_CHAIN - 1} files"
-            raise ConfigError(f"{files[-1].path} {KEY}", problem, "Shorten the chain")
 
 
 def merge(files: list[ConfigFile]) -> dict[str, Any]:
@@ -98,8 +89,7 @@ def _read_object(path: Path) -> dict[str, Any]:
         text = read_file(path).decode()
     except (OSError, ValueError) as error:  # ValueError: not UTF-8, or a path with a null character
         reason = getattr(error, "strerror", None) or str(error)
-        hint = "Give a JSON file, or the name of one in configs/"
-        raise ConfigError(str(path), f"cannot be read ({reason})", hint) from None
+        raise ConfigError(str(path), f"cannot be read ({reason})", "Give a JSON file, or a name in configs/") from None
     values = parse_json(text, str(path))
     if not isinstance(values, dict):
         raise ConfigError(str(path), f"{show(values)} is not a configuration", "Write an object of sections: {...}")
@@ -119,7 +109,7 @@ def shipped_configs() -> dict[str, Path]:
 
 
 def find_file(name_or_path: str | Path) -> Path:
-    """Return the path itself if it exists, or else the shipped file with this name ("configs/finetune/reviews.csv")."""
+    """Return the path itself if it exists, or else the shipped file with this name."""
     path, name = Path(name_or_path), str(name_or_path)
     shipped = PACKAGE / name
     return shipped if name.startswith("configs/") and not path.exists() and shipped.is_file() else path
@@ -146,30 +136,11 @@ def find_config(name_or_path: str | Path) -> Path:
 
 
 def parse_json(text: str, name: str) -> Any:
-    """Parse strict JSON. Raises ConfigError with `name` (a file or a command line argument), and the line of syntax
-    errors, comments and trailing commas.
-    """
+    """Parse strict JSON. Raises ConfigError with `name`, and the line of syntax errors."""
     try:
         return strict_json(text)
     except json.JSONDecodeError as error:
-        hint, position = _hint(text, error.pos)
-        line = text.count("\n", 0, position) + 1
-        raise ConfigError(f"{name} line {line}", f"not JSON: {error.msg}", hint) from None
+        hint = syntax_hint(text, error.pos) or COMPARE
+        raise ConfigError(f"{name} line {error.lineno}", f"not JSON: {error.msg}", hint) from None
     except ValueError as error:  # among them an integer of thousands of digits
         raise ConfigError(name, str(error).split(";")[0], COMPARE) from None
-
-
-def _hint(text: str, position: int) -> tuple[str, int]:
-    """Return what to do about a syntax error at `position`, and the position of the culprit."""
-    before, after = text[:position].rstrip(), text[position:].lstrip()
-    if before.endswith(",") and after.startswith(("}", "]")):
-        return "Remove the comma before the closing bracket", len(before) - 1
-    if re.match(r",\s*[}\]]", after):  # the position that Python 3.13 reports
-        return "Remove the comma before the closing bracket", position
-    if after.startswith(("//", "#", "/*")):
-        return "JSON does not allow comments: remove it", position
-    if after.startswith("'"):
-        return "Write texts and keys in double quotes", position
-    if not after:
-        return "The text ends too early: close the brackets and quotes", position
-    return COMPARE, position

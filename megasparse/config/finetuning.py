@@ -16,13 +16,15 @@ class StartConfig(Section):
     """A run's folder, or one of its checkpoints."""
     huggingface: Location | None = None
     """A folder with config.json, model.safetensors and tokenizer.json. Reformers, YOSOs and exports of megasparse
-    convert to-hf become megasparse models; other encoders and decoders run in transformers."""
+    convert to-hf become megasparse models; other encoders and decoders run in transformers.
+    """
     attention: AttentionConfig | None = None
     """Attention that replaces the self-attention of a BERT, RoBERTa, XLM-RoBERTa or DistilBERT, or `model.attention` of
     a megasparse model with the same weights (such as YOSO's expectation, or other hash rounds). null: no change."""
     glove: Location | None = None
     """With `model` only: a GloVe text file to initialise token embeddings from (with the principal components if its
-    vectors are wider than model.d_model), and Smart Bird's sketches from the principal components."""
+    vectors are wider than model.d_model), and Smart Bird's sketches from the principal components.
+    """
     activations: Literal["stored", "checkpoint", "checkpoint_cpu"] | None = None
     """As `model.activations`; null keeps a checkpoint's value, and is `stored` for Hugging Face models."""
     sha256: str | None = None
@@ -33,7 +35,7 @@ class GenerationConfig(Section):
     """Generation of answers by an encoder–decoder, in tasks with text answers."""
 
     target_length: Positive = 128
-    """Tokens per answer, including the end token. `too_long` applies to longer answers in training."""
+    """Tokens per answer, with the end token. `too_long` applies to longer answers in training."""
     beams: Positive = 4
     """Beam width."""
 
@@ -67,11 +69,11 @@ class ForecastConfig(Section):
     targets: list[str] | None = None
     """Columns to predict; null uses the input columns."""
     relative: bool = False
-    """Subtract the last input row from inputs and predictions (NLinear's normalisation, Zeng et al. 2023), for series
-    whose level drifts after training. The papers' models do not."""
+    """Subtract the last input row from inputs and predictions (Zeng et al. 2023), for series whose level drifts after
+    training. The papers' models do not.
+    """
     mean: dict[str, float] | None = None
-    """Mean of each column's training rows, subtracted from inputs and added to predictions. Written into the run's
-    configuration, as are `scale` and `step`."""
+    """Mean of each column's training rows. Written into the run's configuration, as are `scale` and `step`."""
     scale: dict[str, Annotated[float, Field(gt=0.0)]] | None = None
     """Standard deviation of each column's training rows; 1 for constant columns."""
     step: Annotated[float, Field(gt=0.0)] | None = None
@@ -104,7 +106,7 @@ class TaskConfig(Section):
     labels: list[str] | None = None
     """`table` only: the classes in order; null uses the sorted labels of the training file. [] predicts numbers."""
     tokenizer: Location = "bytes"
-    """Tokenizer of a `model` without pretrained weights, as `data.tokenizer`. Pretrained models use their own one."""
+    """Tokenizer of a `model` without pretrained weights, as `data.tokenizer`."""
     generation: GenerationConfig = GenerationConfig()
     recommendation: RecommendationConfig = Field(default_factory=RecommendationConfig)
     forecast: ForecastConfig = ForecastConfig()
@@ -113,8 +115,9 @@ class TaskConfig(Section):
 class HeadConfig(Section):
     pooling: Literal["pooler", "first", "mean", "last"] | None = None
     """Input of the head: final state of the first token, mean over non-padding tokens, or state of the last token.
-    `pooler`: first token through a dense layer initialised from the pretrained pooler, as in transformers' BERT. null:
-    `pooler` if the model provides a trained one, else `mean` for encoders and `last` for decoders."""
+    `pooler`: first token through a dense layer initialised from the pretrained pooler. null: `pooler` if the model
+    provides a trained one, else `mean` for encoders and `last` for decoders.
+    """
     hidden: Count = 0
     """Width of the dense layer (tanh) before the output layer; 0 uses the model's width, as in BERT."""
     dropout: Rate = 0.1
@@ -130,7 +133,8 @@ class FinetuneTrainingConfig(TrainingConfig):
     """Examples per rank and forward pass; gradients are accumulated over the rest of the rank's batch."""
     batch_unit: Literal["examples", "tokens"] = "examples"
     """Unit of `global_batch` and `micro_batch`. `tokens`: tokens of inputs and answers, padding included; a batch
-    contains as many examples of similar length as fit."""
+    contains as many examples of similar length as fit.
+    """
 
 
 class FinetuneOptimizerConfig(OptimizerConfig):
@@ -154,7 +158,7 @@ class FinetuneEvaluationConfig(Section):
     metric: str | None = None
     """Metric that selects the best checkpoint; null uses the task's first metric."""
     patience: Count = 0
-    """Stop after this many validations in a row without improvement; 0 disables early stopping."""
+    """Stop after this many validations in a row without improvement; 0 disables it."""
     batch: Positive = 8
     """Examples per forward pass."""
 

@@ -12,16 +12,17 @@ from megasparse.files import UNSCORED
 
 class RunConfig(Section):
     directory: Location = "runs/default"
-    """Folder of everything the run writes: config.json, metrics.jsonl, tensorboard/, checkpoints/."""
-    seed: Count = 0
-    """Every random draw of the run (weights, order of the data, dropout, rotations) is a function of this number."""
+    """Folder of everything the run writes."""
+    seed: Annotated[int, Field(ge=0, lt=1 << 63)] = 0
+    """Every random draw of the run (weights, order of the data, dropout, rotations) is a function of it."""
     engine: Literal["deepspeed", "torch"] = "deepspeed"
     """`deepspeed`: ZeRO on any number of ranks. `torch`: the same loop on plain torch in one process."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """`auto` selects a GPU if one is available."""
     hang_timeout: Annotated[float, Field(ge=0.0)] = 120.0
     """Abort and name the rank if a rank makes no progress for this many seconds; 0 disables the watchdog. The limit is
-    ten times as long until the first step is done, and at least four times the longest step."""
+    ten times as long until the first step is done, and at least four times the longest step.
+    """
     deterministic: bool = False
     """Use only deterministic GPU kernels, so that resumed runs are bit-identical. CPU runs always are."""
 
@@ -34,7 +35,7 @@ class RotaryScalingConfig(Section):
     factor: Annotated[float, Field(ge=1.0)]
     """Ratio of the longest length to the original training length."""
     original_length: Positive | None = None
-    """yarn and llama3 only, required: sequence length of the original training, in tokens."""
+    """yarn and llama3 only, required: sequence length of the original training."""
     attention_factor: Annotated[float, Field(gt=0.0)] | None = None
     """yarn only: factor of queries and keys; null uses 0.1·ln(factor) + 1."""
 
@@ -45,7 +46,7 @@ class PositionsConfig(Section):
     axial_shape: list[Positive] | None = None
     """Axial only: the grid of positions; its product is the longest length, e.g. [128, 512] for 65,536."""
     axial_dims: list[Positive] | None = None
-    """Axial only: the width of each axis' embedding; the widths sum to `model.d_model`."""
+    """Axial only: the width of each axis' embedding, in sum `model.d_model`."""
     offset: Count = 0
     """Learned only: unused rows of the table before the first position (2 in Hugging Face's YOSO)."""
     base: Annotated[float, Field(gt=1.0)] = 10000.0
@@ -56,23 +57,24 @@ class PositionsConfig(Section):
 
 class MaskingConfig(Section):
     rate: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.15
-    """Fraction of tokens that are masked and predicted (masked language modelling, Devlin et al. 2018)."""
+    """Fraction of tokens that are masked and predicted (Devlin et al. 2018)."""
     token: Count = 256
-    """Id of the mask token. Must be an id that never occurs in text (256 for bytes)."""
+    """Id of the mask token, which never occurs in text (256 for bytes)."""
     whole_words: bool = False
-    """Mask all tokens of a word together. The tokenizer defines which tokens start a word."""
+    """Mask all tokens of a word together, as the tokenizer marks words."""
 
 
 class NgramsConfig(Section):
     """Embeddings of the last n tokens, added to the token embedding: a table per length, hashed and initially 0."""
 
     lengths: list[Positive] = Field(default=[2, 3, 4, 5], min_length=1)
-    """n of each table. A decoder's position has read the tokens before it, an encoder's also its own token and none
-    after it. Missing tokens (before the start, padding, of other documents) are part of the n-gram."""
+    """n of each table. A decoder's position has read the tokens before it, an encoder's also its own token. Missing
+    tokens (before the start, padding, of other documents) are part of the n-gram.
+    """
     rows: Positive = 16384
     """Rows of each table; different n-grams may share one."""
     width: Positive | None = None
-    """Width of each table; null uses d_model. Rows of another width are concatenated and projected to d_model."""
+    """Width of each table, projected to d_model if it differs; null uses d_model."""
 
 
 class SentenceOrderConfig(Section):
@@ -103,17 +105,17 @@ GATED = ("swiglu", "geglu", "geglu_tanh")
 class ModelConfig(Section):
     kind: Literal["decoder", "encoder", "encoder_decoder"] = "decoder"
     """`decoder`: causal language model. `encoder`: bidirectional, predicts masked tokens. `encoder_decoder`: an encoder
-    reads the start of each sequence, and a decoder predicts the rest with cross-attention."""
+    reads the start of each sequence, and a decoder predicts the rest with cross-attention.
+    """
     style: Literal["reformer", "bert"] = "reformer"
     """`reformer`: pre-norm, projections without biases, ReLU. `bert`, for encoders of ordinary blocks: post-norm, a
     normalised embedding, biases, GELU, a dense layer before the output projection."""
     vocabulary: Positive = 256
     """Number of token ids: 256 for bytes, 257 in an encoder (with the mask token)."""
     max_length: Positive = 65536
-    """Longest sequence in tokens (encoder–decoders: longest target). Sets the size of position tables and the number of
-    buckets, which do not depend on the batch."""
+    """Longest sequence in tokens (encoder–decoders: longest target), for position tables and the number of buckets."""
     layers: Positive = 12
-    """Number of layers, each attention and feed-forward."""
+    """Number of layers."""
     d_model: Positive = 1024
     """Width of the residual stream."""
     d_ff: Positive = 4096
@@ -123,30 +125,36 @@ class ModelConfig(Section):
     head_dim: Positive | None = None
     """Width of a head; null uses d_model/heads."""
     key_heads: Positive | None = None
-    """Number of key and value heads in self-attention, each shared by heads/key_heads neighbouring query heads
-    (grouped-query attention, Ainslie et al. 2023); null uses `heads`."""
+    """Number of key and value heads in self-attention, each shared by heads/key_heads neighbouring query heads (Ainslie
+    et al. 2023); null uses `heads`.
+    """
     attention_biases: Literal["none", "qkv", "all"] | None = None
-    """Self-attention projections with biases: none, query, key and value (`qkv`), or these and the output (`all`). null
-    is `none`, or `all` with `style` bert."""
+    """Self-attention projections with biases: none, query, key and value (`qkv`), or also the output (`all`). null is
+    `none`, or `all` with `style` bert.
+    """
     query_key_norm: bool = False
     """Normalise queries and keys per head, with one weight for all heads, before rotary positions."""
     feed_forward: FeedForwardKind | None = None
-    """Activation of the feed-forward; null is relu, or gelu with `style` bert. `gelu_tanh` approximates GELU by tanh.
-    swiglu, geglu and geglu_tanh are gated (Shazeer 2020): silu, gelu or gelu_tanh of one product times another."""
+    """Activation of the feed-forward; null is relu, or gelu with `style` bert. swiglu, geglu and geglu_tanh are gated
+    (Shazeer 2020): silu, gelu or gelu_tanh of one product times another.
+    """
     feed_forward_biases: bool = True
     """Biases in both products of the feed-forward."""
     blocks: Literal["reversible", "ordinary"] = "reversible"
     """Reversible residual blocks on two streams (Reformer Eq. 7), or ordinary residual blocks on one stream."""
     residual_dtype: Literal["fp32", "bf16"] = "fp32"
     """Dtype of the residual streams and their gradients; additions run in fp32 and are rounded to it. bf16 halves the
-    stored streams of a reversible stack, and rounds each stream to 8 bits in every layer (docs/lab/streams.md)."""
+    stored streams of a reversible stack, and rounds each stream to 8 bits in every layer (docs/lab/streams.md).
+    """
     activations: Literal["reversible", "stored", "checkpoint", "checkpoint_cpu"] = "reversible"
     """Activations for the backward: recomputed from the output (reversible blocks only), stored, or recomputed from
     each layer's stored input (ordinary blocks only; `checkpoint_cpu` stores the inputs in CPU memory). With
-    `feed_forward_tiles`, decoders recompute layers of full, local and sketched attention tile by tile."""
+    `feed_forward_tiles`, decoders recompute layers of full, local and sketched attention tile by tile.
+    """
     checkpoint_layers: Positive = 1
     """Layers recomputed together from the input of the first, the only one stored. More need less memory for inputs,
-    and run the forward of each group, except its last layer, once more."""
+    and run the forward of each group, except its last layer, once more.
+    """
     dropout: Rate = 0.0
     """Dropout rate after the embedding, after each attention, and inside (not with `style` bert) and after each
     feed-forward."""
@@ -155,36 +163,39 @@ class ModelConfig(Section):
     norm: Literal["layer", "rms"] = "layer"
     """`layer`: layer normalisation. `rms`: RMS normalisation without a bias (Zhang and Sennrich 2019)."""
     feed_forward_tiles: Positive = 1
-    """Number of pieces of the sequence that the feed-forward processes one after another, backward included."""
+    """Pieces of the sequence that the feed-forward processes one after another, backward included."""
     loss_tiles: Positive = 1
-    """Number of pieces of the sequence whose logits are computed one after another, backward included."""
+    """Pieces of the sequence whose logits are computed one after another, backward included."""
     score_from: Count = 0
     """Positions before this one are excluded from the loss and from bits/dim."""
     padding_token: Count | None = None
     """Id of padding, which is masked in attention and excluded from the loss. null: no padding."""
     document_separator: Count | None = None
-    """Id of the token after each document; tokens attend only within their document. null: one document per
-    sequence. A run on conversations sets it to the marked token between them."""
+    """Id of the token after each document; tokens attend only within their document. null: one document per sequence. A
+    run on conversations sets it to the marked token between them.
+    """
     label_smoothing: Rate = 0.0
-    """Fraction of each target's probability spread over all ids (Szegedy et al. 2016); reported nats do not include
-    it."""
+    """Fraction of each target's probability spread over all ids (Szegedy et al. 2016), not in reported nats."""
     adaptive_cutoffs: list[Positive] = Field(default=[])
     """Adaptive softmax (Grave et al. 2017) for large vocabularies sorted by frequency: first id of each cluster of
-    rarer ids, ascending, e.g. [20000, 40000, 200000]. Empty: an ordinary softmax."""
+    rarer ids, ascending, e.g. [20000, 40000, 200000]. Empty: an ordinary softmax.
+    """
     tied_embeddings: bool = False
     """Use the token embedding as the output projection."""
     embedding_twice: bool = False
     """Encoder–decoders of reversible blocks: both streams contain the embedding, as in Reformer's paper. false: one of
-    them, so that their sum is the embedding plus all branches, as with ordinary blocks, which trains faster."""
+    them, so that their sum is the embedding plus all branches, which trains faster.
+    """
     output_bias: bool = False
-    """Add a bias to the output projection, as in published Reformers; always on with `style` bert."""
+    """Add a bias to the output projection; always on with `style` bert."""
     logit_scale: Annotated[float, Field(gt=0.0)] | None = None
     """Factor of the logits, before the bias. null is 1, or d_model^−½ with tied embeddings (not with `style` bert)."""
     start_token: Count | None = None
     """Decoders only: token that precedes each sequence. null: a learned vector."""
     token_types: Count = 0
-    """`style` bert, or with `sentence_order`: number of token types with an embedding (2 in BERT). Every token has type
-    0; with `sentence_order`, tokens after the first separator have type 1."""
+    """Number of token types with an embedding (2 in BERT). Every token has type 0; with `sentence_order`, tokens after
+    the first separator have type 1.
+    """
     positions: PositionsConfig = PositionsConfig()
     attention: AttentionConfig = Field(default_factory=AttentionConfig)
     ngrams: NgramsConfig | None = None
@@ -214,20 +225,21 @@ class ModelConfig(Section):
 
 class DataConfig(Section):
     path: Location = "data/enwik8"
-    """Folder of shards and index.json, written by megasparse prepare-data; or a URL: http://, https:// or s3://."""
+    """Folder of shards, written by megasparse prepare-data; or its URL: https://, s3://, ..."""
     cache: Location | None = None
     """Local folder for shards fetched from URLs, shared by all ranks and runs of a machine; null is megasparse/shards
-    in the user's cache (XDG_CACHE_HOME, or ~/.cache). Use a local disk."""
+    in the user's cache (XDG_CACHE_HOME, or ~/.cache).
+    """
     cache_gb: Annotated[float, Field(gt=0.0)] = 50.0
-    """Limit of the cache, 10^9 bytes. The least recently used shards are deleted first, never one in use."""
+    """Limit of the cache, 10^9 bytes. The least recently used shards are deleted first."""
     mixture: dict[str, Annotated[float, Field(gt=0.0)]] = Field(default={})
     """Train on several folders instead: folder -> sampling weight. Evaluation uses `path`."""
     sequence_length: Positive = 65536
     """Tokens per training sequence."""
     shuffle_shards: Positive = 16
-    """Sequences are shuffled within groups of this many shards; the order of shards is shuffled first."""
+    """Sequences are shuffled within groups of this many shuffled shards."""
     tokenizer: Location = "bytes"
-    """`bytes`, `pixels`, or the path of a tokenizer: *.model (sentencepiece), *.json (Hugging Face), *.txt (words)."""
+    """`bytes`, `pixels`, or a tokenizer's file: *.model (sentencepiece), *.json (Hugging Face), *.txt (words)."""
 
 
 class TrainingConfig(Section):
@@ -239,7 +251,8 @@ class TrainingConfig(Section):
     """Sequences per rank and forward pass; gradients are accumulated over the rest of the rank's batch."""
     precision: Literal["fp32", "bf16"] = "fp32"
     """Dtype of the computation inside branches. Norms, softmax statistics and master weights are always fp32; see
-    `model.residual_dtype` for the residual streams."""
+    `model.residual_dtype` for the residual streams.
+    """
     gradient_clipping: Annotated[float, Field(ge=0.0)] = 1.0
     """Largest L2 norm of the gradient; 0 disables clipping."""
 
@@ -247,7 +260,8 @@ class TrainingConfig(Section):
 class OptimizerConfig(Section):
     name: str = "adamw"
     """"adamw", "adafactor" or "muon" (matrices of attention and feed-forward by Muon, all other weights by AdamW,
-    n-gram tables without its momentum, so that only rows in use change)."""
+    n-gram tables without its momentum, so that only rows in use change).
+    """
     learning_rate: Annotated[float, Field(gt=0.0)] = 5e-4
     """Peak learning rate, after the warm-up."""
     betas: Annotated[tuple[Rate, Rate], JSON_LIST] = (0.9, 0.98)
@@ -258,7 +272,8 @@ class OptimizerConfig(Section):
     """Decoupled weight decay, times the learning rate, of all weights with two dimensions or more."""
     schedule: Literal["constant", "linear", "cosine", "inverse_sqrt", "wsd"] = "cosine"
     """Learning rate after the warm-up. "wsd" stays at the peak and decays linearly at the end, so that one run serves
-    several budgets: resume a checkpoint of the stable part with another run.directory and fewer training.steps."""
+    several budgets: resume a checkpoint of the stable part with another run.directory and fewer training.steps.
+    """
     warmup_steps: Count = 0
     """Steps of linear warm-up from 0."""
     final_fraction: Annotated[float, Field(ge=0.0, le=1.0)] = 0.1
@@ -273,10 +288,11 @@ class EvaluationConfig(Section):
     sequences: Positive = 8
     """Held-out windows per evaluation during training, from the start of the split."""
     sequence_length: Positive | None = None
-    """Window length in evaluation during training, `evaluate` and `compress`; null means `data.sequence_length`.
-    Longer windows give more context. Needs positions without a trained table. `plan` does not count their memory."""
+    """Window length in evaluation during training, `evaluate` and `compress`; null means `data.sequence_length`. Longer
+    windows give more context. Needs positions without a trained table. `plan` does not count their memory.
+    """
     sample_tokens: Count = 0
-    """Tokens of the sample written to TensorBoard at each evaluation, a text or for pixels a picture; 0 disables it."""
+    """Tokens of the sample written to TensorBoard at each evaluation; 0 disables it."""
 
 
 class CheckpointConfig(Section):
@@ -285,22 +301,24 @@ class CheckpointConfig(Section):
     keep: Positive = 2
     """Number of newest checkpoints to keep."""
     asynchronous: bool = False
-    """Copy the state to CPU memory and write it while training continues. Needs CPU memory for one checkpoint."""
+    """Copy the state to CPU memory and write it while training continues."""
     on_failure: Literal["stop", "continue"] = "stop"
     """If a checkpoint cannot be written or uploaded: stop with exit code 3, or report it and continue."""
     bucket: Location | None = None
     """URL (s3://, gs://, az:// or file://) of a location for this run only, to which each checkpoint is uploaded in the
-    background. A run on any machine resumes from it if the checkpoints in `run.directory` are older or missing. null:
-    checkpoints are stored only in `run.directory`."""
+    background. A run resumes from it if the checkpoints in `run.directory` are older or missing.
+    """
 
 
 class LoggingConfig(Section):
     every: Positive = 1
     """Steps between updates of TensorBoard and the progress bar; without a terminal, a line is printed every 10 s.
-    metrics.jsonl contains every step."""
+    metrics.jsonl contains every step.
+    """
     sink: Literal["wandb", "mlflow"] | None = None
     """Additional destination of scalars, texts and pictures: Weights & Biases or MLflow, configured by environment
-    variables (WANDB_PROJECT, WANDB_MODE, MLFLOW_TRACKING_URI). null: TensorBoard only."""
+    variables (WANDB_PROJECT, WANDB_MODE, MLFLOW_TRACKING_URI).
+    """
     attention_quality_every: Count = 0
     """Steps between comparisons of each attention with full attention on a held-out window; 0 disables them."""
 
@@ -318,11 +336,12 @@ class LoRAConfig(Section):
     """Learn the norm of every row of the sum W + α/r·B·A, too (DoRA, Liu et al. 2024)."""
     quantized: Literal["nf4", "int8"] | None = None
     """Store the frozen matrices of the layers in 4 bits (NF4, double quantisation) or 8 bits (a scale per row), with
-    bitsandbytes; they are dequantised to compute. Only `pretrain` supports it."""
+    bitsandbytes; they are dequantised to compute. Only `pretrain` supports it.
+    """
     dropout: Rate = 0.0
     """Dropout rate of the input of the adapters."""
     targets: list[str] = Field(default=["query", "value"], min_length=1)
-    """Last parts of the names of the linear layers, such as query, key, value and output in BERT and megasparse."""
+    """Last parts of the names of the linear layers, such as query, key, value and output."""
 
     @property
     def scale(self) -> float:
@@ -331,8 +350,9 @@ class LoRAConfig(Section):
 
 class ParallelConfig(Section):
     sequence: Positive = 1
-    """Sequence-parallel degree: number of ranks that split each sequence. Must divide `data.sequence_length`,
-    `model.source.length` and the number of ranks."""
+    """Number of ranks that split each sequence. Must divide `data.sequence_length`, `model.source.length` and the
+    number of ranks.
+    """
 
 
 class RunSettings(Section):
@@ -379,14 +399,14 @@ def encoder_part(model: ModelConfig) -> ModelConfig:
 
 
 def decoder_part(model: ModelConfig) -> ModelConfig:
-    """Return the configuration of an encoder–decoder's decoder without cross-attention, which predicts the target."""
+    """Return the configuration of an encoder–decoder's decoder without cross-attention."""
     return model.model_copy(update={"kind": "decoder", "source": None})
 
 
 def heads_of_layer(model: ModelConfig, layer: int) -> dict[str, int]:
     """Return mechanism -> number of heads for a layer, the first heads first.
 
-    They are in registration order, because the keys of a JSON object are unordered and checkpoints sort them.
+    They are in registration order, because checkpoints sort the keys of a JSON object.
     """
     entry = model.attention.pattern[layer % len(model.attention.pattern)]
     if isinstance(entry, str):

@@ -9,8 +9,10 @@ from typing import Annotated, Any
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 Rate = Annotated[float, Field(ge=0.0, lt=1.0)]
-Positive = Annotated[int, Field(ge=1)]
-Count = Annotated[int, Field(ge=0)]
+LARGEST = 2**31 - 1
+"""Largest whole number: the limit of tensor dimensions and positions."""
+Positive = Annotated[int, Field(ge=1, le=LARGEST)]
+Count = Annotated[int, Field(ge=0, le=LARGEST)]
 Location = Annotated[str, Field(min_length=1)]  # path or URL
 JSON_LIST = BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)
 """Lets a tuple field of a strict schema accept a list, because JSON does not distinguish them."""

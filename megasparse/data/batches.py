@@ -85,13 +85,8 @@ class Steps(Iterator[Step]):
 class Sequences:
     """Sequences 0, 1, 2, ... of a split, epoch after epoch; each epoch contains every sequence once.
 
-    Args:
-        open_files: shards kept open.
-        part: (p, S): of each sequence read the p-th of S equal parts.
-        progress: called while waiting for a shard of a remote folder. The next shards are fetched ahead.
-
-    Raises:
-        ConfigError: every shard is shorter than data.sequence_length.
+    part: (p, S): of each sequence read the p-th of S equal parts. progress: called while waiting for a shard of a
+    remote folder. Raises ConfigError if every shard is shorter than data.sequence_length.
     """
 
     def __init__(
@@ -198,7 +193,7 @@ class TrainingBatches(Steps):
 
     @property
     def sequences_per_epoch(self) -> int:
-        """Sequences in an epoch of each folder, summed."""
+        """Sequences in an epoch of all folders."""
         return sum(corpus.order.sequences_per_epoch for corpus in self.corpora)
 
     @property

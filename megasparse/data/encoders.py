@@ -78,8 +78,7 @@ class TextEncoder(PieceEncoder):
         self.name, self.sha256, self.file = self.tokenizer.name, self.tokenizer.sha256, self.tokenizer.file
         self.end = self.tokenizer.separator if documents else None
         if documents and self.end is None:
-            problem = f'the tokenizer "{tokenizer}" has no token that ends a document'
-            raise ConfigError("--tokenizer", problem, "Take another one: this corpus is one of documents")
+            raise ConfigError("--tokenizer", f'"{tokenizer}" has no token that ends a document', "Take another one")
         self.line_ends = line_ends
         self.width = width_for(max(self.tokenizer.vocabulary - 1, self.end or 0))
 
@@ -101,8 +100,7 @@ class PaddedEncoder(TextEncoder):
         super().__init__(tokenizer)
         special = self.tokenizer.special
         if special is None:
-            problem = f'the tokenizer "{tokenizer}" has no special tokens for beginning, separator, padding and mask'
-            raise ConfigError("--tokenizer", problem, "Take one that has, such as bytes or tokenizers/bert.json")
+            raise ConfigError("--tokenizer", f'"{tokenizer}" has no special tokens', "Take one that has, as bytes")
         self.special = special
         self.width = width_for(max(self.tokenizer.vocabulary - 1, *special))
 

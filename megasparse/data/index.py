@@ -30,14 +30,9 @@ class Index:
     def load(cls, directory: str | Path, cache: ShardCache | None = None) -> "Index":
         """Read DIRECTORY/index.json and check it against the sizes of the shards on disk.
 
-        The content of the shards is checked as they are first read.
-
-        Args:
-            directory: a path or a URL. The shards of a URL are fetched into `cache` and checked when they are read.
-
-        Raises:
-            DataError: the index is missing (with the command that creates it) or invalid, or a shard is missing or
-                differs in size.
+        directory: a path or a URL. The shards of a URL are fetched into `cache`; the content of shards is checked as
+        they are first read. Raises DataError if the index is missing or invalid, or a shard is missing or differs in
+        size.
         """
         if is_url(str(directory)):
             directory, content = check_url(str(directory)), BytesIO()
@@ -61,7 +56,7 @@ class Index:
         return self.file.splits[name]
 
     def path(self, shard: Shard) -> Path:
-        """Return the path at which a shard is read: of a URL, once it was fetched."""
+        """Return the path of a shard: of a URL, once it was fetched."""
         return self.cache.path(shard) if self.cache else Path(self.directory, shard.file)
 
     def open(self, shard: Shard, progress: Progress) -> ShardFile:
@@ -83,7 +78,7 @@ class Index:
 
     @cached_property
     def fingerprint(self) -> str:
-        """The sha256 over all that decides which tokens a run sees: tokenizer, and each split's shards in order."""
+        """The sha256 over all that decides which tokens a run sees."""
         splits = {
             name: [[s.sha256, s.tokens, s.samples, *([s.width] if s.width > 1 else [])] for s in split.shards]
             for name, split in self.file.splits.items()
@@ -138,7 +133,6 @@ class Index:
 
 
 def _how_to_prepare(directory: Path) -> str:
-    """Return the command for the corpus that the folder's name contains, or for text."""
     from megasparse.data.corpora import CORPORA  # takes a second to import
 
     name = next((corpus for corpus in CORPORA if corpus in directory.name), "text")

@@ -40,14 +40,14 @@ class Shard(IndexEntry):
     samples: Annotated[int, Field(ge=1, le=MOST_SAMPLES)]
     tokens: Count
     width: Width = 1
-    """Bytes per token: an unsigned number, little endian. Folders prepared by earlier versions state none."""
+    """Bytes per token: an unsigned number, little endian. Earlier versions state none."""
     bytes: Count
     """Size of the file."""
     sha256: Sha256
     start: Literal[0] = 0
-    """Part of the format; earlier versions read parts of other programs' files."""
+    """Part of the format."""
     crc32: Annotated[str, Field(pattern=r"^[0-9a-f]+$")] | None = None
-    """The zlib.crc32 of each sample, 8 digits each, in order. Folders prepared by earlier versions have none."""
+    """The zlib.crc32 of each sample, 8 digits each, in order. Earlier versions have none."""
 
     @property
     def data_bytes(self) -> int:
@@ -95,7 +95,7 @@ class IndexFile(IndexEntry):
     command: Annotated[str, Field(max_length=1 << 24), AfterValidator(public)]
     """The command that made the folder."""
     source: Annotated[dict[str, Any], AfterValidator(public)]
-    """Origin of the corpus: as the user named it, with the size and sha256 of its text."""
+    """Origin of the corpus, with the size and sha256 of its text."""
     settings: dict[str, Any]
     """Settings by which it was cut."""
     splits: Annotated[dict[str, Split], Field(min_length=1)]
@@ -110,15 +110,12 @@ def tar_stride(sample_bytes: int) -> int:
 
 
 def save(content: IndexFile, path: Path) -> None:
-    """Write an index file: at any moment there is the old one, or the whole new one."""
+    """Write an index file atomically."""
     write_file(path, content.model_dump_json(indent=2) + "\n")
 
 
 def parse(path: Path, kind: type[File]) -> File:
-    """Read and check an index file. Raises DataError naming the entry that is wrong.
-
-    Memory is bounded by the file's size, and that by MOST_BYTES.
-    """
+    """Read and check an index file of at most MOST_BYTES. Raises DataError naming the entry that is wrong."""
     try:
         content = read_file(path, MOST_BYTES)
     except OSError as error:
@@ -168,8 +165,6 @@ def _shard_problem(shard: Shard, settings: dict[str, Any]) -> str | None:
         return f"has {shard.samples} samples for {tokens}, which are not samples of settings.sample_bytes = {size}"
     if (shard.samples - 1) * tar_stride(size) + TAR_HEADER + shard.data_bytes - before_last > shard.bytes:
         return f"has {shard.bytes} bytes, too few for its {shard.samples} samples"
-    if shard.crc32 is not None and len(shard.crc32) != 8 * shard.samples:
-        return f"has {len(shard.crc32)} digits of crc32 for {shard.samples} samples, 8 each are expected"
     if record is not None and shard.tokens % record:
         return f"has {shard.tokens} tokens, which is not a whole number of records of {record}"
     return None

@@ -24,7 +24,7 @@ def permutation(n: int, seed: int, *key: int) -> np.ndarray:
 class Order:
     """The endless order of global sample numbers 0, 1, 2, ...: epoch = number // sequences_per_epoch.
 
-    `shard_tokens`: tokens in each shard. `group`: shards whose sequences are mixed with each other.
+    shard_tokens: tokens in each shard. group: shards whose sequences are mixed with each other.
     """
 
     def __init__(self, shard_tokens: Sequence[int], sequence_length: int, seed: int, group: int):
@@ -62,14 +62,13 @@ class Order:
         return self._shards(epoch)[0][group * self.group : (group + 1) * self.group]
 
     def _shards(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the epoch's permutation of the shards, and the first position of each group of them."""
         if self._epoch is None or self._epoch[0] != epoch:
             shards = permutation(len(self.sequences), self.seed, epoch, SHARDS)
             self._epoch = (epoch, shards, _starts(self.sequences[shards])[:: self.group])
         return self._epoch[1:]
 
     def _mix(self, epoch: int, group: int, members: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """First sequence of each shard of the group, and the group's permutation of its sequences."""
+        """Return the first sequence of each shard of the group, and the group's permutation."""
         if self._mixed is None or self._mixed[0] != (epoch, group):
             counts = self.sequences[members]
             mixed = permutation(int(counts.sum()), self.seed, epoch, SEQUENCES, group)
@@ -78,7 +77,7 @@ class Order:
 
 
 def _starts(counts: np.ndarray) -> np.ndarray:
-    """Return the first positions of consecutive runs of these lengths: the exclusive cumulative sum."""
+    """Return the first positions of consecutive runs of these lengths."""
     return np.cumsum(counts) - counts
 
 

@@ -3,9 +3,8 @@
     documents -> pieces (corpora/) -> tokens (workers.py) -> samples -> shards
 
 A shard appears under its name when it is complete, index.json after the last shard. `.progress.json` lists the finished
-shards and the position at which each ended: the next run verifies them and resumes behind them. Shards do not depend on
-the number of workers. Another source, tokenizer or setting than the folder's is an error. Finished shards stay if a
-worker is killed or a source vanishes; they are deleted if the source changed while it was read, or fills no split.
+shards and where each ended: the next run verifies them and resumes behind them. Another source, tokenizer or setting
+than the folder's is an error. Finished shards are deleted if the source changed while it was read, or fills no split.
 """
 
 import zlib
@@ -56,7 +55,7 @@ class StreamPosition(IndexEntry):
 
 
 class TokenStream(ByteStream):
-    """`read(n)` over the tokens from a position on; the items before it are passed over, not encoded."""
+    """`read(n)` over the tokens from a position on; the items before it are not encoded."""
 
     def __init__(
         self, documents: Iterable[Document], encoder: PieceEncoder, workers: Workers[Encoded], start: StreamPosition
@@ -133,13 +132,9 @@ def prepare(
 ) -> bool:
     """Write the shards and index.json of `corpus` to `output`. Return False if all exist already.
 
-    Args:
-        options: options of the corpus.
-        sample_bytes: bytes of a sample, rounded down to whole tokens or records; the last of a split may be shorter.
-        shard_bytes: bytes of the samples of a shard, at most.
-
-    Raises:
-        DataError: the source does not fit the corpus, the folder belongs to another source, or the disk is full.
+    options: of the corpus. sample_bytes: of a sample, rounded down to whole tokens or records. shard_bytes: of the
+    samples of a shard, at most. Raises DataError if the source does not fit the corpus, the folder belongs to another
+    source, or the disk is full.
     """
     settings = {"sample_bytes": sample_bytes, "shard_bytes": shard_bytes, **options}
     about = CORPORA[corpus].about(source, settings)
@@ -150,8 +145,7 @@ def prepare(
         with locked(output, "preparing data"), Workers(encoder.encode, workers) as pool:
             return _write(plan, streams, encoder, pool, output)
     except OSError as error:
-        problem = f"cannot be written: {error.strerror or error}"
-        raise DataError(output, problem, "Fix that and run the command again: finished shards are kept") from None
+        raise DataError(output, f"cannot be written: {error.strerror or error}", "Run the command again") from None
 
 
 def _plan(
@@ -280,10 +274,7 @@ def _write_shard(path: Path, samples: Iterable[tuple[int, bytes]], width: Litera
 
 
 def _finished(plan: PartialIndex, output: Path) -> tuple[dict[str, Shard], dict[str, StreamPosition]]:
-    """Return the shards that an earlier run finished, and the positions of their ends if known, by file name.
-
-    Raises DataError if they have another source or other settings.
-    """
+    """Return the shards that an earlier run finished, and the positions of their ends if known, by file name."""
     for name, kind in ((INDEX_FILE, IndexFile), (PROGRESS_FILE, PartialIndex)):
         if (output / name).exists():
             earlier = parse(output / name, kind)
@@ -291,8 +282,7 @@ def _finished(plan: PartialIndex, output: Path) -> tuple[dict[str, Shard], dict[
             shards = {shard.file: shard for split in earlier.splits.values() for shard in split.shards}
             return shards, earlier.ends if isinstance(earlier, PartialIndex) else {}
     if stray := next(output.glob("*.tar"), None):
-        problem = f"{stray.name} is here, but no {INDEX_FILE} says what it holds"
-        raise DataError(output, problem, "Choose another --output or run.directory, or delete this folder")
+        raise DataError(output, f"{stray.name} is here, but no {INDEX_FILE}", "Choose another folder, or delete it")
     save(plan, output / PROGRESS_FILE)
     return {}, {}
 
@@ -308,8 +298,7 @@ def _refuse_another(plan: IndexFile, earlier: IndexFile, output: Path) -> None:
     differing = [key for key in {**old, **new} if key not in missing and old.get(key) != new.get(key)]
     if differing:
         changes = ", ".join(one_line(f"{key} {old.get(key)} (now {new.get(key)})") for key in differing[:9])
-        problem = f"this folder was prepared with another {changes}"
-        raise DataError(output, problem, "Choose another --output or run.directory, or delete this folder")
+        raise DataError(output, f"this folder was prepared with another {changes}", "Choose another or delete it")
 
 
 def _is_whole(output: Path, shard: Shard) -> bool:

@@ -14,10 +14,7 @@ if TYPE_CHECKING:
 
 
 class ShardReader:
-    """Reads any range of tokens of any shard of a split; keeps the `open_files` shards last used open.
-
-    `progress` is called while a shard is fetched from a URL.
-    """
+    """Reads any range of tokens of any shard of a split; keeps the `open_files` shards last used open."""
 
     def __init__(self, index: Index, split: str, open_files: int = 16, progress: Progress = silent):
         self.index = index
@@ -41,10 +38,7 @@ class ShardReader:
 
 
 class EvaluationStream:
-    """A split as one stream of tokens, contiguous across its shards, for evaluation.
-
-    `tokens`: its length. `progress` is called while a shard is fetched from a URL.
-    """
+    """A split as one stream of tokens, contiguous across its shards, for evaluation. `tokens`: its length."""
 
     def __init__(self, index: Index, split: str, progress: Progress = silent):
         self.tokens = index.split(split).tokens

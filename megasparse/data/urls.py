@@ -75,8 +75,8 @@ def check_url(url: str, schemes: Collection[str] = STORES) -> str:
 
 @cache
 def store(scheme: str) -> Any:
-    """Return fsspec's file system for a scheme, with the credentials of the environment or of the store's own files.
-    Raises DataError if its library is missing.
+    """Return fsspec's file system for a scheme, with credentials of the environment. Raises DataError if its library is
+    missing.
     """
     module, package = STORES.get(scheme, ("fsspec", REMOTE))
     try:
@@ -205,9 +205,7 @@ class ShardCache:
     def open(self, shard: Shard, url: str, sample_bytes: int, progress: Progress = silent) -> ShardFile:
         """Return a whole, verified shard, fetched if needed. It is safe from deletion until it is closed.
 
-        Raises:
-            ConfigError: the limit is too small for it and the files in use.
-            DataError: it cannot be fetched, or the folder cannot be used.
+        Raises ConfigError if the limit is too small for it and the files in use, and DataError if it cannot be fetched.
         """
         for is_last in (False, False, True):
             self.fetch(shard, url, Requests(progress))

@@ -49,8 +49,7 @@ class Workers(Generic[Result]):
             while waiting:
                 yield from waiting.popleft().result()
         except BrokenProcessPool:
-            hint = "Run the command again, with fewer where memory ends"
-            raise ConfigError("--workers", "a worker process was killed", hint) from None
+            raise ConfigError("--workers", "a worker process was killed", "Run it again, with fewer") from None
 
     def _submit(self, batch: list[bytes]) -> "Future[list[Result]]":
         if self._pool is None:

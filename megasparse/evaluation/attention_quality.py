@@ -1,8 +1,8 @@
 """Comparison of a model's attention with full attention, during training and in tools/study_attention.py: attention
 utility (LHA section 3.3), imbalance of buckets (section 3.2), recall of the largest weights, output error.
 
-All functions store L² weights per head: use windows of a few thousand tokens, not training lengths.
-B windows, H heads, L length, D head dim, N buckets.
+All functions store L² weights per head: use windows of a few thousand tokens. B windows, H heads, L length, D head dim,
+N buckets.
 """
 
 from collections import defaultdict
@@ -24,22 +24,18 @@ from megasparse.ops.random import RngContext
 from megasparse.training.engines.contract import Engine
 
 WINDOW = 1024
-"""Most tokens of the window, because L² weights per head are stored."""
+"""Most tokens of the window."""
 TOP = 16
 """Number of largest exact weights per query in the recall."""
 HEADS_SHOWN = 2
 LEGEND = "rows are queries, columns are keys; white: masked; blue: visible; darker: larger attention weight"
-"""Legend of `attention_map`, for the foot of a sheet."""
 
 
 def attention_quality(engine: Engine, index: Index, config: Config) -> Callable[[], dict[str, float | str | Tensor]]:
     """Return a function that measures attention on the first tokens of the validation split, or on the first sequence
-    of an encoder–decoder (encoder and decoder together). Call it on every rank; all return the same result.
-
-    It returns for each kind of attention except full, as means over layers and heads: quality/KIND/output_error,
-    .../recall_top, .../utility, .../utility_bound and .../utility_floor; for LSH and LHA also .../bucket_ratio,
-    .../bucket_size and .../bucket_largest (see `measure`); and for the first layer .../maps, a picture. With sequence
-    parallelism each rank measures its heads if the number of ranks divides the window, and otherwise all heads.
+    of an encoder–decoder. All ranks call it and return the same result: the means over layers and heads of `measure`,
+    quality/KIND/output_error and so on, for each kind except full, and for the first layer quality/KIND/maps, a
+    picture. With sequence parallelism each rank measures its heads if the ranks divide the window.
     """
     stream = EvaluationStream(index, "validation")
     longest = WINDOW if config.model.source is None else config.data.sequence_length
@@ -70,8 +66,8 @@ def attention_quality(engine: Engine, index: Index, config: Config) -> Callable[
 
 @torch.no_grad()
 def record_calls(model: Any, tokens: Tensor, seed: int, sequence: ProcessGroup | None = None) -> list[Call]:
-    """Return the calls of all mechanisms of a model on tokens (B, L), in evaluation mode. sequence: group of ranks that
-    split the tokens; each rank gets the calls of its heads.
+    """Return the calls of all mechanisms of a model on tokens (B, L); on ranks that split the
+    tokens, of their heads.
     """
     training = model.training
     local_tokens, padding = cut(tokens, model.config, sequence)
@@ -85,11 +81,10 @@ def record_calls(model: Any, tokens: Tensor, seed: int, sequence: ProcessGroup |
 def measure(call: Call, exact: Tensor, weights: Tensor) -> dict[str, float]:
     """Compare a layer's attention with full attention of the same queries and keys, as means over heads and queries.
 
-    exact, weights: matrices of full attention and of the layer's attention, (B, H, L, L). Returns output_error:
-    ‖output − exact output‖ / ‖exact output‖; recall_top: fraction of the TOP largest exact weights among the TOP
-    largest of `weights`; utility: exact attention on visible pairs (LHA Eq. 5); utility_bound: the largest utility for
-    this number of keys per query; utility_floor: the utility of random keys; and for bucketed attention bucket_ratio,
-    bucket_size and bucket_largest, see `Imbalance`.
+    exact, weights: matrices of full attention and of the layer's, (B, H, L, L). Returns output_error; recall_top:
+    fraction of the TOP largest exact weights among the TOP largest of `weights`; utility: exact attention on visible
+    pairs (LHA Eq. 5); utility_bound and utility_floor: of as many keys, the best and random ones; and for bucketed
+    attention `Imbalance`.
     """
     visible = weights != 0
     keys = visible.sum(-1)
@@ -107,7 +102,7 @@ def measure(call: Call, exact: Tensor, weights: Tensor) -> dict[str, float]:
 
 
 def _picture(call: Call, exact: Tensor, weights: Tensor) -> Tensor:
-    """Return maps of full and of the layer's attention for the first heads of the first sequence: (S, S', 3) uint8."""
+    """Return maps of both attentions for the first heads of the first sequence: (S, S', 3)."""
     part, local_heads = call.context.part, exact.shape[1]
     exact, weights = (part.gather_heads(w[:1, :HEADS_SHOWN])[0, :HEADS_SHOWN] for w in (exact, weights))
     rows = [
@@ -122,18 +117,14 @@ def _picture(call: Call, exact: Tensor, weights: Tensor) -> Tensor:
 
 
 def attention_utility(weights: Tensor, visible: Tensor) -> Tensor:
-    """Return the attention on visible keys, Σ_{visible j} A_ij, as mean over queries (LHA Eq. 5 / number of queries).
-
-    weights: (B, H, L, L). visible: bool, broadcast to `weights`. Returns (B, H).
+    """Return the attention on visible keys, Σ_{visible j} A_ij, as mean over queries (LHA Eq. 5): (B, H). weights: (B,
+    H, L, L). visible: broadcast to `weights`.
     """
     return weights.masked_fill(~visible, 0.0).sum(-1).mean(-1)
 
 
 def upper_bound(weights: Tensor, keys: int | Tensor) -> Tensor:
-    """Return the largest utility with `keys` keys per query: the sum of its largest weights, mean over queries.
-
-    keys: a number, or a number per query (B, H, L). Returns (B, H).
-    """
+    """Return the largest utility (B, H) with `keys` keys per query, a number or (B, H, L)."""
     total = weights.sort(dim=-1, descending=True).values.cumsum(-1)
     count = torch.as_tensor(keys, device=weights.device).expand(weights.shape[:-1])
     largest = total.gather(-1, (count.long() - 1).clamp_min(0).unsqueeze(-1)).squeeze(-1)
@@ -141,8 +132,8 @@ def upper_bound(weights: Tensor, keys: int | Tensor) -> Tensor:
 
 
 def recall_of_top(exact: Tensor, sparse: Tensor, top: int) -> Tensor:
-    """Return the fraction of the `top` largest exact weights per query that are among the `top` largest sparse weights,
-    as mean over queries: (B, H). Weights of 0 are not counted as keys.
+    """Return the fraction of the `top` largest exact weights per query among the `top` largest sparse weights, as mean
+    over queries: (B, H). Weights of 0 are not counted.
     """
     exact_top, sparse_top = _largest(exact, top), _largest(sparse, top)
     count = exact_top.sum(-1)
@@ -150,23 +141,20 @@ def recall_of_top(exact: Tensor, sparse: Tensor, top: int) -> Tensor:
 
 
 def _largest(weights: Tensor, top: int) -> Tensor:
-    """Return a bool mask of the `top` largest weights above 0 per row, in the shape of `weights`."""
     values, index = weights.topk(min(top, weights.shape[-1]), dim=-1)
     return torch.zeros_like(weights, dtype=torch.bool).scatter_(-1, index, values > 0)
 
 
 def relative_error(out: Tensor, exact: Tensor) -> Tensor:
-    """Return ‖out − exact‖ / ‖exact‖ over the tokens of each head: (B, H) from (B, H, L, D)."""
+    """Return ‖out − exact‖ / ‖exact‖ over the tokens of each head, (B, H)."""
     difference = (out.double() - exact.double()).norm(dim=(-1, -2))
     return difference / exact.double().norm(dim=(-1, -2)).clamp_min(torch.finfo(torch.float64).tiny)
 
 
 class Imbalance(NamedTuple):
-    """Imbalance of buckets, tensors (B, H).
-
-    ratio: fraction of non-empty buckets with more than twice as many queries as keys, or the reverse. size: fraction of
-    all buckets with more than twice or less than half the mean number of queries and keys. largest: fraction of all
-    queries and keys in the largest bucket (1 if the hash has collapsed).
+    """Imbalance of buckets, tensors (B, H). ratio: fraction of non-empty buckets with more than twice as many queries
+    as keys, or the reverse. size: fraction of buckets with more than twice or less than half the mean number of queries
+    and keys. largest: fraction of all queries and keys in the largest bucket.
     """
 
     ratio: Tensor
@@ -191,11 +179,9 @@ def _sizes(codes: Tensor, buckets: int) -> Tensor:
 
 @torch.no_grad()
 def weights_of(call: Call, mechanism: Attention) -> Tensor:
-    """Return the attention matrix (B, H, L, L) of a mechanism on a call's input, in the dtype of its output.
-
-    It is computed from outputs for one-hot values, a few columns at a time, which works for any mechanism that is
-    linear in the values. For a mechanism that scales outputs to length 1, an additional column of ones gives the
-    divisor with which rows sum to 1.
+    """Return the attention matrix (B, H, L, L) of a mechanism on a call's input, from outputs for one-hot values, a few
+    columns at a time, for any mechanism that is linear in the values. If it scales outputs to length 1, a column of
+    ones gives the divisor with which rows sum to 1.
     """
     length, width = call.inputs.v.shape[2:]
     normalises = mechanism.normalises
@@ -216,10 +202,9 @@ def weights_of(call: Call, mechanism: Attention) -> Tensor:
 
 
 def attention_map(weights: Tensor, visible: Tensor, size: int = 256, causal: bool = False) -> Tensor:
-    """Return a picture of attention matrices (..., L, L): uint8 (..., S, S, 3), S = min(L, size).
-
-    Rows are queries, columns are keys. Masked pairs are white, visible pairs blue, darker for larger weights. A pixel
-    shows the largest weight of its pairs. causal: keys after their query are drawn as background.
+    """Return a picture of attention matrices (..., L, L): uint8 (..., S, S, 3), S = min(L, size). Masked pairs are
+    white, visible pairs blue, darker for larger weights; a pixel shows the largest of its pairs. causal: keys after
+    their query are drawn as background.
     """
     if causal:
         weights, visible = weights.tril(), visible.tril()

@@ -1,9 +1,9 @@
 """Held-out bits/dim, sum of nats / (ln 2 × tokens), and accuracy, over every token of a split.
 
-The split is divided into windows of T tokens. By default, as in Reformer, windows do not overlap and all T tokens are
+The split is divided into windows of T tokens. By default, as in Reformer, windows do not overlap and all tokens are
 scored, the first from the model's learned start vector. With a stride S < T, windows start every S tokens, and each
-window after the first scores only its last S tokens, so that these have at least T − S tokens of context. Batches and
-ranks add sums (in float64) and counts, never means.
+after the first scores only its last S, with at least T − S tokens of context. Batches and ranks add sums (in float64)
+and counts, never means.
 
 B batch, T window.
 """
@@ -41,7 +41,7 @@ class Stream(typing.Protocol):
 
 @dataclass(frozen=True)
 class Score:
-    """Sums over `dims` scored tokens. nats: code length. correct: number of tokens that the model ranks first."""
+    """Sums over `dims` scored tokens: nats, and tokens that the model ranks first."""
 
     nats: float
     correct: float
@@ -66,15 +66,13 @@ class ScoredWindow:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Number of tokens, and number of tokens at the start that are not scored."""
+        """Tokens, and tokens at the start that are not scored."""
         return self.stop - self.start, self.first - self.start
 
 
 def windows(total: int, length: int, stride: int | None = None, score_from: int = 0) -> Iterator[ScoredWindow]:
-    """Yield windows that score each of `total` tokens exactly once; the last window may be shorter.
-
-    score_from: number of tokens at the start of a window that are never scored (model.score_from, 0 for text).
-    Raises ConfigError unless 1 <= stride <= length.
+    """Yield windows that score each of `total` tokens once; the last may be shorter. score_from: tokens at the start of
+    a window that are never scored. Raises ConfigError unless 1 <= stride <= length.
     """
     stride = length if stride is None else stride
     if not 1 <= stride <= length:
@@ -105,19 +103,18 @@ def score(
     ranks: Ranks | None = None,
     progress: bool = False,
 ) -> Score:
-    """Score a split, or its first `limit` windows. Call it on every rank.
+    """Score a split, or its first `limit` windows. All ranks call it and return the same Score.
 
-    Ranks divide the windows, run the model equally often (as ZeRO-3 requires), and return the same Score. With sequence
-    parallelism, every scorer of a group gets the whole window and returns its part of the sums.
-
-    scorer: the model, see `of_model` and `of_engine`. seed: seed of the random draws (hash rotations, an encoder's
-    masks). rounds: hash rounds instead of the configured ones. batch: windows per forward pass, which affects only the
-    speed. Raises ConfigError for an invalid stride or limit, and UserError if the model's nats are not finite.
+    Ranks divide the windows and run the model equally often, as ZeRO-3 requires. With sequence parallelism, every
+    scorer of a group gets the whole window and returns its part of the sums. seed: of the random draws (hash rotations,
+    an encoder's masks). rounds: hash rounds instead of the configured ones. batch: windows per forward pass.
     """
     ranks = ranks or Ranks()
     if limit is not None and limit < 1:
         raise ConfigError("--limit", f"{limit} windows cannot be scored", "Give 1 or more, or remove it to score all")
-    batches = list(_batches(list(windows(stream.tokens, sequence_length, stride, score_from))[:limit], batch))
+    scored = list(windows(stream.tokens, sequence_length, stride, score_from))[:limit]
+    alike = (list(group) for _, group in groupby(scored, key=lambda window: window.shape))
+    batches = [group[first : first + batch] for group in alike for first in range(0, len(group), batch)]
     if not batches:
         raise ConfigError("model.score_from", f"{score_from} excludes all tokens of this split", "Lower it")
     sums = torch.zeros(3, dtype=torch.float64, device=ranks.device)  # nats, correct, dims
@@ -139,7 +136,7 @@ def score(
 
 
 def of_model(model: Any, sequence: ProcessGroup | None = None) -> Scorer:
-    """Return the scorer of a model with `token_scores`. sequence: group of ranks that split each window."""
+    """Return the scorer of a model with `token_scores`. sequence: ranks that split each window."""
 
     def sums(tokens: Tensor, rng: RngContext, skip: int) -> tuple[Tensor, Tensor, Tensor]:
         if sequence is None:
@@ -155,20 +152,13 @@ def of_model(model: Any, sequence: ProcessGroup | None = None) -> Scorer:
 
 
 def of_engine(evaluate: Callable[[Tensor, RngContext], tuple[Tensor, dict[str, Tensor]]]) -> Scorer:
-    """Return the scorer of a training engine's `evaluate`, which sums over all scored tokens: without a stride only."""
+    """Return the scorer of a training engine's `evaluate`, which sums over all scored tokens: without a stride."""
 
     def sums(tokens: Tensor, rng: RngContext, skip: int) -> tuple[Tensor, Tensor, Tensor]:
         metrics = evaluate(tokens, rng)[1]
         return metrics["nats"], metrics["accuracy"] * metrics["tokens"], metrics["tokens"]
 
     return sums
-
-
-def _batches(cut: list[ScoredWindow], batch: int) -> Iterator[list[ScoredWindow]]:
-    """Yield groups of at most `batch` windows of the same shape."""
-    for _, group in groupby(cut, key=lambda window: window.shape):
-        same = list(group)
-        yield from (same[first : first + batch] for first in range(0, len(same), batch))
 
 
 def refuse_leaks(leaks: list[str]) -> None:

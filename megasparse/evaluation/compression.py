@@ -52,9 +52,6 @@ DEEPEST = 1100
 MARGIN = 1e-9
 """Fraction of a grid step, and smallest selection gap of whole windows. Machines differ by about 1e-12 in fp64."""
 AT_ONCE = 1 << 31
-"""Bytes of a group of windows."""
-Progress = Callable[[int], object]
-"""Function of the number of newly processed tokens."""
 
 
 @dataclass(frozen=True)
@@ -87,9 +84,8 @@ def probabilities(points: np.ndarray) -> np.ndarray:
 
 
 def groups(model: Any, tokens: int, length: int) -> Iterator[list[int]]:
-    """Yield the starts of windows that are coded in parallel. Only the very last window may be shorter.
-
-    The number of windows is limited by their bytes: caches or streams, and logits with the arrays computed from them.
+    """Yield the starts of windows that are coded in parallel, as many as fit AT_ONCE bytes of caches or streams, and
+    logits with arrays computed from them. Only the last window may be shorter.
     """
     layers, config = model.new_cache(1, 0).layers, model.config
     cached = sum(cache.count_bytes() for layer in layers for cache in layer.values())
@@ -103,12 +99,10 @@ def groups(model: Any, tokens: int, length: int) -> Iterator[list[int]]:
 @torch.no_grad()
 def walk(
     model: Any, tokens: int, length: int, seed: int, choose: Callable[[Sequence[int], int, np.ndarray], Tensor],
-    progress: Progress, text: Tensor | None = None,
+    progress: Callable[[int], object], text: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Predict windows of `length` token by token, or a known `text` in whole passes if `whole_passes` can. model:
-    strictly causal, in fp64.
-
-    seed: seed of the hash rotations. choose: (starts of windows, position, `depths` (W, V)) -> tokens (W,) int64.
+    """Predict windows of `length` token by token, or a known `text` in whole passes if `whole_passes` can. model: in
+    fp64. choose: (starts of windows, position, `depths` (W, V)) -> tokens (W,) int64.
     """
     device = next(model.parameters()).device
     for starts in groups(model, tokens, length):
@@ -134,7 +128,7 @@ def walk(
 def whole_passes(
     model: Any, text: Tensor, starts: Sequence[int], size: int, rng: RngContext
 ) -> list[Tensor] | None:  # fmt: skip
-    """Return the streams (W, T, E) of a pass over each window; None if decoding from a cache may select other keys."""
+    """Return the streams (W, T, E) of a pass over each window; None if a cache may select other keys."""
     if not next(model.parameters()).is_cpu or model.config.residual_dtype == "bf16":
         return None
     gaps, streams = list[float](), list[Tensor]()
@@ -150,7 +144,9 @@ def whole_passes(
     return streams
 
 
-def encode(model: Any, tokens: Tensor, length: int, seed: int, progress: Progress = lambda _: None) -> Code:
+def encode(
+    model: Any, tokens: Tensor, length: int, seed: int, progress: Callable[[int], object] = lambda _: None
+) -> Code:
     """Encode tokens (n,) int64, see `walk`."""
     from constriction import stream
 
@@ -171,8 +167,10 @@ def encode(model: Any, tokens: Tensor, length: int, seed: int, progress: Progres
     return Code(coder.get_compressed(), rows[np.argsort(rows[:, 0])])
 
 
-def decode(model: Any, code: Code, tokens: int, length: int, seed: int, progress: Progress = lambda _: None) -> Tensor:
-    """Return the tokens (n,) int64 of a code. A damaged code gives wrong tokens instead of an error: check them."""
+def decode(
+    model: Any, code: Code, tokens: int, length: int, seed: int, progress: Callable[[int], object] = lambda _: None
+) -> Tensor:
+    """Return the tokens (n,) int64 of a code; wrong ones if it is damaged."""
     from constriction import stream
 
     coder, family = stream.queue.RangeDecoder(code.words), stream.model.Categorical(perfect=False)
@@ -201,7 +199,6 @@ DIGEST = 3
 
 
 def model_digest(model: Any, seed: int, window: int) -> bytes:
-    """Return a digest of the predictor: configuration, weights, seed of the hashes, and length of windows."""
     digest = hashlib.sha256(json.dumps([model.config.model_dump(mode="json"), seed, window]).encode())
     for name, tensor in sorted(model.state_dict().items()):
         digest.update(name.encode() + tensor.detach().cpu().contiguous().numpy().tobytes())
@@ -209,7 +206,6 @@ def model_digest(model: Any, seed: int, window: int) -> bytes:
 
 
 def pack(code: Code, tokens: int, text: bytes, digest: bytes) -> bytes:
-    """Return the bytes of the file. digest: see `model_digest`. text: the decoded tokens."""
     parts = [MAGIC, digest, zlib.crc32(text).to_bytes(4, "little"), _varint(2 * tokens + (len(code.exceptions) > 0))]
     if len(code.exceptions):
         parts.append(_varint(len(code.exceptions)))
@@ -221,12 +217,9 @@ def pack(code: Code, tokens: int, text: bytes, digest: bytes) -> bytes:
 
 
 def unpack(path: Path, raw: bytes, digest: bytes, vocabulary: int) -> tuple[Code, int, int]:
-    """Return the code, number of tokens and CRC-32 of a file. Raises DataError if it is damaged, in another format, or
-    compressed with another model.
-    """
+    """Return the code, number of tokens and CRC-32 of a file."""
     if raw[: len(MAGIC)] != MAGIC:
-        problem = "this file was not written by megasparse compress of this version"
-        raise DataError(path, problem, "Give a compressed file")
+        raise DataError(path, "this file was not written by megasparse compress", "Give a compressed file")
     head = len(MAGIC) + DIGEST + 4
     if (made_with := raw[len(MAGIC) : len(MAGIC) + DIGEST]) != digest:
         problem = f"compressed with another model (digest {made_with.hex()}, not {digest.hex()})"
@@ -264,7 +257,7 @@ def _varint(number: int) -> bytes:
 
 
 def _read_varint(raw: bytes, at: int) -> tuple[int, int]:
-    """Return the number at a position and the next position. Raises IndexError if it is missing or above 2^63."""
+    """Return the number at a position and the next position. Raises IndexError."""
     number = 0
     for shift in range(0, 63, 7):
         byte, at = raw[at], at + 1
@@ -275,7 +268,7 @@ def _read_varint(raw: bytes, at: int) -> tuple[int, int]:
 
 
 class Coder(NamedTuple):
-    """A restored checkpoint for coding. model: in fp64."""
+    """A restored checkpoint for coding, in fp64."""
 
     model: Any
     tokenizer: Tokenizer
@@ -285,10 +278,7 @@ class Coder(NamedTuple):
 
 
 def compress(checkpoint: Path, source: Path, output: Path) -> tuple[int, int, float]:
-    """Compress `source` to `output`. Return the bytes before, the bytes after, and the seconds.
-
-    Raises ConfigError for an unsupported model, and DataError if `source` is unreadable or empty or `output` exists.
-    """
+    """Compress `source` to `output`. Return the bytes before and after, and the seconds."""
     text = read(source, output)
     coder = open_coder(checkpoint)
     tokens = coder.tokenizer.encode(text)
@@ -305,9 +295,7 @@ def compress(checkpoint: Path, source: Path, output: Path) -> tuple[int, int, fl
 
 
 def decompress(checkpoint: Path, source: Path, output: Path) -> tuple[int, float]:
-    """Restore a compressed file to `output`. Return its bytes and the seconds. Raises DataError for a wrong or damaged
-    file, before `output` is written.
-    """
+    """Restore a compressed file to `output`, if it is not damaged. Return its bytes and the seconds."""
     raw = read(source, output)
     coder = open_coder(checkpoint)
     code, count, crc = unpack(source, raw, coder.digest, coder.model.config.vocabulary)
@@ -326,7 +314,7 @@ def decompress(checkpoint: Path, source: Path, output: Path) -> tuple[int, float
 
 
 def open_coder(checkpoint: Path) -> Coder:
-    """Restore a checkpoint. Raises ConfigError unless it is a strictly causal decoder with a lossless tokenizer."""
+    """Restore a checkpoint, which must be a strictly causal decoder with a lossless tokenizer."""
     model, config, opened, _ = restore(checkpoint)
     tokenizer = trained_tokenizer(config, opened)
     if not isinstance(model, Decoder):
@@ -339,7 +327,7 @@ def open_coder(checkpoint: Path) -> Coder:
 
 
 def read(path: Path, output: Path) -> bytes:
-    """Return a file's bytes. Raises DataError if it is unreadable or empty, or if `output` exists."""
+    """Return a file's bytes. Raises DataError if `output` exists."""
     if output.exists():
         raise DataError(output, "this file already exists", "Choose another name with --output")
     try:

@@ -25,19 +25,16 @@ from megasparse.training.ranks import Ranks
 
 @dataclass(frozen=True)
 class Sampling:
+    """Settings of sampling, see `megasparse.generate`."""
+
     temperature: float = 1.0
-    """Divisor of the logits; 0 selects the most likely token."""
     top_p: float = 1.0
-    """Nucleus sampling: use the fewest most likely tokens whose probabilities sum to at least this value."""
     min_p: float = 0.0
-    """Least probability of candidates, relative to the most likely token."""
     repetition_penalty: float = 1.0
-    """Divisor of positive and factor of negative logits of tokens in the prompt and the generated text."""
     seed: int = 0
     """Seed of row 0; other rows use a seed derived from (seed, row)."""
 
     def check(self) -> None:
-        """Raise ConfigError for settings out of range."""
         for name, valid, interval, hint in (
             ("temperature", 0.0 <= self.temperature < math.inf, "is not a number >= 0", "0 is greedy"),
             ("top_p", 0.0 < self.top_p <= 1.0, "is not in (0, 1]", "1 samples from all tokens"),
@@ -53,8 +50,8 @@ class Sampling:
 
 
 class SharedDecoder:
-    """A decoder whose heads are divided among ranks, with a decoder's interface. All ranks make the same calls and get
-    the same logits; each stores only the cache of its heads.
+    """A decoder whose heads, and their caches, are divided among ranks. All make the same calls and get the same
+    logits.
     """
 
     def __init__(self, decoder: Any, sequence: ProcessGroup):
@@ -63,7 +60,7 @@ class SharedDecoder:
 
 
 def shared_decoder(decoder: Any, ranks: Ranks) -> Any:
-    """Return the decoder for ranks that generate one text. Raises ConfigError if some ranks are not in the group."""
+    """Return the decoder for ranks that generate one text."""
     if ranks.sequence_size < ranks.world_size:
         problem = f"{ranks.sequence_size}, but {ranks.world_size} ranks generate one text"
         raise ConfigError("parallel.sequence", problem, f"Set it to {ranks.world_size}")
@@ -71,7 +68,6 @@ def shared_decoder(decoder: Any, ranks: Ranks) -> Any:
 
 
 def check_length(prompt: int, tokens: int, max_length: int) -> None:
-    """Raise ConfigError unless `tokens` tokens fit after a prompt of `prompt` tokens."""
     if tokens < 0:
         raise ConfigError("--tokens", f"{tokens} is negative", "Give 0 or more")
     if prompt + tokens > max_length:
@@ -80,27 +76,24 @@ def check_length(prompt: int, tokens: int, max_length: int) -> None:
         raise ConfigError("--tokens", problem, f"{fewer} the prompt")
 
 
-LARGEST_SETTINGS = 1 << 20
-"""Bytes of the largest generation_config.json that is read."""
-
-
 def end_tokens(config: Config, tokenizer: Tokenizer) -> frozenset[int]:
     """Return the ids that end a decoder's text: its `document_separator`, and for an imported model the `eos_token_id`
-    (one or a list) of the generation_config.json next to its tokenizer.json.
-
-    Raises ConfigError for a damaged generation_config.json.
+    of generation_config.json.
     """
     separator, ids = config.model.end_token, list[Any]()
     settings = None if tokenizer.file is None else tokenizer.file.with_name("generation_config.json")
     if config.model.kind == "decoder" and settings is not None and settings.is_file():
         try:
-            value = json.loads(read_file(settings, LARGEST_SETTINGS)).get("eos_token_id")
+            value = json.loads(read_file(settings, 1 << 20)).get("eos_token_id")
         except (OSError, ValueError, AttributeError, RecursionError):
             raise ConfigError(str(settings), "cannot be read as a JSON object of at most 1 MiB", "Restore it") from None
         ids = [] if value is None else value if isinstance(value, list) else [value]
         if not all(type(token) is int and 0 <= token < config.model.vocabulary for token in ids):
-            problem = f"eos_token_id = {show(value)} is not an id, or a list of ids"
-            raise ConfigError(str(settings), problem, f"Restore it, with ids below {config.model.vocabulary}")
+            raise ConfigError(
+                str(settings),
+                f"eos_token_id = {show(value)} is not an id, nor a list",
+                f"Use ids below {config.model.vocabulary}",
+            )
     return frozenset(ids) | (set() if separator is None else {separator})
 
 
@@ -114,10 +107,7 @@ def generate(
     ends: Collection[int] = (),
     **sampling: Any,
 ) -> Iterator[int]:
-    """Yield up to `tokens` token ids that continue `prompt` (n,) int64, stopping before a token in `ends`.
-
-    See `continuations`. sampling: fields of `Sampling`.
-    """
+    """Yield up to `tokens` ids that continue `prompt` (n,), before a token in `ends`. sampling: of `Sampling`."""
     settings: dict[str, Any] = {"hash_seed": hash_seed, "vocabulary": vocabulary, "ends": ends}
     for (token,) in continuations(model, prompt[None], tokens, sampling=Sampling(**sampling), **settings):
         if token in ends:
@@ -139,13 +129,9 @@ def continuations(
 ) -> Iterator[list[int]]:
     """Yield `tokens` times a list with the next token id of each prompt.
 
-    Args:
-        model: Provides new_cache(batch, seed), and prefill((B, n) tokens, cache) and decode((B,) tokens, cache), which
-            return the next token's logits (B, V).
-        prompts: (B, n) int64, on the model's device.
-        hash_seed: Seed of the rotations, the run's seed.
-        first_row: Row number of the first prompt, for its seed. Samples do not depend on the batch except for rounding.
-        vocabulary, ends: See `restricted`.
+    model: provides new_cache(batch, seed), prefill((B, n) tokens, cache) and decode((B,) tokens, cache), which return
+    the next token's logits (B, V). prompts: (B, n) int64. hash_seed: of the rotations. first_row: number of the first
+    prompt, for its seed; samples do not depend on the batch except for rounding. vocabulary, ends: see `restricted`.
     """
     generators = [sampling.generator(first_row + row) for row in range(len(prompts))]
     cache, texts = model.new_cache(len(prompts), hash_seed), prompts.tolist()
@@ -162,9 +148,7 @@ def continuations(
 
 
 def restricted(logits: Tensor, vocabulary: int | None, ends: Collection[int]) -> Tensor:
-    """Return logits (B, V) with −∞ for ids of `vocabulary` or more, except `ends`: the softmax may be wider than the
-    tokenizer. None allows all ids.
-    """
+    """Return logits (B, V) with −∞ for ids of `vocabulary` or more, which the tokenizer lacks, except `ends`."""
     if vocabulary is None:
         return logits
     hidden = torch.arange(logits.shape[1], device=logits.device) >= vocabulary
@@ -173,7 +157,7 @@ def restricted(logits: Tensor, vocabulary: int | None, ends: Collection[int]) ->
 
 
 def sample(logits: Tensor, text: Sequence[int], generator: torch.Generator, settings: Sampling) -> int:
-    """Sample one token id from logits (V,) with `settings`. text: token ids so far, for the repetition penalty."""
+    """Sample one token id from logits (V,). text: token ids so far, for the repetition penalty."""
     logits, penalty = logits.double(), settings.repetition_penalty
     if penalty != 1.0:
         repeated = torch.zeros(len(logits), dtype=torch.bool).index_fill(0, torch.tensor(text, dtype=torch.long), True)
@@ -195,14 +179,14 @@ and append a token to each."""
 
 
 class Hypothesis(NamedTuple):
+    """ended: False if the text was truncated, else the log-probability includes the end token."""
+
     tokens: list[int]
     """Token ids without the end token."""
     log_probability: float
-    """Log-probability in nats of the tokens, including the end token if predicted."""
     score: float
-    """Score, log_probability / length_penalty."""
+    """Log-probability / `length_penalty`."""
     ended: bool
-    """True if the end token was predicted; False if the text was truncated."""
 
 
 class _Live(NamedTuple):
@@ -211,43 +195,37 @@ class _Live(NamedTuple):
 
 
 def check_beams(beams: int, alpha: float) -> None:
-    """Raise ConfigError for settings out of range."""
     if beams < 1:
         raise ConfigError("--beams", f"{beams} is less than 1", "Give 1 (greedy search) or more")
     if not 0.0 <= alpha < math.inf:
-        problem = f"{alpha} is not a number >= 0"
-        raise ConfigError("--length-penalty", problem, "0 disables it, 0.6 is usual, more prefers longer texts")
+        raise ConfigError("--length-penalty", f"{alpha} is not a number >= 0", "0 disables it, 0.6 is usual")
 
 
 def length_penalty(length: int, alpha: float) -> float:
     """Return ((5 + length)/6)^alpha, the divisor of a hypothesis' log-probability (Wu et al. 2016, Eq. 14, without the
-    coverage term). length: number of tokens, including the end token.
+    coverage term).
     """
     return float(((5 + length) / 6) ** alpha)
 
 
 @dataclass(frozen=True)
 class BeamSettings:
-    """Settings of a beam search for `beams` hypotheses of at most `tokens` tokens that end with a token in `ends`.
-    vocabulary: see `restricted`.
-    """
+    """Settings of a beam search for `beams` hypotheses of at most `tokens` tokens that end with a token in `ends`."""
 
     beams: int
     tokens: int
     ends: Collection[int] = ()
     alpha: float = 0.0
-    """Exponent of the length penalty."""
     vocabulary: int | None = None
 
 
 @torch.no_grad()
 def beam_search(logits: Tensor, step: Step, settings: BeamSettings) -> list[list[Hypothesis]]:
-    """Run B beam searches in parallel. logits: (B, V), logits of the first token.
+    """Run B beam searches in parallel. logits: (B, V), of the first token.
 
     In each step, hypotheses that end among the K most likely continuations are completed, and the K most likely other
     ones are continued. A search stops when K hypotheses have ended, when no other one can reach a better score, or at
-    `settings.tokens`. One beam is greedy search. Returns per search the completed hypotheses, best score first;
-    truncated ones only if none was completed.
+    `settings.tokens`. Returns per search the completed hypotheses, best first, else truncated ones.
     """
     searches = [_follow(settings) for _ in logits]
     for search in searches:
@@ -272,7 +250,7 @@ def beam_search(logits: Tensor, step: Step, settings: BeamSettings) -> list[list
 
 
 def _follow(settings: BeamSettings) -> Generator[list[tuple[int, int]], Tensor, list[Hypothesis]]:
-    """Run one search as a coroutine: receive logits (n, V) of hypotheses, yield (number, next token) to continue."""
+    """Run one search as a coroutine: receive logits (n, V), yield (number of the hypothesis, next token)."""
     live, ended = [_Live([], 0.0)], list[Hypothesis]()
     penalty = length_penalty(settings.tokens, settings.alpha)
     steps: list[tuple[int, int]] = []
@@ -294,8 +272,7 @@ def _follow(settings: BeamSettings) -> Generator[list[tuple[int, int]], Tensor, 
 
 
 def _likeliest(logits: Tensor, live: list[_Live], settings: BeamSettings) -> list[tuple[int, int, float]]:
-    """Return the (1 + ends)·K most likely continuations in order, as (number in `live`, token, log-probability). At
-    least K of them do not end."""
+    """Return the (1 + ends)·K most likely continuations, as (number in `live`, token, log-probability)."""
     log_probabilities = torch.log_softmax(restricted(logits, settings.vocabulary, settings.ends).double(), dim=-1)
     totals = log_probabilities + torch.tensor(
         [[x.log_probability] for x in live], dtype=log_probabilities.dtype, device=log_probabilities.device
@@ -307,12 +284,11 @@ def _likeliest(logits: Tensor, live: list[_Live], settings: BeamSettings) -> lis
 
 
 def search(model: Any, prompts: Tensor, hash_seed: int, settings: BeamSettings) -> list[list[Hypothesis]]:
-    """Return beam search hypotheses for each of the prompts (B, n) int64. model, hash_seed: see `continuations`."""
     return search_with(model, prompts, model.new_cache(len(prompts), hash_seed), settings)
 
 
 def search_with(model: Any, prompts: Tensor, cache: Any, settings: BeamSettings) -> list[list[Hypothesis]]:
-    """Run beam search on the prompts with an empty cache of the model."""
+    """Run beam search on the prompts with an empty cache."""
     logits = model.prefill(prompts, cache)
 
     def step(rows: Tensor, tokens: Tensor) -> Tensor:

@@ -23,7 +23,6 @@ from megasparse.training.engines.contract import Engine
 from megasparse.training.ranks import Ranks, RunHooks, check_stop
 
 Results = dict[str, float | str | Tensor]
-"""Name -> scalar, text or picture."""
 
 PAUSE = 64
 """Tokens of a sample between checks for a stop signal."""
@@ -41,8 +40,8 @@ class HeldOut:
     draw: Callable[[], str | Tensor] | None
 
     def __call__(self, step: int) -> Results:
-        evaluated = _is_due(step, self.config.evaluation.every)
-        quality_due = self.quality is not None and _is_due(step, self.config.logging.attention_quality_every)
+        every = self.config.evaluation.every, self.config.logging.attention_quality_every
+        evaluated, quality_due = (period > 0 and step % period == 0 for period in every)
         if not evaluated and not quality_due:
             return {}
         model: Any = self.engine.module
@@ -95,28 +94,17 @@ class HeldOut:
         return self.engine.evaluate(local_tokens, rng, padding)
 
 
-def _is_due(step: int, every: int) -> bool:
-    return every > 0 and step % every == 0
-
-
 def held_out(
     engine: Engine,
     index: Index,
     config: Config,
     hooks: RunHooks = RunHooks(),  # noqa: B008  (frozen)
 ) -> HeldOut | None:
-    """Build the evaluation during training.
+    """Build the evaluation during training; None if `evaluation.every` and `logging.attention_quality_every` are 0.
 
-    Returns:
-        None if `evaluation.every` and `logging.attention_quality_every` are 0. Otherwise a callable that returns the
-        results due at a step: the results of `attention_quality`; "evaluation/loss" (nats per token; encoders: masked
-        tokens, encoder–decoders: target tokens) and "evaluation/accuracy"; for decoders "evaluation/bits_per_dim" and,
-        if configured, "evaluation/sample", a text or for pixels an image (s, s, 3) uint8, generated without a prompt.
-        It raises StopWanted on all ranks if `hooks` request a stop between windows or during a sample.
-
-    Raises:
-        DataError: The data does not contain a validation split.
-        ConfigError: A sample is configured for pixels that do not form images.
+    It returns the results due at a step: `attention_quality`; "evaluation/loss" (nats per scored token) and
+    "evaluation/accuracy"; for decoders "evaluation/bits_per_dim" and, if configured, "evaluation/sample", a text or for
+    pixels an image (s, s, 3) uint8. It raises StopWanted on all ranks if `hooks` request a stop.
     """
     wants_quality = config.logging.attention_quality_every > 0
     if not config.evaluation.every and not wants_quality:
@@ -130,8 +118,8 @@ def held_out(
 
 
 def sampler(decoder: Any, config: Config, ranks: Ranks, pause: Callable[[], None]) -> Callable[[], str | Tensor]:
-    """Return a function that samples a text or an image and regularly calls `pause`. All ranks must call it, since
-    ZeRO-3 gathers weights from all ranks, and get the same sample. With sequence parallelism, ranks divide the heads.
+    """Return a function that samples a text or an image and regularly calls `pause`. All ranks call it, since ZeRO-3
+    gathers weights from all, and get the same sample.
     """
     tokenizer, tokens = build_tokenizer(config.data.tokenizer), config.evaluation.sample_tokens
     ends = end_tokens(config, tokenizer)
@@ -140,15 +128,9 @@ def sampler(decoder: Any, config: Config, ranks: Ranks, pause: Callable[[], None
     model = decoder if ranks.sequence is None else SharedDecoder(decoder, ranks.sequence)
 
     def draw(count: int) -> Iterator[int]:
-        stream = generate(
-            model,
-            torch.empty(0, dtype=torch.long, device=ranks.device),
-            count,
-            hash_seed=config.run.seed,
-            vocabulary=tokenizer.vocabulary,
-            ends=ends,
-        )
-        for number, token in enumerate(stream):
+        empty = torch.empty(0, dtype=torch.long, device=ranks.device)
+        options: dict[str, Any] = {"hash_seed": config.run.seed, "vocabulary": tokenizer.vocabulary, "ends": ends}
+        for number, token in enumerate(generate(model, empty, count, **options)):
             if number % PAUSE == 0:
                 pause()
             yield token

@@ -1,5 +1,4 @@
-"""Image generation with a model of pixels: whole images, or lower halves of images; conversion between tokens and
-pictures, PNG files, and sheets of pictures.
+"""Image generation with a model of pixels: whole images, or lower halves; conversion between tokens and pictures.
 
 B images per batch, n tokens of a prompt, T tokens of an image, s its side, C channels. Tokens are sub-pixel values,
 ordered by row, column, channel.
@@ -50,7 +49,7 @@ class Shape(NamedTuple):
 
 
 def image_shape(tokens: int) -> Shape:
-    """Return the shape of images of T = 3·s² (RGB) or s² (grey) tokens. Raises ConfigError for any other number."""
+    """Return the shape of images of T = 3·s² (RGB) or s² (grey) tokens."""
     for channels in (3, 1):
         side = math.isqrt(tokens // channels)
         if side and side**2 * channels == tokens:
@@ -70,9 +69,7 @@ def picture_of(tokens: Sequence[int] | Tensor, shape: Shape) -> Picture:
 
 
 def read_picture(path: str | Path, shape: Shape) -> Tensor:
-    """Return the tokens (T,) int64 of an image file. Raises DataError if it is unreadable, of another size, or in
-    colour for a model of grey images: images are not converted.
-    """
+    """Return the tokens (T,) int64 of an image file. Raises DataError if it does not fit the model."""
     try:
         with open_file(path) as file:
             content = file.read(MOST_BYTES + 1)
@@ -85,7 +82,6 @@ def read_picture(path: str | Path, shape: Shape) -> Tensor:
 
 
 def write_png(path: Path, picture: Picture) -> None:
-    """Write a picture atomically."""
     with replacing(path) as file:
         Image.fromarray(np.ascontiguousarray(picture)).save(file, format="PNG")
 
@@ -96,20 +92,19 @@ def sheet(
     labels: Sequence[str] = (),
     foot: Sequence[str] = (),
 ) -> Picture:
-    """Return a grid of pictures of the same size, enlarged if small. headings: texts above columns; labels: texts left
-    of rows; foot: lines below.
+    """Return a grid of pictures, enlarged if small. headings: above columns; labels: left of rows;
+    foot: lines below.
     """
     side, columns = rows[0][0].shape[0], max(len(row) for row in rows)
     scale = max(1, SHEET_SIDE // side)
     cell, top, left = side * scale + GAP, HEADING if headings else 0, LABEL if labels else 0
     bottom = top + GAP + len(rows) * cell
     image = Image.new("RGB", (left + GAP + columns * cell, bottom + len(foot) * HEADING), BACKGROUND)
-    for number, line in enumerate(foot):
-        ImageDraw.Draw(image).text((GAP, bottom + number * HEADING), line, fill=(255, 255, 255))
-    for column, heading in enumerate(headings):
-        ImageDraw.Draw(image).text((left + GAP + column * cell, 2), heading, fill=(255, 255, 255))
-    for row, label in enumerate(labels):
-        ImageDraw.Draw(image).text((GAP, top + GAP + row * cell), label, fill=(255, 255, 255))
+    words = [(GAP, bottom + number * HEADING, line) for number, line in enumerate(foot)]
+    words += [(left + GAP + column * cell, 2, heading) for column, heading in enumerate(headings)]
+    words += [(GAP, top + GAP + row * cell, label) for row, label in enumerate(labels)]
+    for x, y, text in words:
+        ImageDraw.Draw(image).text((x, y), text, fill=(255, 255, 255))
     for y, pictures in enumerate(rows):
         for x, picture in enumerate(pictures):
             enlarged = np.kron(picture, np.ones((scale, scale, 1), dtype=np.uint8))
@@ -118,10 +113,8 @@ def sheet(
 
 
 def png_bits_per_dim(stream: Stream, length: int, limit: int | None = None) -> float:
-    """Return the bits per sub-pixel of optimised PNG files of a split's images, or of its first `limit` images.
-
-    Files are written with deflate level 9, filters per row, and without metadata. length: tokens per image. Raises
-    ConfigError if images are not square or the split does not consist of whole images.
+    """Return the bits per sub-pixel of optimised PNG files of a split's images, or of its first `limit`. length: tokens
+    per image. Raises ConfigError if the split does not consist of whole images.
     """
     shape = image_shape(length)
     if stream.tokens == 0 or stream.tokens % length:
@@ -136,7 +129,7 @@ def png_bits_per_dim(stream: Stream, length: int, limit: int | None = None) -> f
 
 
 def png_size(picture: np.ndarray) -> int:
-    """Return the bytes of the smallest PNG file that Pillow writes for an image, uint8 (s, s, 3) or (s, s)."""
+    """Return the bytes of the smallest PNG file that Pillow writes for an image (s, s, 3) or (s, s)."""
     file = io.BytesIO()
     Image.fromarray(picture).save(file, format="PNG", optimize=True, compress_level=9)
     return file.tell()
@@ -148,7 +141,7 @@ SHEET = "sheet.png"
 
 
 def shape_of(config: Config, option: str) -> Shape:
-    """Return the shape of the images that a model generates. Raises ConfigError with `option` for other models."""
+    """Return the shape of the images that a model generates. option: named in the ConfigError."""
     if config.data.tokenizer != "pixels" or config.model.kind != "decoder":
         model = f'a {config.model.kind} of data.tokenizer = "{config.data.tokenizer}"'
         raise ConfigError(option, f"this is {model}, which does not predict pixels", 'Give a decoder of "pixels"')
@@ -156,7 +149,7 @@ def shape_of(config: Config, option: str) -> Shape:
 
 
 def open_output(directory: str | None) -> Path:
-    """Create the output folder and return it. Raises ConfigError unless it is empty: nothing is overwritten."""
+    """Create the output folder. Raises ConfigError unless it is empty: nothing is overwritten."""
     if directory is None:
         raise ConfigError("--output", "it is missing", "Give a new folder for the images")
     path = Path(directory)
@@ -164,8 +157,9 @@ def open_output(directory: str | None) -> Path:
         path.mkdir(parents=True, exist_ok=True)
         occupied = any(path.iterdir())
     except OSError as error:
-        problem = f"{path} cannot be created or read ({error.strerror})"
-        raise ConfigError("--output", problem, "Give a writable folder") from None
+        raise ConfigError(
+            "--output", f"{path} cannot be created or read ({error.strerror})", "Give a writable folder"
+        ) from None
     if occupied:
         raise ConfigError("--output", f"{path} is not empty", "Give a new or an empty folder")
     return path
@@ -174,7 +168,7 @@ def open_output(directory: str | None) -> Path:
 def draw_images(
     decoder: Any, shape: Shape, count: int, hash_seed: int, sampling: Sampling, directory: str | None
 ) -> None:
-    """Write `count` images and a sheet of all. Raises ConfigError unless the folder is new or empty."""
+    """Write `count` images and a sheet of all."""
     if count < 1:
         raise ConfigError("--images", f"{count} images cannot be drawn", "Give 1 or more")
     sampling.check()
@@ -192,8 +186,7 @@ def complete_images(
     decoder: Any, shape: Shape, files: Sequence[str], hash_seed: int, sampling: Sampling, directory: str | None
 ) -> None:
     """Write each image with a new lower half, named by its number and file, and a sheet of originals, upper halves and
-    completions. Raises DataError for a file that is not an image of this shape, before anything is written, and
-    ConfigError unless the directory is new or empty.
+    completions.
     """
     sampling.check()
     originals = torch.stack([read_picture(file, shape) for file in files])

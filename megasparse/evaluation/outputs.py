@@ -7,16 +7,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
-from megasparse.errors import ConfigError, UserError
+from megasparse.errors import UserError
 from megasparse.files import replacing
 
 HINT = "Make room, or choose another"
 
 
 def require_writable(*paths: Path | None, sources: Sequence[str] = ()) -> None:
-    """Create the folders of output files and check them before the work starts. Raises UserError if a file cannot be
-    written or would replace one of the sources.
-    """
+    """Create the folders of output files. Raises UserError if one cannot be written or is a source."""
     for path in paths:
         if path is None:
             continue
@@ -34,7 +32,7 @@ def require_writable(*paths: Path | None, sources: Sequence[str] = ()) -> None:
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[IO[bytes]]:
-    """Write a file through `files.replacing` and create its folder. Raises UserError if it cannot be written."""
+    """Write a file through `files.replacing` and create its folder. Raises UserError."""
     require_writable(path)
     try:
         with replacing(path) as out:
@@ -55,11 +53,8 @@ GREY = "#808890"
 
 
 def new_figure(columns: int) -> tuple[Any, list[Any]]:
-    """Return a matplotlib figure with a row of axes. Raises ConfigError if matplotlib is not installed."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ConfigError("matplotlib", "is not installed", "pip install matplotlib") from None
+    from matplotlib.figure import Figure  # takes a second to import
+
     figure = Figure(figsize=(8.2, 3.1), layout="constrained")
     return figure, list(figure.subplots(1, columns, squeeze=False)[0])
 
@@ -79,10 +74,7 @@ def save_figure(figure: Any, path: Path) -> None:
 
 
 def draw_lengths(lengths: dict[str, Any], path: Path) -> None:
-    """Plot the number of documents and their bytes by length. Raises ConfigError if matplotlib is not installed.
-
-    lengths: the section of a record corpus' report.json.
-    """
+    """Plot the number of documents and their bytes by length. lengths: a section of report.json."""
     figure, (by_number, by_size) = new_figure(2)
     positions = range(len(lengths["documents"]))
     labels = [_size(edge) for edge in lengths["edges"][:-1]]
@@ -97,6 +89,5 @@ def draw_lengths(lengths: dict[str, Any], path: Path) -> None:
 
 
 def _size(number: int) -> str:
-    """Return a power of two with Ki, Mi or Gi."""
     power = min((number.bit_length() - 1) // 10, 3)
     return f"{number >> 10 * power}{('', 'Ki', 'Mi', 'Gi')[power]}"

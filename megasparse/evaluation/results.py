@@ -5,9 +5,8 @@ The result of a decoder is a code length, in the units that papers compare:
     bits/token (bits/dim) = nats / (ln 2 · tokens)          token perplexity = exp(nats / tokens)
     bits/byte = nats / (ln 2 · bytes of the text)           word perplexity = exp(nats / reference words of the text)
 
-Only bits/byte and word perplexity compare models with different tokenizers. Word perplexity is 2^(bits/byte · bytes per
-word). An encoder predicts masked tokens; the masks of a window are a function of (seed, the window's start), the same
-in every evaluation. Its loss is not a code length, because it predicts tokens from both sides. An encoder–decoder
+Only bits/byte and word perplexity compare models with different tokenizers. An encoder predicts masked tokens, from
+both sides, so its loss is not a code length; the masks are a function of (seed, the window's start). An encoder–decoder
 predicts its targets.
 """
 
@@ -17,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -34,22 +33,12 @@ from megasparse.training.checkpoints.checkpoint import Checkpoint, load_weights,
 from megasparse.training.ranks import Ranks, start_ranks
 
 OF_SOURCE = ("downsampling", "verified")
-"""Keys of the source in the data's index that affect a score, unlike its path."""
-START = "learned start vector"
-"""Context of the first token of a window."""
+"""Keys of the source in the data's index that affect a score."""
 
 
 def restore(directory: str | Path, overrides: Sequence[str] = ()) -> tuple[Model, Config, Checkpoint, Ranks]:
-    """Load a checkpoint's model in the precision and on the device of its run, on every rank. Several ranks use
-    `parallel.sequence` of the configuration; a single rank processes whole sequences.
-
-    Args:
-        directory: A checkpoint, or a run's folder (its newest checkpoint).
-        overrides: Changes of the checkpoint's configuration as `section.key=value`.
-
-    Raises:
-        CheckpointError: The checkpoint is missing or damaged.
-        ConfigError: An override is invalid, or `parallel.sequence` does not divide the number of ranks.
+    """Load the model of a checkpoint, or of a run's newest one, in the precision and on the device of its run, on every
+    rank. Several ranks use `parallel.sequence` of the configuration; a single rank processes whole sequences.
     """
     checkpoint = open_newest(Path(directory), build=empty_model)
     values, alone = checkpoint.config.model_dump(mode="json"), rank_variable("WORLD_SIZE", 1) == 1
@@ -69,7 +58,7 @@ def restore(directory: str | Path, overrides: Sequence[str] = ()) -> tuple[Model
 
 
 def trained_tokenizer(config: Config, checkpoint: Checkpoint) -> Tokenizer:
-    """Return the tokenizer of a configuration. Raises ConfigError if it is unreadable or not the checkpoint's."""
+    """Return the tokenizer of a configuration, which must be the checkpoint's."""
     tokenizer, trained = build_tokenizer(config.data.tokenizer), checkpoint.manifest["tokenizer"]
     identity = {"name": tokenizer.name, "sha256": tokenizer.sha256}
     if identity != trained:
@@ -93,24 +82,21 @@ class Protocol:
     configured_rounds: dict[str, int]
     """Mechanism -> hash rounds configured for evaluation."""
     seeds: list[int]
-    """Seeds of the random draws, such as hash rotations, for one pass over the split per seed."""
+    """Seeds of the random draws, for one pass over the split per seed."""
     precision: str
     checkpoint: str
     checkpoint_step: int
     data_fingerprint: str
     trained_on_fingerprint: str
     tokenizer: dict[str, str]
-    """The tokenizer's name and SHA-256."""
     lossless: bool
     """True if the text can be decoded from its tokens. Otherwise (unknown words) scores are not code lengths."""
     record: int | None
-    """Tokens per record of the data, such as an image; None for running text."""
+    """Tokens per record, such as an image; None for running text."""
     split_bytes: int | None
-    """Bytes of the split's text; None if missing in the index."""
     split_words: int | None
-    """Reference words of the split's text; None if missing in the index."""
+    """Bytes and reference words of the split's text; None if missing in the index."""
     data_settings: dict[str, Any]
-    """Settings of the shards' preparation, such as the down-sampling of images."""
 
 
 def protocol_of(
@@ -123,20 +109,12 @@ def protocol_of(
     rounds: int | None = None,
     hash_seeds: int = 1,
 ) -> Protocol:
-    """Return the protocol of scoring a checkpoint on a split.
-
-    Args:
-        index, tokenizer: Data and tokenizer, checked by runs.data.open_folder and `trained_tokenizer`.
-        stride: New tokens per window; None uses the length of the windows.
-
-    Raises:
-        ConfigError: Windows would start inside records.
-        DataError: The data does not contain the split.
+    """Return the protocol of scoring a checkpoint on a split. Raises ConfigError if windows would start inside records,
+    DataError if the data lacks the split.
     """
     length, section = config.evaluation_length, index.split(split)
     if index.record is not None and stride not in (None, length):
-        problem = f"{stride} tokens would start windows inside the data's records of {index.record} tokens"
-        raise ConfigError("--stride", problem, "Remove it")
+        raise ConfigError("--stride", f"{stride} starts windows inside records of {index.record} tokens", "Remove it")
     source = index.file.source
     return Protocol(
         split=split,
@@ -169,9 +147,7 @@ def score_seeds(
     ranks: Ranks,
     scorer: Scorer | None = None,
 ) -> list[Score]:
-    """Score a split once per seed of the protocol, with `scorer` or the model's token scores. Call it on every rank;
-    all ranks return the same scores.
-    """
+    """Score a split once per seed of the protocol, by default with the model's token scores."""
     return [
         score(
             scorer or of_model(model, ranks.sequence),
@@ -192,59 +168,37 @@ def score_seeds(
 
 # Decoders: code length
 
+LARGEST = 700.0  # exp of a larger number overflows float64
 BYTES, PIXELS = "bytes", "pixels"
-"""Tokenizers whose tokens are the dims of bits/dim."""
 
 
-@dataclass(frozen=True)
-class UnitCounts:
-    """Numbers of scored tokens, and of their bytes and reference words."""
+class Counts(NamedTuple):
+    """Numbers of scored tokens, and of their bytes and reference words if these are known."""
 
     tokens: int
     raw_bytes: int | None
     words: int | None
-    missing: str = "nothing"
-    """Reason why a count is None."""
 
 
-def counts_of(protocol: Protocol, scored: int, tokens: int) -> UnitCounts:
-    """Return the counts for `scored` tokens of a split. For a part, bytes are known only if tokens are bytes."""
-    if scored == tokens:
-        all_bytes = tokens if protocol.tokenizer["name"] == BYTES else None
-        raw_bytes = all_bytes if protocol.split_bytes is None else protocol.split_bytes
-        return UnitCounts(
-            scored, raw_bytes or None, protocol.split_words or None, "the index of the data does not contain it"
-        )
-    part = f"known only for the whole split, of which {scored:,} of {tokens:,} tokens were scored"
-    return UnitCounts(scored, scored if protocol.tokenizer["name"] == BYTES else None, None, part)
+def measures(nats: float, counts: Counts, tokenizer: str) -> dict[str, float | None]:
+    """Return the usual measures for the tokenizer, the primary one first. None if the count is unknown or a perplexity
+    overflows, as for text with almost no words.
+    """
 
+    def bits(count: int | None) -> float | None:
+        return None if count is None else nats / (math.log(2.0) * count)
 
-def measures(nats: float, counts: UnitCounts, tokenizer: str) -> dict[str, float | None]:
-    """Return the usual measures for the tokenizer, the primary one first; None if the count is unknown."""
-    of_token, of_byte = bits(nats, counts.tokens), bits(nats, counts.raw_bytes)
-    of_word = perplexity(nats, counts.words)
+    def perplexity(count: int | None) -> float | None:
+        return None if count is None or nats > LARGEST * count else math.exp(nats / count)
+
+    primary = "bits_per_dim" if tokenizer in (BYTES, PIXELS) else "bits_per_token"
+    values = {primary: bits(counts.tokens)}
     if tokenizer == PIXELS:
-        return {"bits_per_dim": of_token}
-    if tokenizer == BYTES:
-        return {"bits_per_dim": of_token, "bits_per_byte": of_byte, "word_perplexity": of_word}
-    return {
-        "bits_per_token": of_token,
-        "bits_per_byte": of_byte,
-        "token_perplexity": perplexity(nats, counts.tokens),
-        "word_perplexity": of_word,
-    }
-
-
-def bits(nats: float, count: int | None) -> float | None:
-    return None if count is None else nats / (math.log(2.0) * count)
-
-
-LARGEST = 700.0  # exp of a larger number overflows float64
-
-
-def perplexity(nats: float, count: int | None) -> float | None:
-    """Return the perplexity; None if it overflows, as for text with almost no words, or the count is unknown."""
-    return None if count is None or nats > LARGEST * count else math.exp(nats / count)
+        return values
+    values["bits_per_byte"] = bits(counts.raw_bytes)
+    if tokenizer != BYTES:
+        values["token_perplexity"] = perplexity(counts.tokens)
+    return values | {"word_perplexity": perplexity(counts.words)}
 
 
 def evaluate_decoder(
@@ -252,35 +206,40 @@ def evaluate_decoder(
 ) -> dict[str, Any]:
     """Score a split with a decoder by a protocol.
 
-    Returns:
-        The measures of `measures` for the tokenizer, "accuracy", "nats", "dims", "bytes", "words",
-        "standard_deviation" (of the primary measure), "standard_deviations" (of all), "protocol", and for pixels
-        "png_bits_per_dim". dims is the number of scored tokens, and accuracy the fraction that the model ranks first.
-        Over several hash seeds accuracy and nats are means (not an ensemble's averaged probabilities). "protocol" also
-        reports if the numbers are code lengths of the text, the reason for each null, and non-causal layers.
-
-    Raises:
-        ConfigError: The tokens are pixels and do not form square images.
+    Returns the measures of `measures` for the tokenizer, "accuracy", "nats", "dims" (scored tokens), "bytes", "words",
+    "standard_deviation" (of the primary measure), "standard_deviations" (of all), "protocol", and for pixels
+    "png_bits_per_dim". Over several hash seeds accuracy and nats are means, not an ensemble's. "protocol" also reports
+    if the numbers are code lengths, the reason for each null, and non-causal layers.
     """
     kind = protocol.tokenizer["name"]
     shape = image_shape(protocol.sequence_length) if kind == PIXELS else None
     scores = score_seeds(decoder, stream, protocol, batch, limit, ranks)
     dims = scores[0].dims
-    counts = counts_of(protocol, dims, stream.tokens)
+    counts = Counts(dims, dims if kind == BYTES else None, None)
+    missing = f"known only for the whole split, of which {dims:,} of {stream.tokens:,} tokens were scored"
+    if dims == stream.tokens:
+        raw_bytes = counts.raw_bytes if protocol.split_bytes is None else protocol.split_bytes
+        counts = Counts(dims, raw_bytes or None, protocol.split_words or None)
+        missing = "the index of the data does not contain it"
     nats, correct = (math.fsum(sums) / len(scores) for sums in zip(*((s.nats, s.correct) for s in scores), strict=True))
     numbers = measures(nats, counts, kind)
     by_seed = [measures(score.nats, counts, kind) for score in scores]
-    deviations = {name: _deviation([numbers_of_seed[name] for numbers_of_seed in by_seed]) for name in numbers}
+    deviations = {name: _deviation([values[name] for values in by_seed]) for name in numbers}
+    known = {"bits_per_byte": counts.raw_bytes, "word_perplexity": counts.words}
     reasons = _no_code_length(decoder, protocol, ranks)
     facts: dict[str, Any] = {
         "symbols": f"tokens of {kind}",
         "leaks": decoder.leaks,
         "code_length": not reasons,
         "no_code_length": reasons,
-        "context_start": START,
+        "context_start": "learned start vector",
         "split_dims": stream.tokens,
         "coverage": dims / stream.tokens,
-        "left_out": {name: _reason(name, counts) for name, value in numbers.items() if value is None},
+        "left_out": {
+            name: missing if known.get(name, dims) is None else "beyond the largest number"
+            for name, value in numbers.items()
+            if value is None
+        },
     }
     result: dict[str, Any] = numbers | {
         "accuracy": correct / dims,
@@ -300,8 +259,8 @@ def evaluate_decoder(
 
 def _no_code_length(decoder: Any, protocol: Protocol, ranks: Ranks) -> list[str]:
     """Return the reasons why scores are not code lengths of the text. They are if tests show that no later token
-    changes a bit of an earlier prediction, as for all strictly causal mechanisms of the package on CPU and GPU, except
-    some with packed documents or padding.
+    changes a bit of an earlier prediction, as for strictly causal mechanisms of the package, except some with packed
+    documents or padding.
     """
     special = [key for key in ("document_separator", "padding_token") if getattr(decoder.config, key) is not None]
     reasons = list(decoder.leaks)
@@ -344,11 +303,6 @@ def decoder_summary(result: Mapping[str, Any]) -> str:
     return f"{', '.join(parts)} ({covered} {_windows(protocol)})"
 
 
-def _reason(name: str, counts: UnitCounts) -> str:
-    count = {"bits_per_byte": counts.raw_bytes, "word_perplexity": counts.words}.get(name, counts.tokens)
-    return counts.missing if count is None else "beyond the largest number"
-
-
 def _deviation(values: Sequence[float | None]) -> float | None:
     numbers = [value for value in values if value is not None]
     return statistics.stdev(numbers) if len(values) == len(numbers) > 1 else None
@@ -362,13 +316,10 @@ def evaluate_predictions(
 ) -> dict[str, Any]:
     """Score a split with an encoder or encoder–decoder by a protocol.
 
-    Returns:
-        {"loss", "perplexity", "accuracy", "nats", "dims", "standard_deviation", "protocol"}. dims is the number of
-        scored tokens: masked tokens, or targets with their end tokens, without padding. loss is mean nats per token
-        without label smoothing, and perplexity exp(loss). Each seed masks other tokens, so nats and dims of an encoder
-        are sums over seeds; for an encoder–decoder they describe the mean code length. The deviation is the sample
-        standard deviation of the losses. With model.sentence_order also "sentence_order": {"loss", "accuracy",
-        "pairs"} with mean nats per pair, measured in a second pass in which half of the pairs are swapped.
+    Returns "loss" (mean nats per token without label smoothing), "perplexity", "accuracy", "nats", "dims" (masked
+    tokens, or targets with their end tokens), "standard_deviation" (of the losses) and "protocol". nats and dims of an
+    encoder are sums over seeds, which mask other tokens. With model.sentence_order also "sentence_order": "loss" (nats
+    per pair), "accuracy" and "pairs", of a second pass in which half of the pairs are swapped.
     """
     config: ModelConfig = model.config
     scores = score_seeds(model, stream, protocol, batch, limit, ranks)
@@ -380,12 +331,15 @@ def evaluate_predictions(
         loss = nats / dims
         facts |= {"masking": config.masking.model_dump()}
         if config.sentence_order is not None:
-            pairs = score_seeds(model, stream, protocol, batch, limit, ranks, partial(order_sums, model))
-            order = {"sentence_order": _sentence_order(pairs)}
+            orders = score_seeds(model, stream, protocol, batch, limit, ranks, partial(order_sums, model))
+            pairs = sum(sums.dims for sums in orders)
+            order_nats, correct = math.fsum(sums.nats for sums in orders), sum(sums.correct for sums in orders)
+            section = {"loss": order_nats / max(1, pairs), "accuracy": correct / max(1, pairs), "pairs": pairs}
+            order = {"sentence_order": section}
     else:
         loss, dims = math.fsum(losses) / len(losses), scores[0].dims
         nats = loss * dims
-        facts |= {"leaks": model.leaks, "context_start": START, "source_length": config.source.length}
+        facts |= {"leaks": model.leaks, "context_start": "learned start vector", "source_length": config.source.length}
     return {
         "loss": loss,
         "perplexity": math.exp(loss),
@@ -404,14 +358,7 @@ def order_sums(encoder: Any, tokens: Tensor, rng: RngContext, skip: int = 0) -> 
     return nats[scored].double().sum(), correct[scored].sum(), scored.sum()
 
 
-def _sentence_order(scores: Sequence[Score]) -> dict[str, Any]:
-    pairs = sum(sums.dims for sums in scores)
-    nats, correct = math.fsum(sums.nats for sums in scores), sum(sums.correct for sums in scores)
-    return {"loss": nats / max(1, pairs), "accuracy": correct / max(1, pairs), "pairs": pairs}
-
-
 def prediction_summary(result: Mapping[str, Any]) -> str:
-    """Return the lines that megasparse evaluate prints."""
     protocol = result["protocol"]
     kind = "target" if "source_length" in protocol else "masked"
     head = f"{result['loss']:.4f} nats per {kind} token, perplexity {result['perplexity']:.3f}"
@@ -423,6 +370,5 @@ def prediction_summary(result: Mapping[str, Any]) -> str:
 
 
 def _windows(protocol: Mapping[str, Any]) -> str:
-    """Return a description of the scored windows."""
     windows = f"windows of {protocol['sequence_length']}, stride {protocol['stride']}"
     return f"of {protocol['split']}; {windows}; step {protocol['checkpoint_step']}"

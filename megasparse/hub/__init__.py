@@ -23,7 +23,6 @@ _PLACES = {
         ("replace_attention", "auxiliary_loss", "extend_positions", "load_replaced", "save_replaced"), "replace"
     ),
 }
-"""Module of each name."""
 
 
 def __getattr__(name: str) -> Any:

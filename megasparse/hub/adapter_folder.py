@@ -1,7 +1,6 @@
 """Export of a run's adapters to a folder that peft, transformers and vLLM load on top of the original model."""
 
 from collections.abc import Iterable, Iterator, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -13,12 +12,12 @@ from megasparse.config.schema import LoRAConfig
 from megasparse.errors import HubError
 from megasparse.hub.architectures import hf_class
 from megasparse.hub.decoders import DecoderFormat
-from megasparse.hub.export import text_tokens
-from megasparse.hub.formats import Weight, our_logits, require_agreement, weights_of
-from megasparse.hub.importing import HFModel, fill
+from megasparse.hub.export import texts_with_logits
+from megasparse.hub.formats import Weight, require_agreement
+from megasparse.hub.importing import HFModel
 from megasparse.hub.replace import load_whole
 from megasparse.hub.tensor_file import appearing, refuse_existing
-from megasparse.model.build import build_model, empty_model
+from megasparse.model.build import empty_model
 from megasparse.training.checkpoints.checkpoint import NORMS, A, B, Merged, open_newest
 
 FILE, PREFIX = "adapter_model.safetensors", "base_model.model."
@@ -26,23 +25,12 @@ WHOLE = "Export all weights, for example with --to llama"
 
 
 def to_peft(checkpoint: str | Path, output: str | Path, base: str | Path) -> Path:
-    """Export the adapters of a run as a PEFT folder: adapter_config.json and adapter_model.safetensors.
+    """Export the adapters of a run as a PEFT folder, and return it.
 
-    Before the folder is renamed to `output`, peft loads it on top of `base`, and the logits are compared with
-    the trained model on the same text in fp32. Quantised weights are quantised and dequantised for it.
-
-    Args:
-        checkpoint: A checkpoint's folder, or a run's (its newest checkpoint).
-        output: Folder to write; it must not exist.
-        base: Folder of the Hugging Face decoder that the run started from.
-
-    Returns:
-        The folder.
-
-    Raises:
-        CheckpointError: The checkpoint is missing or damaged.
-        HubError: The run trained no adapters or other weights, too; `base` differs from the weights that it started
-            from; the folder exists or cannot be written; or the logits differ.
+    Before the folder is renamed to `output`, peft loads it on top of `base`, the folder of the Hugging Face decoder
+    that the run started from, and the logits are compared with the trained model in fp32. Raises HubError if the run
+    trained no adapters or other weights, too, if `base` differs from the weights that it started from, or if the logits
+    differ.
     """
     output = Path(output)
     refuse_existing(output)
@@ -52,7 +40,7 @@ def to_peft(checkpoint: str | Path, output: str | Path, base: str | Path) -> Pat
     format, sizes = foreign.format, merged.config.model
     if not isinstance(format, DecoderFormat):
         raise HubError(base, f"is of the type {format.name}, but adapters are exported only for decoders", WHOLE)
-    weights = [weight for weight in weights_of(format.table, sizes) if weight.ours]
+    weights = [weight for weight in format.weights(sizes) if weight.ours]
     tensors = dict(_tensors(merged, {weight.ours[0]: weight for weight in weights}))
     for name in merged.manifest["tensors"]["weight"]:
         if name not in foreign.tensors or not torch.equal(foreign.tensors[name](), merged.base.tensor("weight", name)):
@@ -61,13 +49,9 @@ def to_peft(checkpoint: str | Path, output: str | Path, base: str | Path) -> Pat
     with appearing(output) as folder:
         save_file(tensors, folder / FILE, {"format": "pt"})
         _settings(merged.lora, str(base), {*tensors}, weights).save_pretrained(str(folder))
-        model, seed = build_model(format.comparable(merged.config).model, 0), merged.config.run.seed
-        fill(model, partial(merged.tensor, "weight"))
-        texts = text_tokens(sizes)
-        ours = [our_logits(model, tokens, seed) for tokens in texts]
-        del model
+        texts, seed = texts_with_logits(merged, format), merged.config.run.seed
         theirs = _adapted(foreign, folder, merged, weights)
-        pairs = ((x, format.logits(theirs, tokens, seed)) for x, tokens in zip(ours, texts, strict=True))
+        pairs = ((logits, format.logits(theirs, tokens, seed)) for tokens, logits in texts)
         require_agreement(pairs, output)
     return output
 
@@ -108,7 +92,7 @@ def _settings(lora: LoRAConfig, base: str, names: set[str], weights: Iterable[We
 
 @torch.no_grad()
 def _adapted(foreign: HFModel, folder: Path, merged: Merged, weights: Iterable[Weight]) -> Any:
-    """Load the original model in fp32, with the frozen weights of the run, and its adapters from `folder`."""
+    """Load the original model in fp32, with the frozen weights of the run, and its adapters."""
     from peft import PeftModel
 
     model = load_whole(hf_class("AutoModelForCausalLM"), foreign.folder, dtype=torch.float32, **foreign.format.loading)

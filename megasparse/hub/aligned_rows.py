@@ -25,9 +25,8 @@ class AlignedRows:
     def __init__(
         self, input_ids: Tensor, attention_mask: Tensor | None, padding: int = 0, positions: Tensor | None = None
     ):
-        """Move real tokens to the front. input_ids: (B, n). attention_mask: (B, n), 0 for padding, or None without
-        padding. padding: token to write there in `tokens`. positions: transformers' position_ids, or None. Raises
-        ValueError if a row contains only padding, or if positions do not count a row's real tokens from 0.
+        """Move real tokens of (B, n) to the front. padding: token to write there in `tokens`. positions: transformers'
+        position_ids. Raises ValueError for a row of padding, or if positions do not count a row's real tokens from 0.
         """
         refuse_shape("attention_mask", attention_mask, input_ids.shape)
         if positions is not None:
@@ -48,15 +47,15 @@ class AlignedRows:
         self.tokens = input_ids.gather(1, self._order).masked_fill(~self.real, padding)
 
     def align(self, values: Tensor) -> Tensor:
-        """Reorder (B, n) or (B, n, E) from the order of the input to the order of `tokens`."""
+        """Reorder (B, n) or (B, n, E) to the order of `tokens`."""
         return values.gather(1, self._like(values, self._order)) if self.padded else values
 
     def restore(self, values: Tensor) -> Tensor:
-        """Reorder (B, n, E) from the order of `tokens` to the order of the input."""
+        """Reorder (B, n, E) to the order of the input."""
         return values.gather(1, self._like(values, self._order.argsort(dim=1))) if self.padded else values
 
     def key_mask(self, start: bool) -> Tensor | None:
-        """Return the mask of real positions: (B, n), or (B, n + 1) with the start vector of a decoder."""
+        """Return the mask of real positions, (B, n), or with a decoder's start vector (B, n + 1)."""
         return F.pad(self.real, (1, 0), value=True) if start and self.real is not None else self.real
 
     @staticmethod
@@ -70,14 +69,14 @@ class MegasparseCache:
     is_compileable = False
 
     def __init__(self, groups: list[tuple[Tensor, DecodingCache]], length: int):
-        """Group the caches. groups: indices of rows, and their cache. length: number of cached columns."""
+        """groups: indices of rows, and their cache. length: number of cached columns."""
         self.groups, self.length = groups, length
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self.length
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Select the rows `beam_idx`, (n,) int64 indices of the current rows, with repetitions."""
+        """Select the rows `beam_idx`, (n,) indices of the current rows, with repetitions."""
         groups = []
         for numbers, cache in self.groups:
             same = beam_idx.to(numbers.device).unsqueeze(1) == numbers

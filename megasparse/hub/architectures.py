@@ -12,11 +12,10 @@ FORMATS = {
     "megasparse": "megasparse.hub.megasparse_format",
     "reformer": "megasparse.hub.reformer",
 }
-"""Module of each format, with its FORMAT; imported lazily, because some need transformers."""
+"""Module of each format; imported lazily, because some need transformers."""
 
 
 def format_named(name: str) -> Format:
-    """Return the format of this name. Raises ConfigError if it is unknown."""
     if name not in FORMATS:
         raise ConfigError("format", f'unknown format "{name}"', did_you_mean(name, FORMATS))
     module = importlib.import_module(FORMATS[name]).FORMAT

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -28,53 +28,46 @@ from megasparse.hub.formats import (
 from megasparse.hub.tensor_file import TensorFile
 from megasparse.hub.tokenizer_files import tokenizer_files
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
 WEIGHTS = """
-    embedding.weight                            bert.embeddings.word_embeddings.weight
-    embedding.norm.*                            bert.embeddings.LayerNorm.*
-    blocks.{}.attention.attention.query.*       bert.encoder.layer.{}.attention.self.query.*
-    blocks.{}.attention.attention.key.*         bert.encoder.layer.{}.attention.self.key.*
-    blocks.{}.attention.attention.value.*       bert.encoder.layer.{}.attention.self.value.*
-    blocks.{}.attention.attention.output.*      bert.encoder.layer.{}.attention.output.dense.*
-    blocks.{}.attention.norm.*                  bert.encoder.layer.{}.attention.output.LayerNorm.*
-    blocks.{}.feed_forward.feed_forward.up~     bert.encoder.layer.{}.intermediate.dense.*
-    blocks.{}.feed_forward.feed_forward.down~   bert.encoder.layer.{}.output.dense.*
-    blocks.{}.feed_forward.norm.*               bert.encoder.layer.{}.output.LayerNorm.*
-    head.dense~                                 cls.predictions.transform.dense.*
-    head.norm_*                                 cls.predictions.transform.LayerNorm.*
-    head.weight                                 cls.predictions.decoder.weight
+    embedding.weight                    bert.embeddings.word_embeddings.weight
+    embedding.norm.*                    bert.embeddings.LayerNorm.*
+    .attention.attention.query.*        .attention.self.query.*
+    .attention.attention.key.*          .attention.self.key.*
+    .attention.attention.value.*        .attention.self.value.*
+    .attention.attention.output.*       .attention.output.dense.*
+    .attention.norm.*                   .attention.output.LayerNorm.*
+    .feed_forward.feed_forward.up~      .intermediate.dense.*
+    .feed_forward.feed_forward.down~    .output.dense.*
+    .feed_forward.norm.*                .output.LayerNorm.*
+    head.dense~                         cls.predictions.transform.dense.*
+    head.norm_*                         cls.predictions.transform.LayerNorm.*
+    head.weight                         cls.predictions.decoder.weight
 """
 HEAD, HEAD_BIAS = "cls.predictions.decoder.weight", "cls.predictions.bias"
 SECOND_BIAS = "cls.predictions.decoder.bias"
-"""Tied to `HEAD_BIAS` if embeddings are tied; otherwise the one that is used."""
+"""Tied to `HEAD_BIAS` if embeddings are tied; otherwise the one in use."""
 
 
 class BERTFormat(Format):
     """Format of `BertForMaskedLM`. Parameters are copied exactly, except for the following.
 
-    Token types: the table is copied, although megasparse gives all tokens the first type; without a table, it is
-    exported as a row of zeros. Positions: unused rows (`positions.offset`) are copied; missing ones are exported as
-    zeros. A pooler and a next-sentence head are ignored on import.
-
-    The mask token is `mask_token_id` of config.json, a key that Hugging Face's configuration does not define; without
-    it, the last token. Settings that only affect training (dropout of attention weights) or memory (tiles,
-    activations), and the tokens that start, end and pad a text, are not converted.
+    The table of token types is copied, although megasparse gives all tokens the first type; without one, a row of zeros
+    is exported. Unused rows of positions (`positions.offset`) are copied; missing ones are exported as zeros. A pooler
+    and a next-sentence head are ignored on import. The mask token is `mask_token_id` of config.json, a key that Hugging
+    Face does not define, or the last token. Dropout of attention weights, tiles, activations, and the tokens that
+    start, end and pad a text are not converted.
     """
 
     name = "bert"
     architecture = "BertForMaskedLM"
     attention = "full"
-    """Kind of every layer's attention in megasparse."""
     offset = 0
     """Unused rows at the start of the position table."""
     required: ClassVar = {"hidden_act": "gelu", "is_decoder": False, "position_embedding_type": "absolute"}
     """Values that config.json must have."""
     ignored: tuple[str, ...] = ("bert.pooler.", "cls.seq_relationship.", "bert.embeddings.position_ids")
-    """Prefixes of tensors that are ignored if present."""
+    """Prefixes of tensors to ignore."""
     head = "cls.predictions."
-    """Prefix of the head's tensors."""
 
     def export(self, config: Config, weight: Callable[[str], Tensor]) -> Exported:
         model = config.model
@@ -114,28 +107,23 @@ class BERTFormat(Format):
         return Imported({"model": section, "data": {"sequence_length": model.max_length}}, read)
 
     @torch.no_grad()
-    def logits(self, model: "PreTrainedModel", tokens: Tensor, seed: int) -> Tensor:
-        network: Any = model
-        return network(attention_mask=torch.ones_like(tokens), **self.inputs(tokens)).logits.float()
-
-    # Names in other architectures.
+    def logits(self, model: Any, tokens: Tensor, seed: int) -> Tensor:
+        return model(attention_mask=torch.ones_like(tokens), **self.inputs(tokens)).logits.float()
 
     def their_name(self, name: str) -> str:
         """Return the name of a tensor, given BERT's name with the prefix of this type."""
         return name
 
     def inputs(self, tokens: Tensor) -> dict[str, Tensor]:
-        """Return the arguments of Hugging Face's model for tokens without padding, with their own positions."""
+        """Return the arguments of Hugging Face's model for tokens without padding."""
         return {"input_ids": tokens}
 
-    # Configuration and weights of the attention.
-
     def attention_of(self, config: Any, path: Path) -> dict[str, Any]:
-        """Return `model.attention`. Raises HubError naming `path` and the key that megasparse cannot express."""
+        """Return `model.attention`."""
         return {"pattern": [self.attention]}
 
     def hf_attention(self, model: ModelConfig) -> dict[str, Any]:
-        """Return keys of config.json. Raises HubError naming the key that they cannot express."""
+        """Return keys of config.json."""
         self.must_be(model, "attention.full.shared_qk", False)
         return {"attention_probs_dropout_prob": model.attention.dropout}
 
@@ -169,7 +157,6 @@ class BERTFormat(Format):
         }
 
     def _read_config(self, values: dict[str, Any], path: Path) -> Any:
-        """Parse Hugging Face's configuration. Raises HubError naming `path` if it is invalid or not supported."""
         config = read_configuration(self.name, values, path)
         check_only(config, self.required, path)
         if config.num_attention_heads < 1 or config.hidden_size % config.num_attention_heads:
@@ -204,7 +191,7 @@ class BERTFormat(Format):
         positions, type_names = (self.offset + model.max_length, width), ("embedding.token_types",)
         bias = HEAD_BIAS if model.tied_embeddings else SECOND_BIAS
         return [
-            *weights_of(WEIGHTS.replace("bert.", f"{self.name}."), model),
+            *weights_of(WEIGHTS.replace("bert.", f"{self.name}."), f"{self.name}.encoder.layer.{{}}", model),
             Weight(("embedding.positions.table",), f"{tables}.position_embeddings.weight", positions, (rows, width)),
             Weight(type_names if model.token_types else (), f"{tables}.token_type_embeddings.weight", types, types),
             Weight(("head.bias",), bias, vocabulary, vocabulary),
@@ -212,9 +199,7 @@ class BERTFormat(Format):
         ]
 
     def _stored_name(self, name: str, names: list[str]) -> str:
-        """Return the name in a file with `names`: a model without its head may lack the prefix, and early BERTs use
-        LayerNorm.gamma and LayerNorm.beta.
-        """
+        """Return the name in a file: without its head it may lack the prefix, and early BERTs use gamma and beta."""
         name, prefix = self.their_name(name), f"{self.name}."
         if not any(stored.startswith(prefix) for stored in names):
             name = name.removeprefix(prefix)
@@ -223,7 +208,7 @@ class BERTFormat(Format):
 
 
 PADDING = 1
-"""RoBERTa's `pad_token_id`: positions of real tokens start after it, so the table starts with two unused rows."""
+"""RoBERTa's `pad_token_id`: positions of real tokens start after it."""
 RENAMED = {
     "cls.predictions.transform.dense": "lm_head.dense",
     "cls.predictions.transform.LayerNorm": "lm_head.layer_norm",
@@ -233,8 +218,8 @@ RENAMED = {
 
 
 class RoBERTaFormat(BERTFormat):
-    """Format of `RobertaForMaskedLM`: BERTFormat with other names for the head, one type of tokens, and two rows of the
-    position table that only padding uses, which `max_position_embeddings` includes.
+    """BERTFormat with other names for the head, one type of tokens, and two rows of the position table that only
+    padding uses.
     """
 
     name = "roberta"
@@ -265,13 +250,10 @@ class YOSOFormat(BERTFormat):
     """BERTFormat with YOSO's attention. Differences from Hugging Face's implementation:
 
     Hashing (`use_expectation` false) runs in a CUDA kernel that transformers downloads on demand, and draws new hashes
-    at each call. `logits` of such a model are therefore computed with its expectation, the mean over all hashes, and
-    compared with megasparse's under `comparable`, with the same parameters and code length. Gaussian hashing
-    (`use_fast_hash` false) gives each query the code of the key at its position, a bug; megasparse hashes the query.
+    at each call. `logits` are therefore computed with its expectation, and compared with megasparse's under
+    `comparable`. Gaussian hashing (`use_fast_hash` false) gives each query the code of the key at its position, a bug.
 
-    Padding: its model passes on an attention_mask of 1 (token) and 0 (padding), but its layers expect 0 and −10,000.
-    Its attention therefore attends to padding, and only the convolution excludes it; megasparse excludes it in both.
-    Batches without padding give the same result.
+    Padding: its layers expect a mask of 0 and −10,000, but get 1 and 0, so that its attention attends to padding.
 
     Not supported by Hugging Face: another number of hashes in evaluation than in training. Not supported by megasparse:
     hashing with the expectation's gradients (`lsh_backward` false).
@@ -324,8 +306,8 @@ class YOSOFormat(BERTFormat):
         layers = range(model.layers)
         return [Weight((ours.format(layer),), theirs.format(layer), shape, (heads, size)) for layer in layers]
 
-    def logits(self, model: "PreTrainedModel", tokens: Tensor, seed: int) -> Tensor:
-        """Return the logits of BERTFormat, with the expectation."""
+    def logits(self, model: Any, tokens: Tensor, seed: int) -> Tensor:
+        """Return the logits with the expectation."""
         parts: list[Any] = [module for module in model.modules() if hasattr(module, "use_expectation")]
         before = [part.use_expectation for part in parts]
         try:
@@ -343,4 +325,3 @@ class YOSOFormat(BERTFormat):
 
 
 FORMAT = {form.name: form for form in (BERTFormat(), RoBERTaFormat(), YOSOFormat())}
-"""By `model_type`."""

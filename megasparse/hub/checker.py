@@ -1,13 +1,12 @@
 """Check a causal language model of transformers, or of a run, for leaks of later tokens, padding and other documents.
 
 Every check compares the logits of two ways to compute them that must agree, in a run the nats of the tokens. A
-difference is relative to the standard deviation of these. Rounding gives about 1e-6 in fp32, a leak usually more than
-1e-2; 0 means the same bits.
-
-L tokens of a row.
+difference is relative to their standard deviation. Rounding gives about 1e-6 in fp32, a leak usually more than 1e-2; 0
+means the same bits. L tokens of a row.
 """
 
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,7 +26,7 @@ from megasparse.model.stack import padding_of
 from megasparse.ops.random import RngContext
 
 TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
-"""Largest relative difference of a passed check, by the dtype of the weights. Logits are compared in fp32."""
+"""Largest relative difference of a passed check, by the dtype of the weights."""
 
 
 BATCH_CHECKS = ("later tokens", "packed documents")
@@ -35,7 +34,7 @@ BATCH_CHECKS = ("later tokens", "packed documents")
 
 class CheckResult(NamedTuple):
     """passed: None if the model rejects the inputs of the check. difference: the largest; ∞ if the model crashes.
-    position: the first token whose logits differ by more than the tolerance, or None. note: the model's error.
+    position: the first token whose logits differ by more than the tolerance. note: the model's error.
     """
 
     name: str
@@ -74,10 +73,10 @@ def check_model(model: Any, length: int = 64, seed: int = 0) -> list[CheckResult
             pairs = list(check(model, tokens, whole))
         except Exception as error:
             note = " ".join(str(error).split())[:120] or type(error).__name__
-            broken = not isinstance(error, TypeError | ValueError | AttributeError | NotImplementedError | HubError)
-            results.append(CheckResult(name, False if broken else None, torch.inf if broken else 0.0, None, note))
-            continue
-        results.append(_compared(name, pairs, scale, tolerance))
+            rejected = isinstance(error, TypeError | ValueError | AttributeError | NotImplementedError | HubError)
+            results.append(CheckResult(name, None if rejected else False, 0.0 if rejected else torch.inf, None, note))
+        else:
+            results.append(_compared(name, pairs, scale, tolerance))
     return results
 
 
@@ -94,13 +93,9 @@ def _compared(name: str, pairs: Iterable[tuple[int, Tensor, Tensor]], scale: flo
 
 @torch.no_grad()
 def check_batch(model: Any, tokens: Tensor, seed: int = 0) -> list[CheckResult]:
-    """Check a megasparse decoder on a batch as it is trained on: no token's nats may depend on later tokens, nor on
-    other documents. Documents are replaced by the bits of their numbers, so that each pair is apart in some pass.
-
-    Args:
-        model: The decoder in evaluation mode.
-        tokens: (B, L) int64, with the marks of its shards.
-        seed: Seed of the random tokens that replace others.
+    """Check a megasparse decoder on a batch (B, L) as it is trained on, with the marks of its shards: no token's nats
+    may depend on later tokens, nor on other documents, which are replaced by the bits of their numbers, so that each
+    pair is apart in some pass.
     """
     config, length = model.config, tokens.shape[1]
     special = {config.separator_id, config.padding_token}
@@ -149,28 +144,18 @@ def _causality(model: Any, tokens: Tensor, whole: Tensor) -> Pairs:
         yield 0, _logits(model, changed)[0, :t], whole[0, :t]
 
 
-def _right_padding(model: Any, tokens: Tensor, whole: Tensor) -> Pairs:
-    """Pad a short row on the right, next to a long one."""
-    short = tokens.shape[1] // 2 + 3
-    mask = torch.ones_like(tokens[:2])
-    mask[1, short:] = 0
-    padded = tokens[:2].masked_fill(mask == 0, 0)
-    yield 0, _logits(model, padded, attention_mask=mask)[1, :short], _logits(model, tokens[1:2, :short])[0]
-
-
-def _left_padding(model: Any, tokens: Tensor, whole: Tensor) -> Pairs:
-    """Pad a short row on the left, with positions that count real tokens, as `generate` does."""
-    short = tokens.shape[1] // 2 + 3
-    mask = torch.ones_like(tokens[:2])
-    mask[1, :-short] = 0
-    padded = torch.cat([tokens[:1], F.pad(tokens[1:2, :short], (tokens.shape[1] - short, 0))])
-    positions = (mask.cumsum(1) - 1).clamp_min(0)
-    logits = _logits(model, padded, attention_mask=mask, position_ids=positions)
-    yield 0, logits[1, -short:], _logits(model, tokens[1:2, :short])[0]
+def _padding(model: Any, tokens: Tensor, whole: Tensor, left: bool = False) -> Pairs:
+    """Pad a short row, next to a long one; on the left with positions that count real tokens, as `generate` does."""
+    row = tokens[1:2, : tokens.shape[1] // 2 + 3]
+    missing = tokens.shape[1] - row.shape[1]
+    sides, real = ((missing, 0), slice(missing, None)) if left else ((0, missing), slice(row.shape[1]))
+    padded = torch.cat([tokens[:1], F.pad(row, sides)])
+    mask = torch.cat([torch.ones_like(tokens[:1]), F.pad(torch.ones_like(row), sides)])
+    inputs = {"position_ids": (mask.cumsum(1) - 1).clamp_min(0)} if left else {}
+    yield 0, _logits(model, padded, attention_mask=mask, **inputs)[1, real], _logits(model, row)[0]
 
 
 def _batch(model: Any, tokens: Tensor, whole: Tensor) -> Pairs:
-    """Compute a row in a batch of other rows."""
     yield 0, _logits(model, tokens)[0], whole[0]
 
 
@@ -186,8 +171,8 @@ def _cache(model: Any, tokens: Tensor, whole: Tensor) -> Pairs:
 
 
 def _packing(model: Any, tokens: Tensor, whole: Tensor) -> Pairs:
-    """Pack three documents into one row, marked by positions that restart, and replace the others of each document.
-    A row of its own may give other logits, because windows of chunks are aligned to the row.
+    """Pack three documents into one row, marked by positions that restart, and replace the others of each document. In
+    a row of its own, chunks would be aligned otherwise.
     """
     ends = [0, tokens.shape[1] // 4, tokens.shape[1] // 2 + 3, tokens.shape[1]]
     spans = list(pairwise(ends))
@@ -201,8 +186,8 @@ def _packing(model: Any, tokens: Tensor, whole: Tensor) -> Pairs:
 
 CHECKS: dict[str, Callable[[Any, Tensor, Tensor], Pairs]] = {
     "later tokens": _causality,
-    "padding on the right": _right_padding,
-    "padding on the left": _left_padding,
+    "padding on the right": _padding,
+    "padding on the left": partial(_padding, left=True),
     "other rows of a batch": _batch,
     "decoding from a cache": _cache,
     "packed documents": _packing,
@@ -211,26 +196,23 @@ CHECKS: dict[str, Callable[[Any, Tensor, Tensor], Pairs]] = {
 
 
 def load_model(folder: Path) -> Any:
-    """Load a model of transformers, or one that megasparse exported or replaced, without running code of the folder. In
-    fp32: rounding in bf16 can exceed the tolerance. Raises HubError if it is not a causal language model, or not whole.
+    """Load a model of transformers, or one that megasparse exported or replaced, in fp32: rounding in bf16 can exceed
+    the tolerance. Raises HubError if it is not a causal language model, or not whole.
     """
     try:
         names = parse_json(read_file(folder / "config.json", 1 << 20).decode(), str(folder)).get("architectures")
     except (OSError, ValueError, AttributeError):
         raise HubError(folder, "config.json cannot be read", "Give the folder of a model") from None
     if not names or not names[0].endswith(("ForCausalLM", "LMHeadModel", "ModelWithLMHead")):
-        problem = f"config.json specifies the architecture {(names or [None])[0]}"
-        raise HubError(folder, problem, "Give a causal language model")
+        raise HubError(folder, f"is of the architecture {names and names[0]}", "Give a causal language model")
     try:
         loader = hf_class(names[0])
     except AttributeError:
-        problem = f"config.json specifies the architecture {names[0]}, which transformers lacks"
-        raise HubError(folder, problem, "Give a model of transformers") from None
+        raise HubError(folder, f"transformers lacks its architecture {names[0]}", "Give another model") from None
     return load_whole(loader, folder, dtype=torch.float32)
 
 
 def load_tokenizer(folder: str | Path) -> Any:
-    """Load the tokenizer of a folder with transformers. Raises HubError."""
     try:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except (OSError, ValueError, LookupError, TypeError, AttributeError, ImportError) as error:
@@ -238,7 +220,6 @@ def load_tokenizer(folder: str | Path) -> Any:
 
 
 def table(results: list[CheckResult]) -> str:
-    """Return a table of PASS and FAIL with the largest differences and first positions."""
     lines = [f"{'check':24}{'':6}{'difference':>12}  first token"]
     for result in results:
         verdict = {True: "PASS", False: "FAIL", None: "n/a"}[result.passed]

@@ -5,7 +5,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +17,7 @@ from megasparse.hub.formats import (
     Exported,
     Format,
     Imported,
+    Weight,
     check_only,
     hf_sizes,
     model_of,
@@ -33,67 +34,67 @@ from megasparse.hub.tensor_file import BUFFERS, TensorFile
 from megasparse.hub.tokenizer_files import GENERATION, SPECIAL, chat_files
 from megasparse.ops.positions import LLAMA3_TURNS, YARN_TURNS
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
 HEAD = "lm_head.weight"
 ACTIVATIONS = {"silu": "swiglu", "gelu": "geglu", "gelu_pytorch_tanh": "geglu_tanh"}
 GPT2_ACTIVATIONS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu", "relu": "relu"}
 
 
 LLAMA = """
-    embedding.weight                                    model.embed_tokens.weight
-    blocks.{}.attention.norm.weight                     model.layers.{}.input_layernorm.weight
-    blocks.{}.attention.attention.query.*               model.layers.{}.self_attn.q_proj.*
-    blocks.{}.attention.attention.key.*                 model.layers.{}.self_attn.k_proj.*
-    blocks.{}.attention.attention.value.*               model.layers.{}.self_attn.v_proj.*
-    blocks.{}.attention.attention.output.*              model.layers.{}.self_attn.o_proj.*
-    blocks.{}.attention.attention.query_norm.weight     model.layers.{}.self_attn.q_norm.weight
-    blocks.{}.attention.attention.key_norm.weight       model.layers.{}.self_attn.k_norm.weight
-    blocks.{}.attention.attention.mechanisms.           model.layers.{}.self_attn.megasparse.
-    blocks.{}.feed_forward.norm.weight                  model.layers.{}.post_attention_layernorm.weight
-    blocks.{}.feed_forward.feed_forward.gate~           model.layers.{}.mlp.gate_proj.*
-    blocks.{}.feed_forward.feed_forward.up~             model.layers.{}.mlp.up_proj.*
-    blocks.{}.feed_forward.feed_forward.down~           model.layers.{}.mlp.down_proj.*
-    head.norm_weight                                    model.norm.weight
-    head.weight                                         lm_head.weight
+    embedding.weight                            model.embed_tokens.weight
+    .attention.norm.weight                      .input_layernorm.weight
+    .attention.attention.query.*                .self_attn.q_proj.*
+    .attention.attention.key.*                  .self_attn.k_proj.*
+    .attention.attention.value.*                .self_attn.v_proj.*
+    .attention.attention.output.*               .self_attn.o_proj.*
+    .attention.attention.query_norm.weight      .self_attn.q_norm.weight
+    .attention.attention.key_norm.weight        .self_attn.k_norm.weight
+    .attention.attention.mechanisms.            .self_attn.megasparse.
+    .feed_forward.norm.weight                   .post_attention_layernorm.weight
+    .feed_forward.feed_forward.gate~            .mlp.gate_proj.*
+    .feed_forward.feed_forward.up~              .mlp.up_proj.*
+    .feed_forward.feed_forward.down~            .mlp.down_proj.*
+    head.norm_weight                            model.norm.weight
+    head.weight                                 lm_head.weight
 """
 GPT2 = """
-    embedding.weight                                    transformer.wte.weight
-    embedding.positions.table                           transformer.wpe.weight
-    blocks.{}.attention.norm.*                          transformer.h.{}.ln_1.*
-    blocks.{}.attention.attention.query|key|value.*     transformer.h.{}.attn.c_attn.*     T
-    blocks.{}.attention.attention.output.*              transformer.h.{}.attn.c_proj.*     T
-    blocks.{}.attention.attention.mechanisms.           transformer.h.{}.attn.megasparse.
-    blocks.{}.feed_forward.norm.*                       transformer.h.{}.ln_2.*
-    blocks.{}.feed_forward.feed_forward.up~             transformer.h.{}.mlp.c_fc.*        T
-    blocks.{}.feed_forward.feed_forward.down~           transformer.h.{}.mlp.c_proj.*      T
-    head.norm_*                                         transformer.ln_f.*
-    head.weight                                         lm_head.weight
+    embedding.weight                            transformer.wte.weight
+    embedding.positions.table                   transformer.wpe.weight
+    .attention.norm.*                           .ln_1.*
+    .attention.attention.query|key|value.*      .attn.c_attn.*      T
+    .attention.attention.output.*               .attn.c_proj.*      T
+    .attention.attention.mechanisms.            .attn.megasparse.
+    .feed_forward.norm.*                        .ln_2.*
+    .feed_forward.feed_forward.up~              .mlp.c_fc.*         T
+    .feed_forward.feed_forward.down~            .mlp.c_proj.*       T
+    head.norm_*                                 transformer.ln_f.*
+    head.weight                                 lm_head.weight
 """
 
 
 class DecoderFormat(Format):
     """Format of a causal language model. Parameters are copied exactly.
 
-    Start: a megasparse decoder predicts token t from the tokens before it, and the first one from the embedding of
+    A megasparse decoder predicts token t from the tokens before it, and the first one from the embedding of
     `model.start_token`. Hugging Face's input is therefore [BOS, token 0, token 1, ...], and its logits at t predict
-    token t. A model without a `bos_token_id` starts with its first `eos_token_id`, which separates training documents.
+    token t. Without a `bos_token_id`, BOS is the first `eos_token_id`, which separates training documents.
 
-    Settings that only affect training (dropout) or memory (tiles, activations) are not converted. Attention other than
-    full is Hugging Face's replaced attention, see hub.replace.
+    Dropout, tiles and activations are not converted. Attention other than full is replaced attention, see hub.replace.
     """
 
     note = "Start every input with the token `bos_token_id`, as in training; its tokenizer may not add it."
     loading: ClassVar[dict[str, Any]] = {"attn_implementation": "sdpa"}
     architecture: str
     base: str
-    """Name of the model without the output projection, the prefix of its tensors."""
+    """Prefix of the tensors except the output projection."""
     table: str
-    """Table of weights, see formats.weights_of."""
+    layers: str
+    """Name of a layer, see formats.weights_of."""
 
     def __init__(self, name: str):
         self.name = name
+
+    def weights(self, model: ModelConfig) -> list[Weight]:
+        return weights_of(self.table, self.layers, model)
 
     def export(self, config: Config, weight: Callable[[str], Tensor]) -> Exported:
         model = config.model
@@ -112,11 +113,11 @@ class DecoderFormat(Format):
         self._check_expressible(model)
         if {*kinds(model)} != {"full"}:
             hf_config |= replacement(model, config.run.seed)
-        weights = weights_of(self.table, model)
+        weights = self.weights(model)
         return Exported(hf_config, lambda: ((entry.theirs, entry.write(weight)) for entry in weights), files)
 
     def model_section(self, hf_config: dict[str, Any], path: Path) -> dict[str, Any]:
-        """Return the section `model` for the config.json at `path`. Raises HubError if megasparse cannot express it."""
+        """Return the section `model` for the config.json at `path`."""
         config = read_configuration(self.name, hf_config, path)
         if config.hidden_size % config.num_attention_heads and not getattr(config, "head_dim", None):
             raise not_ours(path, "num_attention_heads", config.num_attention_heads, "a divisor of hidden_size")
@@ -148,7 +149,7 @@ class DecoderFormat(Format):
         if any(mechanism.shared_qk for mechanism in mechanisms(unfilled(model))):
             problem = "its replaced attention has shared queries and keys, so its keys would be lost"
             raise HubError(path, problem, "Replace the original model's attention by one with separate keys")
-        names, weights = tensors.names(), weights_of(self.table, model)
+        names, weights = tensors.names(), self.weights(model)
         bare = {entry.theirs: entry.theirs.removeprefix(f"{self.base}.") for entry in weights}
         stored = {theirs: short if short in names else theirs for theirs, short in bare.items()}
         if model.tied_embeddings:
@@ -163,36 +164,30 @@ class DecoderFormat(Format):
         return Imported({"model": section, "run": run, "data": data}, read)
 
     @torch.no_grad()
-    def logits(self, model: "PreTrainedModel", tokens: Tensor, seed: int) -> Tensor:
-        network: Any = model
+    def logits(self, model: Any, tokens: Tensor, seed: int) -> Tensor:
         read = F.pad(tokens[:, :-1], (1, 0), value=start_token(model.config, Path(self.name)))
-        return network(input_ids=read, use_cache=False).logits.float()
+        return model(input_ids=read, use_cache=False).logits.float()
 
     def comparable(self, config: Config) -> Config:
         """Return the configuration with full attention and fp32 residual streams. Rounding changes the keys that a
-        query selects now and then, and in a model of many layers every later logit.
+        query selects now and then, and so every later logit.
         """
         attention = config.model.attention.model_copy(update={"pattern": ["full"]})
         changes = {"attention": attention, "residual_dtype": "fp32"}
         return config.model_copy(update={"model": config.model.model_copy(update=changes)})
 
-    # Differences between the families
-
     @abstractmethod
     def section(self, config: Any, path: Path) -> dict[str, Any]:
-        """Return the keys of `model`. Raises HubError naming `path` and the key that megasparse cannot express."""
+        """Return further keys of `model`."""
 
     @abstractmethod
     def hf_config(self, model: ModelConfig) -> dict[str, Any]:
-        """Return keys of config.json. Raises HubError naming the key that they cannot express."""
+        """Return further keys of config.json."""
 
     def _check_expressible(self, model: ModelConfig) -> None:
-        self.must_be(model, "kind", "decoder")
-        self.must_be(model, "style", "reformer")
-        self.must_be(model, "blocks", "ordinary")
-        self.must_be(model, "output_bias", False)
-        self.must_be(model, "adaptive_cutoffs", [])
-        self.must_be(model, "ngrams", None)
+        required = {"kind": "decoder", "style": "reformer", "blocks": "ordinary", "output_bias": False}
+        for key, only in (required | {"adaptive_cutoffs": [], "ngrams": None}).items():
+            self.must_be(model, key, only)
         self.must_be(model, "logit_scale", 1.0, *([] if model.tied_embeddings else [None]))
         if model.start_token is None:
             problem = f"null, a learned start vector, which Hugging Face's {self.name} does not support"
@@ -204,14 +199,14 @@ class DecoderFormat(Format):
 class LlamaFormat(DecoderFormat):
     """Llama and similar decoders: RMS norms, rotary positions, gated feed-forwards, grouped key heads."""
 
-    base, table = "model", LLAMA
+    base, table, layers = "model", LLAMA, "model.layers.{}"
     families: ClassVar[dict[str, tuple[str, tuple[str, ...], bool]]] = {
         "llama": ("LlamaForCausalLM", ("none", "all"), False),
         "mistral": ("MistralForCausalLM", ("none",), False),
         "qwen2": ("Qwen2ForCausalLM", ("qkv",), False),
         "qwen3": ("Qwen3ForCausalLM", ("none", "all"), True),
     }
-    """Class, supported biases of projections, and use of query and key norms, by model_type."""
+    """Class, supported biases of projections, and use of query and key norms."""
 
     def __init__(self, name: str):
         super().__init__(name)
@@ -262,7 +257,7 @@ class LlamaFormat(DecoderFormat):
 class GPT2Format(DecoderFormat):
     """GPT-2: layer norms, learned positions, biases everywhere. Its matrices are transposed."""
 
-    architecture, base, table = "GPT2LMHeadModel", "transformer", GPT2
+    architecture, base, table, layers = "GPT2LMHeadModel", "transformer", GPT2, "transformer.h.{}"
 
     def section(self, config: Any, path: Path) -> dict[str, Any]:
         only = {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False}
@@ -279,13 +274,10 @@ class GPT2Format(DecoderFormat):
 
     def hf_config(self, model: ModelConfig) -> dict[str, Any]:
         activations = {"gelu_tanh": "gelu_new", "gelu": "gelu", "relu": "relu", None: "relu"}
-        self.must_be(model, "norm", "layer")
-        self.must_be(model, "positions.kind", "learned")
-        self.must_be(model, "positions.offset", 0)
+        required = {"norm": "layer", "positions.kind": "learned", "positions.offset": 0, "feed_forward_biases": True}
+        for key, only in (required | {"attention_biases": "all", "query_key_norm": False}).items():
+            self.must_be(model, key, only)
         self.must_be(model, "feed_forward", *activations)
-        self.must_be(model, "feed_forward_biases", True)
-        self.must_be(model, "attention_biases", "all")
-        self.must_be(model, "query_key_norm", False)
         self.must_be(model, "key_heads", None, model.heads)
         self.must_be(model, "head_dim", None, model.d_model / model.heads)
         return {
@@ -300,7 +292,6 @@ class GPT2Format(DecoderFormat):
 
 
 def start_token(config: Any, path: Path) -> int:
-    """Return the first token of a model's sequences. Raises HubError if its configuration does not specify it."""
     ends = config.eos_token_id
     token = config.bos_token_id if config.bos_token_id is not None else ends[0] if isinstance(ends, list) else ends
     if token is None:
@@ -313,17 +304,16 @@ def start_token(config: Any, path: Path) -> int:
 ROPE_KEYS = {"original_length": "original_max_position_embeddings", "attention_factor": "attention_factor"}
 """Hugging Face's key for keys of model.positions.scaling."""
 ROPE_KINDS = {"linear": (), "llama3": ("original_length",), "yarn": ("original_length", "attention_factor")}
-"""Kinds of scaling that both support, and their keys apart from the factor."""
+"""Kinds of scaling, and their keys apart from the factor."""
 ROPE_TURNS: dict[str, dict[str, float]] = {
     "linear": {},
     "llama3": dict(zip(("low_freq_factor", "high_freq_factor"), LLAMA3_TURNS, strict=True)),
     "yarn": dict(zip(("beta_fast", "beta_slow"), YARN_TURNS, strict=True)),
 }
-"""Hugging Face's keys for which megasparse supports only these values."""
+"""Hugging Face's keys of which megasparse supports only these values."""
 
 
 def rotary_of(rope: dict[str, Any], path: Path) -> dict[str, Any]:
-    """Return `model.positions`. Raises HubError naming `path` for a scaling that megasparse lacks."""
     kind, section = rope["rope_type"], {"kind": "rotary", "base": float(rope["rope_theta"])}
     if rope.get("partial_rotary_factor", 1.0) != 1.0:
         raise not_ours(path, "partial_rotary_factor", rope["partial_rotary_factor"], "1.0")
@@ -346,7 +336,7 @@ def rotary_of(rope: dict[str, Any], path: Path) -> dict[str, Any]:
 
 
 def rope_of(positions: PositionsConfig, head_dim: int) -> dict[str, Any]:
-    """Return keys of config.json that every version of transformers reads. NTK scaling is exported as a larger base."""
+    """Return keys of config.json that every transformers reads. NTK scaling is exported as a larger base."""
     scaling = positions.scaling
     if scaling is None:
         return {"rope_theta": positions.base}
@@ -361,4 +351,3 @@ def rope_of(positions: PositionsConfig, head_dim: int) -> dict[str, Any]:
 
 
 FORMAT = {**{name: LlamaFormat(name) for name in LlamaFormat.families}, "gpt2": GPT2Format("gpt2")}
-"""By `model_type`."""

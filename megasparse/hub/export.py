@@ -17,6 +17,7 @@ from megasparse.hub.architectures import format_named, hf_class
 from megasparse.hub.formats import (
     TASKS,
     Exported,
+    Format,
     compared_length,
     our_logits,
     padded,
@@ -32,19 +33,17 @@ from megasparse.training.checkpoints.checkpoint import Checkpoint, open_newest
 from megasparse.training.checkpoints.manifest import NO_DATA
 
 COMPARED = 3, 2
-"""Number of texts, and of sequences per text, on which both models are compared."""
+"""Texts, and sequences per text, on which both models are compared."""
 
 
 def to_hf(
     checkpoint: str | Path, output: str | Path, to: str = "megasparse", evaluation: str | Path | None = None
 ) -> Path:
-    """Export a pretrained checkpoint as a Hugging Face model. `megasparse.to_hf`, which also exports fine-tuned models,
-    describes arguments, result and errors.
-    """
+    """Export a pretrained checkpoint, as described by `megasparse.to_hf`, which also exports fine-tuned models."""
     format, output = format_named(to), Path(output)
     refuse_existing(output)
     opened = open_newest(Path(checkpoint), build=empty_model)
-    config, seed = opened.config, opened.config.run.seed
+    config = opened.config
     if identity(config.data.tokenizer) != opened.manifest["tokenizer"]:
         problem = f"{config.data.tokenizer} is not the tokenizer that the model was trained with"
         raise HubError("data.tokenizer", problem, "Restore its file")
@@ -55,10 +54,7 @@ def to_hf(
         files |= exported.files
         write_files(files, folder)
         write_tensors(exported.tensors(), folder)
-        texts, model = text_tokens(config.model), build_model(format.comparable(config).model, seed)
-        fill(model, partial(opened.tensor, "weight"))
-        ours = [our_logits(model, tokens, seed) for tokens in texts]
-        del model
+        texts = texts_with_logits(opened, format)
         settings: dict[str, Any] = {"dtype": torch.float32, "local_files_only": True, "output_loading_info": True}
         loader = hf_class(exported.config["architectures"][0])
         theirs, info = loader.from_pretrained(folder, **settings, **format.loading)
@@ -70,15 +66,22 @@ def to_hf(
 
         restore_attention(theirs, folder)
         theirs.eval()
-        pairs = ((x, format.logits(theirs, tokens, seed)) for x, tokens in zip(ours, texts, strict=True))
+        pairs = ((logits, format.logits(theirs, tokens, config.run.seed)) for tokens, logits in texts)
         require_agreement(pairs, output)
     return output
 
 
-def text_tokens(model: ModelConfig) -> list[Tensor]:
-    """Return real text, the source code of this file, in three pieces: (2, L) int64 each, with L `compared_length`.
+def texts_with_logits(checkpoint: Checkpoint, format: Format) -> list[tuple[Tensor, Tensor]]:
+    """Return the texts of `text_tokens`, with the logits of a checkpoint's model that `format` compares."""
+    config = checkpoint.config
+    model = build_model(format.comparable(config).model, config.run.seed)
+    fill(model, partial(checkpoint.tensor, "weight"))
+    return [(tokens, our_logits(model, tokens, config.run.seed)) for tokens in text_tokens(config.model)]
 
-    For an encoder every seventh token is masked; for an encoder–decoder the second source and target are padded.
+
+def text_tokens(model: ModelConfig) -> list[Tensor]:
+    """Return real text, the source code of this file, in three pieces (2, L) int64: of an encoder with masked tokens,
+    of an encoder–decoder with padding.
     """
     pieces, count, length = *COMPARED, compared_length(model)
     text = bytearray(Path(__file__).read_bytes()[: pieces * count * length])
@@ -105,7 +108,7 @@ MEASURES = (
 
 
 def card(checkpoint: Checkpoint, exported: Exported, to: str, evaluation: str | Path | None) -> str:
-    """Return the README.md of a checkpoint exported as `to`. evaluation: see `measurements`. Raises HubError."""
+    """Return the README.md of a checkpoint exported as `to`. evaluation: see `measurements`."""
     config, model = checkpoint.config, checkpoint.config.model
     built, tokenizer = unfilled(model), build_tokenizer(config.data.tokenizer)
     stacks = [model] if model.source is None else [encoder_part(model), model]
@@ -162,10 +165,7 @@ def _use(config: Config, exported: Exported, to: str) -> list[str]:
 
 
 def measurements(checkpoint: Checkpoint, path: str | Path | None) -> list[dict[str, Any]]:
-    """Return the results of `megasparse evaluate` for this checkpoint: the file `path`, or those in the run's folder.
-
-    Raises HubError if the file is not such a result, or belongs to another checkpoint.
-    """
+    """Return the results of `megasparse evaluate` for this checkpoint, in the file `path` or in the run's folder."""
     results = []
     for file in sorted(checkpoint.path.parent.parent.glob("*.json")) if path is None else [Path(path)]:
         result = _result(file)
@@ -176,8 +176,7 @@ def measurements(checkpoint: Checkpoint, path: str | Path | None) -> list[dict[s
         elif path is not None and result is None:
             raise HubError(path, "is not a result of megasparse evaluate", "Use the file that its --json option wrote")
         elif path is not None:
-            problem = f"was measured at step {step} of {protocol.get('checkpoint')}"
-            raise HubError(path, problem, f"Evaluate {checkpoint.path}, or export that checkpoint")
+            raise HubError(path, f"was measured at step {step} of {protocol.get('checkpoint')}", "Export that one")
     return results
 
 

@@ -9,7 +9,7 @@ from functools import partial
 from itertools import groupby
 from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +19,7 @@ from torch import Tensor
 from megasparse.attention.heads import Padding
 from megasparse.config.schema import Config, ModelConfig, heads_of_layer
 from megasparse.errors import HubError
-from megasparse.hub.tensor_file import TensorFile
+from megasparse.hub.tensor_file import OWN_CONFIG, TensorFile
 from megasparse.model.build import Model, empty_model
 from megasparse.model.decoder import Causal, EncoderDecoder
 from megasparse.model.stack import padding_of
@@ -27,20 +27,15 @@ from megasparse.ops.random import RngContext
 from megasparse.settings.checks import check_model
 from megasparse.training.checkpoints.checkpoint import persistent_buffers
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
 
 @dataclass(frozen=True)
 class Exported:
     """A megasparse model in the form of a Hugging Face model."""
 
     config: dict[str, Any]
-    """Content of config.json, with `model_type` and `architectures`."""
     tensors: Callable[[], Iterator[tuple[str, Tensor]]]
-    """Yields Hugging Face's name and value of each tensor, one at a time."""
+    """Yields name and value of each tensor, one at a time."""
     files: dict[str, str | bytes] = field(default_factory=dict)
-    """Content of the other files of the folder, by name: tokenizer, code."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +43,6 @@ class Imported:
     """A Hugging Face model in the form of a megasparse model."""
 
     config: dict[str, Any]
-    """Sections of the megasparse configuration, at least `model`."""
     tensors: dict[str, Callable[[], Tensor]]
     """Reader of every parameter and learned buffer (fp32), by megasparse's name."""
 
@@ -59,17 +53,15 @@ class Format(ABC):
     name: str
     """`model_type` in config.json."""
     note = ""
-    """Note for the model card."""
     loading: ClassVar[dict[str, Any]] = {}
-    """Arguments of from_pretrained for Hugging Face's model whose logits are compared."""
+    """Arguments of from_pretrained for the model whose logits are compared."""
     unread: ClassVar[frozenset[str]] = frozenset()
     """Tensors that only some versions of transformers read."""
 
     @abstractmethod
     def export(self, config: Config, weight: Callable[[str], Tensor]) -> Exported:
-        """Convert a megasparse model. weight: returns a parameter (fp32) by megasparse's name.
-
-        Raises HubError for a key of the configuration with a value that the architecture cannot express.
+        """Convert a megasparse model. weight: returns a parameter (fp32) by name. Raises HubError for a key that the
+        architecture cannot express.
         """
 
     @abstractmethod
@@ -77,18 +69,17 @@ class Format(ABC):
         """Convert a Hugging Face model. Raises HubError for unsupported settings and for missing or wrong tensors."""
 
     @abstractmethod
-    def logits(self, model: "PreTrainedModel", tokens: Tensor, seed: int) -> Tensor:
-        """Return the logits (B, L, V) of Hugging Face's model in the convention of `our_logits`.
-
-        tokens: (B, L). seed: of the run that trained the model; random hashes depend on it.
+    def logits(self, model: Any, tokens: Tensor, seed: int) -> Tensor:
+        """Return the logits (B, L, V) of Hugging Face's model as `our_logits` does. seed: of the
+        run that trained it.
         """
 
     def comparable(self, config: Config) -> Config:
-        """Return a megasparse configuration with the same weights whose logits equal `logits`."""
+        """Return a configuration with the same weights whose logits equal `logits`."""
         return config
 
     def must_be(self, model: ModelConfig, key: str, *only: Any) -> None:
-        """Raise HubError unless a key of the `model` section is one of the supported values `only`."""
+        """Raise HubError unless a key of the `model` section is one of the values `only`."""
         if (value := attrgetter(key)(model)) not in only:
             raise self.inexpressible(key, value, " or ".join(map(repr, only)))
 
@@ -97,7 +88,7 @@ class Format(ABC):
         return HubError(f"model.{key}", problem, "Export to another format, such as megasparse")
 
     def check_parts(self, model: ModelConfig) -> None:
-        """Raise HubError if the value of one of PARTS is not its default."""
+        """Raise HubError unless PARTS are the defaults."""
         for key in PARTS:
             self.must_be(model, key, ModelConfig.model_fields[key].default)
 
@@ -111,13 +102,12 @@ class Format(ABC):
 DECODERS = ("gpt2", "llama", "mistral", "qwen2", "qwen3")
 
 TASKS = {"decoder": "ForCausalLM", "encoder": "ForMaskedLM", "encoder_decoder": "ForSeq2SeqLM"}
-"""Suffix of Hugging Face's class names, by kind of model."""
+"""Suffix of Hugging Face's class names."""
 PARTS = (
     "key_heads", "attention_biases", "query_key_norm", "feed_forward", "feed_forward_biases", "norm", "logit_scale",
     "start_token", "ngrams",
 )  # fmt: skip
-"""Keys of `model` for which Hugging Face's encoders and Reformers support only the default value."""
-OWN_CONFIG = "Use a model with its original config.json"
+"""Keys of `model` of which Hugging Face's encoders and Reformers support only the default."""
 
 
 # Configurations
@@ -134,32 +124,27 @@ SIZES = {
 
 
 def sizes_of(config: Any) -> dict[str, Any]:
-    """Return megasparse's keys of SIZES from Hugging Face's configuration."""
     return {ours: getattr(config, theirs) for ours, theirs in SIZES.items()}
 
 
 def hf_sizes(model: ModelConfig) -> dict[str, Any]:
-    """Return Hugging Face's keys of SIZES from megasparse's configuration."""
     return {theirs: getattr(model, ours) for ours, theirs in SIZES.items()}
 
 
 def not_ours(path: Path, key: str, value: Any, only: str) -> HubError:
-    """Return the error for a value of config.json that megasparse cannot express."""
     return HubError(path, f"{key} is {value!r}, but megasparse supports only {only}", "Such models cannot be imported")
 
 
 def check_only(config: Any, only: Mapping[str, Any], path: Path) -> None:
-    """Raise HubError naming `path` if the value of a key of config.json is not supported."""
+    """Raise HubError for a value of config.json that is not supported."""
     for key, expected in only.items():
         if (value := getattr(config, key, expected)) != expected:
             raise not_ours(path, key, value, repr(expected))
 
 
 def read_configuration(name: str, values: dict[str, Any], path: Path) -> Any:
-    """Parse Hugging Face's configuration of a model_type.
-
-    Raises HubError naming `path` if it is invalid, or if the attention was replaced: the weights would be loaded as a
-    model with full attention.
+    """Parse Hugging Face's configuration of a model_type. Raises HubError if it is invalid, or if the attention was
+    replaced: the weights would be loaded as a model with full attention.
     """
     from huggingface_hub.errors import StrictDataclassError
     from transformers import CONFIG_MAPPING
@@ -167,22 +152,17 @@ def read_configuration(name: str, values: dict[str, Any], path: Path) -> Any:
     from megasparse.hub.replace import ENTRY
 
     if ENTRY in values and name not in DECODERS:
-        problem = f"its attention was replaced ({ENTRY} in its config.json), which would be lost"
-        hint = "Use the original model, or train the model that megasparse.hub.load_replaced loads"
-        raise HubError(path, problem, hint)
+        raise HubError(path, f"its attention was replaced ({ENTRY}), which would be lost", "Use the original model")
     if values.get("model_type") != name:
         raise HubError(path, f"its model_type is {values.get('model_type')!r}", f"Use a model of type {name!r}")
     try:
         return CONFIG_MAPPING[name].from_dict(values)
     except (StrictDataclassError, TypeError, ValueError, LookupError) as error:
-        problem = f"is not a configuration of {name} ({' '.join(str(error).split())})"
-        raise HubError(path, problem, OWN_CONFIG) from None
+        raise HubError(path, f"is not a configuration of {name} ({' '.join(str(error).split())})", OWN_CONFIG) from None
 
 
 def model_of(section: dict[str, Any], path: Path) -> ModelConfig:
-    """Validate a `model` section that was read from `path`. Raises HubError, or ConfigError for values that are
-    incompatible with each other.
-    """
+    """Validate a `model` section read from `path`."""
     try:
         model = ModelConfig.model_validate(section)
     except ValidationError as error:
@@ -197,13 +177,13 @@ def model_of(section: dict[str, Any], path: Path) -> ModelConfig:
 
 
 def shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of all parameters and learned buffers of a model, by megasparse's name."""
+    """Return the shapes of all parameters and learned buffers of a model."""
     model = unfilled(config)
     return {name: tuple(x.shape) for name, x in {**dict(model.named_parameters()), **persistent_buffers(model)}.items()}
 
 
 def unfilled(config: ModelConfig) -> Any:
-    """Build a model on the meta device, without memory."""
+    """Build a model on the meta device."""
     with torch.device("meta"):
         return empty_model(config)
 
@@ -220,13 +200,13 @@ class Weight(NamedTuple):
     transposed: bool = False
 
     def read(self, tensors: TensorFile, stored: str, number: int) -> Tensor:
-        """Return the megasparse parameter `ours[number]`. stored: name of the tensor in the file."""
+        """Return the megasparse parameter `ours[number]`. stored: name in the file."""
         value = tensors.read(stored, self.shape)
         value = (value.T if self.transposed else value).chunk(len(self.ours))[number]
         return value.reshape(self.our_shape).contiguous()
 
     def write(self, weight: Callable[[str], Tensor]) -> Tensor:
-        """Return Hugging Face's parameter. weight: returns a megasparse parameter by name."""
+        """Return Hugging Face's parameter. weight: reads megasparse's."""
         if not self.ours:
             return torch.zeros(self.shape)
         value = torch.cat([weight(name) for name in self.ours])
@@ -240,26 +220,29 @@ class Weight(NamedTuple):
 PAIRS = {".*": (".weight", ".bias"), "_*": ("_weight", "_bias"), "~": ("", "_bias")}
 
 
-def weights_of(table: str, model: ModelConfig) -> list[Weight]:
+def weights_of(table: str, layers: str, model: ModelConfig) -> list[Weight]:
     """Return the weights in a table that the megasparse model contains.
 
-    table: lines of two names, megasparse's and Hugging Face's. `{}` is the number of a layer; `a|b|c` are concatenated;
-    a `T` at the end means that Hugging Face's is transposed. `.*`, `_*` and `~`, with `.*` in the second name, are both
-    a weight and its bias. Two prefixes ending in a dot mean all names with the first one.
+    table: lines of two names, megasparse's and Hugging Face's; `a|b|c` are concatenated; a `T` at the end means that
+    Hugging Face's is transposed. `.*`, `_*` and `~`, with `.*` in the second name, are both a weight and its bias. Two
+    prefixes ending in a dot mean all names with the first one. Names that start with a dot are below `blocks.{}` and
+    `layers`.
     """
     sizes, weights = shapes(model), []
-    for in_layers, lines in groupby(filter(None, map(str.strip, table.splitlines())), lambda line: "{}" in line):
-        rows = [row for line in lines for row in _rows(line)]
+    lines = filter(None, map(str.strip, table.splitlines()))
+    for in_layers, group in groupby(lines, lambda line: line.startswith(".")):
+        rows = [row for line in group for row in _rows(line)]
         for layer in range(model.layers) if in_layers else [0]:
+            ours_start, theirs_start = (f"blocks.{layer}", layers.format(layer)) if in_layers else ("", "")
             for ours, theirs, transposed in rows:
-                first = ours[0].format(layer)
+                first = ours_start + ours[0]
                 parts = [name.removeprefix(first) for name in sizes if name.startswith(first)]
                 for part in parts if first.endswith(".") else {""} & {*parts}:
-                    names = tuple(name.format(layer) + part for name in ours)
+                    names = tuple(ours_start + name + part for name in ours)
                     size = sizes[names[0]]
                     shape = (size[0] * len(names), *size[1:])
                     shape = shape[::-1] if transposed else shape
-                    weights.append(Weight(names, theirs.format(layer) + part, shape, size, transposed))
+                    weights.append(Weight(names, theirs_start + theirs + part, shape, size, transposed))
     return weights
 
 
@@ -276,8 +259,8 @@ def _rows(line: str) -> Iterator[tuple[list[str], str, bool]]:
 def readers(
     tensors: TensorFile, weights: list[Weight], stored: Mapping[str, str], further: Mapping[str, Iterable[int]]
 ) -> dict[str, Callable[[], Tensor]]:
-    """Return a reader for each megasparse weight. stored: name in the file for each of Hugging Face's weights. further:
-    shapes of other tensors in the file. Raises HubError for missing, unexpected and wrong-shaped tensors.
+    """Return a reader for each megasparse weight. stored: name in the file of each of Hugging Face's weights. further:
+    shapes of other tensors. Raises HubError for missing, unexpected and wrong-shaped tensors.
     """
     tensors.check({stored[weight.theirs]: weight.shape for weight in weights} | dict(further))
     return {
@@ -298,26 +281,23 @@ def use_tied(stored: dict[str, str], weight: str, copy: str, names: list[str]) -
 TOLERANCE = 1e-4
 """Largest difference between the logits of equal models in fp32."""
 LONGEST = 512
-"""Longest sequence for the comparison, in tokens; half of it each for a source and its target."""
+"""Longest sequence for the comparison, in tokens; half of it for a source."""
 
 
 def compared_length(config: ModelConfig) -> int:
-    """Return the length of the sequences for the comparison, in tokens."""
     if config.source is None:
         return min(config.max_length, LONGEST)
     return min(config.source.length, LONGEST // 2) + min(config.max_length, LONGEST // 2)
 
 
 def sides(tokens: Tensor, config: ModelConfig) -> list[Tensor]:
-    """Split sequences of an encoder–decoder, of `compared_length`, into source (B, S) and target (B, L − S)."""
+    """Split sequences of `compared_length` into source (B, S) and target (B, L − S)."""
     assert config.source is not None
     return list(tokens.tensor_split([min(config.source.length, LONGEST // 2)], dim=1))
 
 
 def padded(tokens: Tensor, config: ModelConfig) -> Tensor:
-    """Pad tokens (B, L) as in the model's data. An encoder–decoder's padding is only at the end of a source and of a
-    target; here, a quarter of each in the last sequence.
-    """
+    """Pad tokens (B, L) as in the model's data: an encoder–decoder's last sequence, a quarter of source and target."""
     padding = config.padding_token
     if config.source is None or padding is None:
         return tokens
@@ -329,9 +309,8 @@ def padded(tokens: Tensor, config: ModelConfig) -> Tensor:
 
 @torch.no_grad()
 def our_logits(model: Model, tokens: Tensor, seed: int) -> Tensor:
-    """Return the logits (B, L, V) in evaluation, with the random draws of a run's seed; of an encoder–decoder's target.
-
-    tokens: (B, L). A decoder's logits at t predict token t from the tokens before it; an encoder reads all tokens.
+    """Return the logits (B, L, V) in evaluation, with the draws of a run's seed; of an encoder–decoder's target. A
+    decoder's logits at t predict token t from the tokens before it.
     """
     padding = Padding(segments=padding_of(tokens, model.config).segments)
     rng, source = RngContext.evaluation(seed, len(tokens)), None
@@ -344,16 +323,15 @@ def our_logits(model: Model, tokens: Tensor, seed: int) -> Tensor:
 
 
 def difference(ours: Tensor, theirs: Tensor) -> float:
-    """Return the largest difference between two models' logits; infinite if any is NaN."""
+    """Return the largest difference between logits; infinite for NaN."""
     assert ours.shape == theirs.shape, f"shapes {ours.shape} and {theirs.shape} differ"
     largest = float((ours.double() - theirs.double()).abs().max())
     return largest if largest < torch.inf else torch.inf
 
 
 def disagreement(pairs: Iterable[tuple[Tensor, Tensor]]) -> float:
-    """Return 0 if the logits agree in any pair, else their largest difference in the first pair.
-
-    One pair is sufficient: a wrong weight changes all pairs, while rounding changes a hash only in some.
+    """Return 0 if the logits agree in any pair, else their largest difference in the first: a wrong weight changes all
+    pairs, while rounding changes a hash only in some.
     """
     differences = []
     for ours, theirs in pairs:
@@ -366,5 +344,4 @@ def disagreement(pairs: Iterable[tuple[Tensor, Tensor]]) -> float:
 def require_agreement(pairs: Iterable[tuple[Tensor, Tensor]], folder: Path) -> None:
     """Raise HubError unless our and the exported model's logits agree in one of the pairs."""
     if largest := disagreement(pairs):
-        problem = f"not written: the two models' logits differ by {largest:.2g} (over {TOLERANCE})"
-        raise HubError(folder, problem, "Please report this with the run's configuration")
+        raise HubError(folder, f"not written: its logits differ by {largest:.2g} (over {TOLERANCE})", "Report this")

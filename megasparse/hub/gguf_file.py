@@ -1,6 +1,6 @@
 """Unpacking of a GGUF file into a folder. transformers reads the tensors and the tokenizer, and skips what it does not
-know. The configuration is therefore read here, and every tensor and every key of the architecture must be used.
-Version 2 or 3, little endian: "GGUF", uint32 version, uint64 tensors, uint64 entries; entries; tensors; their data.
+know: every tensor and every key of the architecture must be used. Version 2 or 3, little endian: "GGUF", uint32
+version, uint64 tensors, uint64 entries; entries; tensors; their data.
 
     a text: uint64 length, UTF-8
     an entry: text key, uint32 type, value; an array: uint32 type, uint64 count, values
@@ -26,7 +26,6 @@ from megasparse.ops.positions import LLAMA3_TURNS
 MAGIC, VERSIONS = b"GGUF", (2, 3)
 TEXT, ARRAY, FP32 = 8, 9, 0
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-"""struct's letter for each numeric type."""
 LONGEST_TEXT = 1 << 20  # a chat template has thousands of bytes
 MOST_DIMENSIONS = 8
 LAYERS = "block_count"
@@ -34,7 +33,7 @@ WIDTHS = (
     *(".embedding_length", ".feed_forward_length", ".head_count", ".head_count_kv", ".key_length", ".value_length"),
     *(".vocab_size", ".dimension_count", ".expert_count", ".expert_feed_forward_length"),
 )
-"""Suffixes of the keys of sizes, which may not exceed the largest size of a tensor."""
+"""Suffixes of the keys of sizes, at most the largest size of a tensor."""
 PART = re.compile(r"-\d{5}-of-(?!00001)\d{5}\.gguf$")
 """Name of one of several parts."""
 FOLDER = "Use the model's folder of safetensors"
@@ -59,7 +58,7 @@ KEYS = {
         "attention.layer_norm_epsilon": "layer_norm_epsilon",
     },
 }
-"""Hugging Face's key of each size, by architecture."""
+"""Hugging Face's key of each size."""
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "attention.causal": (True,),
     "attention.scale": (0,),
@@ -79,9 +78,8 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 """Values of further keys that change nothing."""
 UNUSED = ("vocab_size", "tensor_data_layout", "rope.scaling.finetuned")
-"""Keys that never change the model; the rows of the embedding are its vocabulary."""
 FREQUENCIES = "rope_freqs.weight"
-"""Tensor of the divisors of the rotary frequencies."""
+"""Divisors of the rotary frequencies."""
 _GATED = "attn_norm.w attn_q.w attn_k.w attn_v.w attn_output.w ffn_norm.w ffn_gate.w ffn_up.w ffn_down.w"
 TENSORS = {
     "llama": ("token_embd.w output_norm.w", _GATED),
@@ -92,15 +90,14 @@ TENSORS = {
         "attn_norm.* attn_qkv.* attn_output.* ffn_norm.* ffn_up.* ffn_down.*",
     ),
 }
-"""Tensors of an architecture, once and per layer. `.w` is `.weight`, `.b` is `.bias`, `.*` is both."""
+"""Tensors once and per layer. `.w` is `.weight`, `.b` is `.bias`, `.*` is both."""
 
 GPT2_SPLIT = {"default", "gpt-2", "mpt", "olmo", "jais", "trillion", "exaone4"}
 DIGIT_SPLIT = {"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"}
-"""Names of ways to split texts for a byte-level vocabulary: GPT-2's, and GPT-2's with single digits."""
+"""Ways to split texts for a byte-level vocabulary: GPT-2's, and with single digits."""
 WHOLE_WORDS = {"llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "tekken"}
-"""Ways to split texts whose vocabulary contains whole words that no merges give."""
+"""Ways whose vocabulary contains whole words that no merges give."""
 NAMES, TYPES = "tokenizer.ggml.tokens", "tokenizer.ggml.token_type"
-"""Keys of the arrays that are read."""
 CONTROL, USER_DEFINED = 3, 4
 """Types of tokens that are read whole."""
 
@@ -125,7 +122,7 @@ class _Bad(Exception):
 
 
 def unpack_gguf(path: Path) -> TemporaryDirectory[str]:
-    """Unpack the model of a GGUF file into a folder, dequantised to fp32 by transformers. Raises HubError."""
+    """Unpack the model of a GGUF file into a folder, dequantised to fp32 by transformers."""
     header = check_gguf(path)
     values = config_of(path, header)
     if find_spec("gguf") is None:
@@ -141,11 +138,9 @@ def unpack_gguf(path: Path) -> TemporaryDirectory[str]:
         model, info = loaded
         tokenizer = transformers.AutoTokenizer.from_pretrained(path.parent, **source)
     except Exception as error:  # gguf raises errors of any type
-        problem = f"transformers cannot load it ({' '.join(str(error).split())})"
-        raise HubError(path, problem, "Use a GGUF file that transformers can load") from None
+        raise HubError(path, f"transformers cannot load it ({' '.join(str(error).split())})", FOLDER) from None
     for name, shape, expected in sorted(info["mismatched_keys"]):
-        problem = f"{name} has shape {list(shape)}, but {list(expected)} by its metadata"
-        raise HubError(path, problem, "Use a complete GGUF file")
+        raise HubError(path, f"{name} has shape {list(shape)}, but {list(expected)} by its metadata", FOLDER)
     if lost := sorted(info["missing_keys"]):
         raise HubError(path, f"transformers finds no {lost[0]} in it", FOLDER)
     folder = TemporaryDirectory()
@@ -159,17 +154,14 @@ def unpack_gguf(path: Path) -> TemporaryDirectory[str]:
 
 
 def config_of(path: Path, header: Header) -> dict[str, Any]:
-    """Return the content of config.json.
-
-    Raises HubError for a tensor or a key that is missing or would be lost, and for a tokenizer that transformers lacks.
-    """
+    """Return the content of config.json. Raises HubError for a tensor or a key that is missing or would be lost."""
     name = header.values.get("general.architecture")
     if header.values.get("split.count", 1) != 1 or PART.search(path.name):
-        hint = "Merge the parts with llama.cpp: llama-gguf-split --merge FIRST_PART WHOLE.gguf"
-        raise HubError(path, "is one part of a model in several files", hint)
+        raise HubError(
+            path, "is one part of a model in several files", "Merge: llama-gguf-split --merge FIRST WHOLE.gguf"
+        )
     if name not in KEYS:
-        problem = f"its architecture is {one_line(str(name), 60)!r}, which cannot be imported"
-        raise HubError(path, problem, f"Use a GGUF file of {', '.join(KEYS)}")
+        raise HubError(path, f"its architecture is {one_line(str(name), 60)!r}", f"Use one of {', '.join(KEYS)}")
     prefix = f"{name}."
     left = {key.removeprefix(prefix): x for key, x in header.values.items() if key.startswith(prefix)}
     for key, value in left.items():
@@ -180,8 +172,7 @@ def config_of(path: Path, header: Header) -> dict[str, Any]:
         value = left.pop(key, default)
         fraction = key.endswith(("epsilon", "freq_base"))
         if value is None or not 0 < value < math.inf or not (fraction or isinstance(value, int)):
-            problem = f"{prefix}{key} is {'missing' if value is None else value}"
-            raise HubError(path, problem, FOLDER)
+            raise HubError(path, f"{prefix}{key} is {'missing' if value is None else value}", FOLDER)
         return value
 
     defaults = {"attention.head_count_kv": left.get("attention.head_count")}
@@ -261,7 +252,7 @@ def _scaling(
 
 
 def _llama3(path: Path, header: Header, base: float, pairs: int) -> dict[str, Any]:
-    """Return the settings of Llama 3's scaling whose divisors of the frequencies are those in the file."""
+    """Return the settings of Llama 3's scaling with the file's divisors of the frequencies."""
     sizes, kind, offset = header.tensors[FREQUENCIES]
     with open_file(path) as stream:
         stream.seek(header.start + offset)
@@ -292,8 +283,8 @@ def _llama3(path: Path, header: Header, base: float, pairs: int) -> dict[str, An
 
 
 def _check_tokenizer(path: Path, values: dict[str, Any]) -> None:
-    """Raise HubError if transformers, corrected by `_correct_tokenizer`, cannot split texts as the model's tokenizer.
-    Report a file that does not specify it.
+    """Raise HubError if transformers, corrected by `_correct_tokenizer`, cannot split texts as the model's tokenizer;
+    report a file that does not specify it.
     """
     kind, split = (values.get(f"tokenizer.ggml.{key}") for key in ("model", "pre"))
     arrays = (values.get(NAMES), values.get(TYPES, Array(0, [])))
@@ -310,8 +301,8 @@ def _check_tokenizer(path: Path, values: dict[str, Any]) -> None:
 
 
 def _correct_tokenizer(file: Path, header: Header) -> None:
-    """Make the tokenizer.json that transformers wrote the model's: for a byte-level vocabulary it adds <|endoftext|>,
-    spells special tokens outside ASCII in bytes, splits unknown kinds of texts as GPT-2's, and always merges.
+    """Correct the tokenizer.json of transformers, which, for a byte-level vocabulary, adds <|endoftext|>, spells
+    special tokens outside ASCII in bytes, splits unknown kinds of texts as GPT-2's, and always merges.
     """
     content, split = json.loads(file.read_text(encoding="utf-8")), header.values.get("tokenizer.ggml.pre")
     names, types = header.values[NAMES].values, header.values.get(TYPES, Array(0, [])).values
@@ -333,9 +324,8 @@ def _correct_tokenizer(file: Path, header: Header) -> None:
 
 
 def check_gguf(path: Path) -> Header:
-    """Read the header. Raise HubError if it contradicts the file's size: readers trust it, and would loop or allocate.
-
-    Each layer has at least one tensor, and each width is a size of some tensor.
+    """Read the header. Raise HubError if it contradicts the file's size: readers trust it, and
+    would loop or allocate.
     """
     try:
         size = path.stat().st_size
@@ -398,7 +388,7 @@ def _text(stream: IO[bytes], size: int) -> bytes:
 
 
 def _value(stream: IO[bytes], kind: int, size: int, reads_array: bool) -> Any:
-    """Return a value. An array's values are skipped unless `reads_array`."""
+    """Return a value, of an array only if `reads_array`."""
     if kind in SCALARS:
         return _number(stream, SCALARS[kind])
     if kind == TEXT:

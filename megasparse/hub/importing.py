@@ -34,7 +34,7 @@ from megasparse.hub.formats import (
 )
 from megasparse.hub.gguf_file import unpack_gguf
 from megasparse.hub.replace import load_whole
-from megasparse.hub.tensor_file import TensorFile, appearing
+from megasparse.hub.tensor_file import OWN_CONFIG, TensorFile, appearing
 from megasparse.hub.tokenizer_files import (
     GENERATION,
     SPECIAL,
@@ -58,14 +58,14 @@ from megasparse.training.checkpoints.checkpoint import (
     persistent_buffers,
 )
 from megasparse.training.checkpoints.manifest import (
-    FORMAT,
     MANIFEST,
     NO_DATA,
+    RunIdentity,
+    build_manifest,
     find_checkpoint,
     find_newest,
     read_manifest,
     seal,
-    versions,
     weights_digest,
 )
 from megasparse.training.checkpoints.rank_file import RankFile, durable, make_folder
@@ -88,17 +88,14 @@ class HFModel:
     config: Config
     """Configuration of the megasparse model, not yet of a run."""
     tensors: dict[str, Callable[[], Tensor]]
-    """Reader of every weight, by megasparse's name."""
     temporary: TemporaryDirectory[str] | None = None
-    """Parent of the folder if it was unpacked from a GGUF file."""
+    """Parent of the folder if it was unpacked."""
 
     @staticmethod
     def open(name: str | Path) -> "HFModel":
-        """Open a model. name: a folder, a GGUF file, or the name of a model in transformers' local cache. Nothing is
-        downloaded, and code that comes with the model is not run.
-
-        Raises HubError if a file is missing or damaged or megasparse cannot express the architecture; ConfigError if
-        the settings are incompatible with each other.
+        """Open a model: a folder, a GGUF file, or the name of a model in transformers' local cache. Nothing is
+        downloaded, and code that comes with the model is not run. Raises HubError if it is damaged or cannot be
+        expressed.
         """
         if Path(name).suffix != ".gguf":
             return HFModel._in_folder(folder := find_folder(name), folder)
@@ -113,11 +110,9 @@ class HFModel:
         values = read_config(folder)
         architecture, path = values.get("model_type"), folder / "config.json"
         if not isinstance(architecture, str) or architecture not in FORMATS:
-            if "auto_map" not in values:
-                hint = did_you_mean(str(architecture), FORMATS)
-                raise HubError(path, f"model_type is {architecture!r}, which cannot be imported", hint)
-            problem = f"model_type is {architecture!r}, whose code comes with the model; such code is not run"
-            raise HubError(path, problem, f"Use a model of a supported architecture: {', '.join(sorted(FORMATS))}")
+            foreign = "whose code comes with the model; such code is not run"
+            reason = foreign if "auto_map" in values else "which cannot be imported"
+            raise HubError(path, f"model_type is {architecture!r}, {reason}", did_you_mean(str(architecture), FORMATS))
         kind = format_named(architecture)
         if kind.name in ("bert", "roberta", *DECODERS):
             require_tokenizer(folder)
@@ -133,7 +128,7 @@ class HFModel:
 
     @property
     def companion_files(self) -> Files:
-        """Files next to a decoder's tokenizer, its chat template included, and its end and padding tokens."""
+        """Files next to a decoder's tokenizer, with its end and padding tokens."""
         if self.format.name not in DECODERS:
             return {}
         values = read_config(self.folder)
@@ -141,7 +136,7 @@ class HFModel:
         return {GENERATION: json.dumps(ids, indent=2) + "\n", **companion_files(self.folder)}
 
     def build(self, config: Config | None = None) -> Model:
-        """Build the megasparse model in evaluation mode. config: another configuration for the same weights."""
+        """Build the megasparse model in evaluation mode. config: another one for the same weights."""
         config = config or self.config
         model = build_model(config.model, config.run.seed)
         weights = {**dict(model.named_parameters()), **persistent_buffers(model)}
@@ -151,7 +146,7 @@ class HFModel:
         return fill(model, lambda name: self.tensors[name]())
 
     def compare(self) -> int:
-        """Compare both models on the same random tokens. Return their number. Raises HubError if the models differ."""
+        """Compare both models on random tokens. Return their number."""
         ours = self.build(self.format.comparable(self.config))
         prefix = "Megasparse" if self.format.name == "megasparse" else "AutoModel"
         loader = hf_class(prefix + TASKS[self.config.model.kind])
@@ -165,21 +160,19 @@ class HFModel:
             return our_logits(ours, tokens, seed), self.format.logits(theirs, tokens, seed)
 
         if difference := disagreement(map(logits, range(DRAWS_COMPARED))):
-            problem = f"megasparse's logits differ from its logits by {difference:.2g}"
-            raise HubError(self.source, problem, "Report it, with the model's config.json")
+            raise HubError(self.source, f"megasparse's logits differ from its logits by {difference:.2g}", "Report it")
         return length
 
 
 @torch.no_grad()
 def fill(model: Model, read: Callable[[str], Tensor]) -> Model:
-    """Set the weights and learned buffers of a model, by name, and return it in evaluation mode."""
     for name, weight in {**dict(model.named_parameters()), **persistent_buffers(model)}.items():
         weight.copy_(read(name))
     return model.eval()
 
 
 def find_folder(name: str | Path) -> Path:
-    """Return `name` if it is a folder, else the folder of that model in the local cache. Raises HubError."""
+    """Return `name` if it is a folder, else the folder of that model in the local cache."""
     if Path(name).is_dir():
         return Path(name)
     from huggingface_hub import snapshot_download
@@ -193,7 +186,7 @@ def find_folder(name: str | Path) -> Path:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Read the config.json of a folder. Raises HubError if it cannot be read, ConfigError if it is not JSON."""
+    """Read the config.json of a folder."""
     path = folder / "config.json"
     try:
         text = read_file(path).decode()
@@ -207,7 +200,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def _with_special(folder: Path, sections: dict[str, Any]) -> dict[str, Any]:
-    """Add the tokenizer's mask token, if there is one, to the sections. Raises HubError if the model lacks its id."""
+    """Add the tokenizer's mask token to the sections."""
     tokenizer = build_tokenizer(sections["data"]["tokenizer"])
     model = dict(sections["model"])
     if tokenizer.file is None:
@@ -224,13 +217,11 @@ def _with_special(folder: Path, sections: dict[str, Any]) -> dict[str, Any]:
 # Checkpoints of weights that were not trained by megasparse
 
 VOCABULARY = ("embedding.weight", "head.weight", "head.bias")
-"""Weights with one row per token."""
 
 POSITIONS = ("embedding.positions.table", "embedding.positions.axes.0")
 """Weights with one row per position, or per cell of the slowest axis."""
 
 Readers = Mapping[str, Callable[[], Tensor]]
-"""Readers of weights by name."""
 FIRST = Path("checkpoints", "00000000")
 """Path of a checkpoint in a run's folder before the first step."""
 
@@ -244,17 +235,16 @@ def write_checkpoint(
 ) -> Path:
     """Write OUTPUT/checkpoints/00000000, a checkpoint that contains only weights, and OUTPUT/config.json, atomically.
 
-    `megasparse pretrain --resume PATH` starts from it, on any data of its tokenizer and with any settings except those
-    of the model. tensors: readers of every parameter and persistent buffer (fp32) of `config.model`, called one at a
-    time. tokenizer: file to copy to `data.tokenizer`, a file in OUTPUT. files: content of further files, by name.
-    Returns the checkpoint's path. Raises HubError if OUTPUT exists or cannot be written, or if a tensor is missing,
-    unexpected, wrong-shaped or not finite.
+    `megasparse pretrain --resume PATH` starts from it, on any data of its tokenizer. tensors: readers of every
+    parameter and persistent buffer (fp32), called one at a time. tokenizer: file to copy to `data.tokenizer` in OUTPUT.
+    files: content of further files. Raises HubError if OUTPUT exists, or for a missing, unexpected, wrong-shaped or not
+    finite tensor.
     """
     output, name, expected = Path(output), "rank-00000.safetensors", shapes(config.model)
     for weight in (*tensors, *expected):
         if weight not in expected or weight not in tensors:
             problem = "a weight of the model, is missing" if weight in expected else "is not a weight of the model"
-            raise HubError(weight, problem, "Use a model with its original config.json")
+            raise HubError(weight, problem, OWN_CONFIG)
     fragments = [_Unread(weight, shape, tensors[weight]) for weight, shape in expected.items()]
     written = {"config.json": (config.model_dump_json(indent=2) + "\n").encode(), **(files or {})}
     if tokenizer is not None:
@@ -263,22 +253,10 @@ def write_checkpoint(
         make_folder(folder / FIRST)
         file = RankFile(cast(list[Fragment], fragments))
         digest = file.write(folder / FIRST / name, lambda: None)
-        pieces = {part: {"shape": shape, "pieces": [{"file": name, **piece}]} for _, part, shape, piece in file.pieces}
-        manifest = {
-            "format": FORMAT,
-            "step": 0,
-            "sequences": 0,
-            "state": {},
-            "optimizer_steps": 0,
-            "world_size": 1,
-            "data_fingerprint": NO_DATA,
-            "versions": versions(),
-            "files": {name: {"bytes": file.bytes, "sha256": digest}},
-            "tensors": {"weight": pieces},
-            "config": json.loads(config.model_dump_json()),
-            "tokenizer": identity(config.data.tokenizer if tokenizer is None else str(tokenizer)),
-        }
-        written[str(FIRST / MANIFEST)] = seal(manifest)
+        run = RunIdentity(config, NO_DATA, identity(config.data.tokenizer if tokenizer is None else str(tokenizer)))
+        part = {"file": name, "bytes": file.bytes, "sha256": digest, "pieces": file.pieces}
+        progress = {"step": 0, "sequences": 0, "state": {}, "optimizer_steps": 0, "world_size": 1}
+        written[str(FIRST / MANIFEST)] = seal(build_manifest(run, [part], **progress))
         for path, content in written.items():
             raw = content.encode() if isinstance(content, str) else content
             with durable(folder / path, len(raw)) as out:
@@ -287,7 +265,7 @@ def write_checkpoint(
 
 
 def with_first_token(tensors: Readers, first: int) -> Readers:
-    """Rotate the vocabulary so that token `first` becomes token 0; the tokens before it move to the end."""
+    """Rotate the vocabulary so that token `first` becomes token 0."""
 
     def rolled(name: str) -> Tensor:
         value = tensors[name]()
@@ -297,7 +275,7 @@ def with_first_token(tensors: Readers, first: int) -> Readers:
 
 
 class _Unread:
-    """The part of a Fragment that `RankFile` needs, with memory that is allocated only while it is written."""
+    """The part of a Fragment that `RankFile` needs, with memory allocated only while it is written."""
 
     kind, start = "weight", 0
 
@@ -308,15 +286,13 @@ class _Unread:
     def memory(self) -> Tensor:
         value = self._read()
         if tuple(value.shape) != self.shape:
-            problem = f"has shape {list(value.shape)}, but {list(self.shape)} in the model"
-            raise HubError(self.name, problem, "Use a model with its original config.json")
+            raise HubError(self.name, f"has shape {list(value.shape)}, but {list(self.shape)} in the model", OWN_CONFIG)
         if not value.isfinite().all():
             raise HubError(self.name, "contains a number that is not finite", "Use an undamaged model")
         return value.detach().to(torch.float32).contiguous().view(-1)
 
 
 def identity(name: str) -> dict[str, str]:
-    """Return the identity of the tokenizer `name` in a checkpoint."""
     tokenizer = build_tokenizer(name)
     return {"name": tokenizer.name, "sha256": tokenizer.sha256}
 
@@ -325,11 +301,8 @@ def identity(name: str) -> dict[str, str]:
 
 
 def base_values(source: str | Path, weights: bool = True) -> dict[str, Any]:
-    """Return the base of a configuration that starts from `source`: its model and tokenizer.
-
-    weights: False reads only config.json of a decoder, and returns its model without the tokenizer.
-
-    Raises HubError and CheckpointError if there is no such model.
+    """Return the base of a configuration that starts from `source`: its model and tokenizer. weights: False reads only
+    config.json of a decoder, and returns no tokenizer.
     """
     path = Path(source)
     if not weights and (path / "config.json").is_file():
@@ -345,11 +318,9 @@ def base_values(source: str | Path, weights: bool = True) -> dict[str, Any]:
 
 
 def resumed_from(config: Config, source: str | Path, ranks: Ranks) -> str:
-    """Return the value of `--resume` for a run that starts from `source`: its newest checkpoint if there is one, else
-    the checkpoint that `write_start` writes to RUN/start, once, on rank 0. With adapters always "auto", because its
-    checkpoints contain only the adapters, and RUN/start the base weights. Every rank calls it.
-
-    Raises UserError, on all ranks, if the weights cannot be used.
+    """Return the value of `--resume` for a run that starts from `source`: its newest checkpoint, or the one that
+    `write_start` writes to RUN/start on rank 0. With adapters always "auto", because its checkpoints contain only the
+    adapters, and RUN/start the base weights. Every rank calls it.
     """
     start = _start_of(config)
 
@@ -365,15 +336,13 @@ def resumed_from(config: Config, source: str | Path, ranks: Ranks) -> str:
 
 
 def require_base(config: Config) -> None:
-    """Raise ConfigError if a run has adapters but no base weights."""
-    if config.lora is not None and not (start := _start_of(config)).exists():
-        problem = f"{start.parents[1]} contains no base weights for the adapters"
-        raise ConfigError("lora", problem, "Name a pretrained model with --start, or set it to null")
+    """Raise ConfigError if a run with adapters lacks base weights."""
+    if not (start := _start_of(config)).exists():
+        raise ConfigError("lora", f"{start.parents[1]} contains no base weights", "Name some with --start")
 
 
-def base_digest(config: Config) -> str | None:
-    """Return the digest of the frozen weights of a run with adapters; None if it trains all weights."""
-    return None if config.lora is None else weights_digest(read_manifest(_start_of(config)))
+def base_digest(config: Config) -> str:
+    return weights_digest(read_manifest(_start_of(config)))
 
 
 def _start_of(config: Config) -> Path:
@@ -381,8 +350,8 @@ def _start_of(config: Config) -> Path:
 
 
 def adapted(config: Config, device: torch.device) -> nn.Module:
-    """Return the model of a run with adapters before its first step, on `device`: the frozen weights of RUN/start,
-    quantised or in the precision of the run, and the adapters. Weights are read one at a time.
+    """Return the model of a run with adapters before its first step, on `device`: the frozen weights of RUN/start, read
+    one at a time, quantised or in the precision of the run, and the adapters.
     """
     lora = config.lora
     assert lora is not None
@@ -405,11 +374,8 @@ def adapted(config: Config, device: torch.device) -> nn.Module:
 
 def write_start(config: Config, source: Path, output: Path) -> tuple[list[str], list[str]]:
     """Write OUTPUT/checkpoints/00000000, the model of `config` before its first step, with the pretrained weights of
-    the same names and initial values for all others. A shorter table of positions is repeated. Return the names of the
-    others, and of unused pretrained weights, such as another attention's.
-
-    source: a checkpoint, a run's folder, or a Hugging Face model's folder, with or without the language-modelling head.
-    Raises HubError if a weight has another shape or the tokenizers differ.
+    `source` and initial values for all others. A shorter table of positions is repeated. Return the names of the
+    others, and of unused pretrained weights. Raises HubError if a weight has another shape or the tokenizers differ.
     """
     if (hf_model := _hf_model(source)) is not None:
         pretrained: Readers = hf_model.tensors
@@ -446,7 +412,7 @@ def write_start(config: Config, source: Path, output: Path) -> tuple[list[str], 
 
 
 def _hf_model(source: Path) -> HFModel | None:
-    """Open a Hugging Face model's folder; None for a megasparse run (config.json without model_type)."""
+    """Open a Hugging Face model's folder; None for a megasparse run."""
     try:
         if "model_type" not in read_config(source):
             return None

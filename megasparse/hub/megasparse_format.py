@@ -3,7 +3,7 @@
 import json
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from pydantic import ValidationError
@@ -17,11 +17,7 @@ from megasparse.hub.tensor_file import TensorFile
 from megasparse.hub.tokenizer_files import GENERATION, Files, chat_files, own_name, separator
 from megasparse.settings.checks import check_model
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
 PREFIX = "model."
-"""Prefix of parameter names."""
 _IMPORT = """\
 \"\"\"The code of this model is in the package megasparse.\"\"\"
 
@@ -41,10 +37,8 @@ _MODELS = ("Model", "ForCausalLM", "ForMaskedLM", "ForSeq2SeqLM", "ForSequenceCl
 
 
 def code_files(module: str, config: str, models: Sequence[str]) -> Files:
-    """Return the Python files of an exported folder, which `trust_remote_code=True` runs. Their classes are subclasses,
-    so that `save_pretrained` copies these files.
-
-    module: what to import, "PACKAGE import MODULE", with the classes `config` and `models`.
+    """Return the Python files of an exported folder. Their classes are subclasses, so that `save_pretrained` copies
+    these files. module: "PACKAGE import MODULE" with the classes.
     """
     head = _IMPORT.format(module=module)
     return {
@@ -58,7 +52,7 @@ CODE = code_files("megasparse.hub import modelling", "MegasparseConfig", [f"Mega
 
 class MegasparseFormat(Format):
     """Format of megasparse's architecture: config.json contains the `model` section and the run's seed, and tensor
-    names are megasparse's with the prefix `model.`.
+    names are megasparse's with a prefix.
     """
 
     name = "megasparse"
@@ -95,8 +89,7 @@ class MegasparseFormat(Format):
             if isinstance(error, ValidationError):
                 first = error.errors()[0]
                 reason = f"model.{'.'.join(map(str, first['loc']))}: {first['msg']}"
-            problem = f"this version of megasparse cannot read its config.json ({reason})"
-            raise HubError(tensors.path, problem, "Use the version that wrote it") from None
+            raise HubError(tensors.path, f"config.json of another version ({reason})", "Use that version") from None
         check_model(model)
         expected = shapes(model)
         tensors.check({PREFIX + name: shape for name, shape in expected.items()})
@@ -104,27 +97,26 @@ class MegasparseFormat(Format):
         return Imported(sections, {name: partial(tensors.read, PREFIX + name) for name in expected})
 
     @torch.no_grad()
-    def logits(self, model: "PreTrainedModel", tokens: Tensor, seed: int) -> Tensor:
-        """Return the logits. `seed` is not used, because the model's configuration contains it. Hugging Face's logits
-        omit a decoder's first token, so its logits are computed from the output of the last layer.
+    def logits(self, model: Any, tokens: Tensor, seed: int) -> Tensor:
+        """Return the logits, of a decoder's first token, which Hugging Face's omit, from the output
+        of the last layer.
         """
-        network: Any = model
-        if network.config.is_encoder_decoder:
-            source, target = sides(tokens, network.model.config)
-            return network(input_ids=source, labels=target).logits.float()
-        if not network.config.is_decoder:
-            return network(input_ids=tokens).logits.float()
+        if model.config.is_encoder_decoder:
+            source, target = sides(tokens, model.model.config)
+            return model(input_ids=source, labels=target).logits.float()
+        if not model.config.is_decoder:
+            return model(input_ids=tokens).logits.float()
         last: list[Tensor] = []
-        layer = network.model.layers[-1]
+        layer = model.model.layers[-1]
         handle = layer.register_forward_hook(lambda module, inputs, output: last.extend(output[1:]))
-        logits = network(input_ids=tokens[:, :-1]).logits
+        logits = model(input_ids=tokens[:, :-1]).logits
         handle.remove()
-        return torch.cat([network.model.logits([x[:, :1] for x in last]), logits], dim=1).float()
+        return torch.cat([model.model.logits([x[:, :1] for x in last]), logits], dim=1).float()
 
 
 def special_tokens(config: Config) -> dict[str, int]:
     """Return the special tokens of an encoder–decoder: padding, also used as the start token, and the separator that
-    ends sources and targets, if its tokenizer's separator is in the model's vocabulary.
+    ends sources and targets.
     """
     model = config.model
     if model.source is None:

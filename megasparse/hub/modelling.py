@@ -4,11 +4,11 @@ B batch, n length of the input, S length of a source, E width, V vocabulary.
 
 Hugging Face's logits at position t predict token t + 1. A megasparse decoder's output at position t predicts token t,
 and a learned start vector is the input of position 0. An input of n tokens therefore needs n + 1 positions, and the
-last n outputs are returned. An empty input (B, 0) returns the first token's logits (B, 1, V), to generate from nothing.
-In an encoder–decoder, the start vector replaces the embedding of Hugging Face's start token.
+last n outputs are returned. An empty input (B, 0) returns the first token's logits (B, 1, V). In an encoder–decoder,
+the start vector replaces the embedding of Hugging Face's start token.
 
-Padding (attention_mask) may be on the left or right: positions count from the first real token. Random hashes
-depend only on the run's seed in evaluation, and are drawn for every forward pass in training.
+Padding (attention_mask) may be on the left or right: positions count from the first real token. Random hashes depend
+only on the run's seed in evaluation, and are drawn for every forward pass in training.
 """
 
 from dataclasses import dataclass
@@ -36,13 +36,14 @@ from megasparse.hub.formats import TASKS
 from megasparse.hub.replaced_layer import IGNORED, share_of_batch
 from megasparse.model.build import empty_model, initialise
 from megasparse.ops.random import EVALUATION_STEP, RngContext
+from megasparse.settings.checks import check_model
 
 
 class MegasparseConfig(PretrainedConfig):
     """Configuration of an exported model.
 
-    model: the `model` section of the run's configuration. seed: the run's seed, for its hashes. tokenizer: `bytes` of
-    UTF-8, `pixels`, or the name of the tokenizer whose file is in the folder.
+    model: the `model` section of the run's configuration. seed: of its hashes. tokenizer: `bytes`, `pixels`, or the
+    name of the tokenizer whose file is in the folder.
     """
 
     model_type = "megasparse"
@@ -63,6 +64,10 @@ class MegasparseConfig(PretrainedConfig):
     @property
     def vocab_size(self) -> int:
         return int(self.model.get("vocabulary", ModelConfig.model_fields["vocabulary"].default))
+
+    @vocab_size.setter
+    def vocab_size(self, value: int) -> None:
+        self.model = {**self.model, "vocabulary": value}
 
     @property
     def hidden_size(self) -> int:
@@ -87,18 +92,15 @@ class MegasparseConfig(PretrainedConfig):
 
     @property
     def max_position_embeddings(self) -> int:
-        """Longest input in tokens; in an encoder–decoder, of the decoder, with the start token. A decoder uses one of
-        its positions for the start vector.
-        """
+        """Longest input in tokens, of a decoder without its start vector."""
         return int(self.model["max_length"]) - self.is_decoder
 
 
 def refuse_unsupported(arguments: dict[str, Any]) -> None:
-    """Raise ValueError for an argument of Hugging Face models that would be ignored."""
+    """Raise ValueError for an argument that would be ignored."""
     for name in ("inputs_embeds", "decoder_inputs_embeds"):
         if arguments.get(name) is not None:
-            hint = f"Give {name.replace('inputs_embeds', 'input_ids')}"
-            raise ValueError(f"{name} is not supported: mechanisms may read token ids. {hint}")
+            raise ValueError(f"{name} is not supported: mechanisms may read token ids. Give input_ids")
     for name in ("output_hidden_states", "output_attentions"):
         if arguments.get(name):
             raise ValueError(f"{name} is not supported: layers do not keep them. Omit it")
@@ -115,7 +117,6 @@ class MegasparsePreTrainedModel(PreTrainedModel):
     input_modalities = "text"
     supports_gradient_checkpointing = True
     kinds: ClassVar[tuple[str, ...]] = ("decoder", "encoder")
-    """Kinds of models that the class supports."""
 
     def __init__(self, config: MegasparseConfig):
         super().__init__(config)
@@ -140,7 +141,7 @@ class MegasparsePreTrainedModel(PreTrainedModel):
         return super().__call__(*args, **kwargs)
 
     def get_input_embeddings(self) -> nn.Module:
-        """Return the module that embeds input_ids. Its weight is (V, E); it also adds positions and a start vector."""
+        """Return the module that embeds input_ids and adds positions and a start vector. Its weight is (V, E)."""
         embedding: nn.Module = (self.model if self.settings.source is None else self.model.encoder).embedding
         return embedding
 
@@ -150,14 +151,29 @@ class MegasparsePreTrainedModel(PreTrainedModel):
     def set_output_embeddings(self, value: nn.Module) -> None:
         raise NotImplementedError("set_output_embeddings: copy the weights into model.head instead")
 
-    def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Embedding:
-        raise NotImplementedError("resize_token_embeddings: model.vocabulary is fixed. Train with a larger vocabulary")
+    def _resize_token_embeddings(
+        self, new_num_tokens: int | None, pad_to_multiple_of: int | None = None, mean_resizing: bool = True
+    ) -> nn.Module:
+        """Resize embeddings, head and its bias in place. Called by `resize_token_embeddings` of transformers."""
+        rows = self.config.vocab_size if new_num_tokens is None else new_num_tokens
+        rows += -rows % (pad_to_multiple_of or 1)
+        settings = self.settings.model_copy(update={"vocabulary": rows})
+        check_model(settings)  # raises an error if special tokens would be removed
+        self.settings = settings
+        for name, weight in self.model.named_parameters():
+            if name == "head.bias":
+                weight.data = F.pad(weight.data, (0, rows - len(weight)))
+            elif name in ("head.weight", "embedding.weight", "encoder.embedding.weight"):
+                matrix = nn.Embedding(len(weight), weight.shape[1], device="meta")
+                matrix.weight = weight
+                self._get_resized_embeddings(matrix, rows, mean_resizing=mean_resizing)
+        return self.get_input_embeddings()
 
     def add_head(self) -> None:
         """Create the layers of a task, if it has any."""
 
     def initialize_weights(self) -> None:
-        """Initialise weights that were not loaded: a function of the run's seed, as in a megasparse run."""
+        """Initialise weights that were not loaded from the run's seed, as in a megasparse run."""
         super().initialize_weights()
         values = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
         loaded = {name: x.detach().clone() for name, x in values.items() if getattr(x, "_is_hf_initialized", False)}
@@ -213,14 +229,12 @@ class MegasparsePreTrainedModel(PreTrainedModel):
         return self.model.task_weight * loss + auxiliary * share_of_batch(labels, accumulated)
 
     def refuse_leaks(self) -> None:
-        """Raise ValueError if outputs with a cache would differ from outputs of whole sequences."""
         if leaks := self.model.leaks:
             raise ValueError(f"not strictly causal, so it cannot use a cache ({'; '.join(leaks)}): set use_cache=False")
 
     def from_cache(self, input_ids: Tensor, cache: MegasparseCache, name: str, mask: Tensor | None) -> Tensor:
-        """Append tokens (B, n) to the cache. Return the logits (B, n, V) of the token after each.
-
-        name, mask: of the new tokens or of all, (B, n) or (B, cached + n). Raises ValueError if it hides tokens.
+        """Append tokens (B, n) to the cache. Return the logits (B, n, V) of the token after each. name, mask: of the
+        new tokens or of all. Raises ValueError if it hides tokens.
         """
         count = input_ids.shape[1]
         if mask is not None:
@@ -245,9 +259,7 @@ class MegasparsePreTrainedModel(PreTrainedModel):
 
 
 class MegasparseModel(MegasparsePreTrainedModel):
-    """The bare model. last_hidden_state: the final streams, concatenated, before the output norm: fp32 (B, n, E), or
-    (B, n, 2·E) if the model is reversible.
-    """
+    """The bare model. last_hidden_state: the final streams, concatenated, before the output norm: (B, n, E or 2·E)."""
 
     @can_return_tuple
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, **kwargs: Any) -> BaseModelOutput:
@@ -264,7 +276,6 @@ class MegasparseWriter(MegasparsePreTrainedModel, GenerationMixin):
     read_as = "input_ids"
     """The argument of forward for the tokens so far."""
     handed_on: tuple[str, ...] = ("attention_mask", "use_cache")
-    """Arguments of generate that are passed to every forward."""
 
     def prepare_inputs_for_generation(
         self,
@@ -276,7 +287,6 @@ class MegasparseWriter(MegasparsePreTrainedModel, GenerationMixin):
         is_first_iteration: bool | None = False,
         **kwargs: Any,
     ) -> dict[str, Any]:
-        """Return the arguments of the next call. input_ids: the decoder's tokens."""
         refuse_unsupported({"inputs_embeds": inputs_embeds, **kwargs})
         past_key_values = kwargs.get("cache", past_key_values)  # its name since transformers 5.24
         if past_key_values is not None:
@@ -304,9 +314,9 @@ class MegasparseForCausalLM(MegasparseWriter):
     ) -> CausalLMOutputWithPast:
         """Predict the next tokens.
 
-        labels: (B, n), a copy of the input with -100 for ignored tokens; the first one is not used (set it to -100
-        after left padding). past_key_values: returned by an earlier call; input_ids are then the tokens after it.
-        logits_to_keep: number of last positions; 0 keeps all.
+        labels: (B, n), a copy of the input with -100 for ignored tokens; the first one is not used. past_key_values:
+        returned by an earlier call; input_ids are then the tokens after it. logits_to_keep: number of last positions; 0
+        keeps all.
         """
         past_key_values = kwargs.get("cache", past_key_values)  # its name since transformers 5.24
         if past_key_values is not None:
@@ -332,7 +342,7 @@ class MegasparseForCausalLM(MegasparseWriter):
         return CausalLMOutputWithPast(loss=objective, logits=logits)
 
     def _targets(self, rows: AlignedRows, labels: Tensor) -> Targets:
-        """Return the targets of n + 1 positions: the first is the first token, the last the one after the input."""
+        """Return the targets of n + 1 positions: the first token, ..., the one after the input."""
         values = F.pad(rows.align(labels), (0, 1), value=IGNORED)
         values = values.index_fill(1, torch.zeros(1, dtype=torch.long, device=values.device), IGNORED)
         counted = values != IGNORED
@@ -393,8 +403,8 @@ class MegasparseForSeq2SeqLM(MegasparseWriter):
     the target without its last token.
 
     Beam search is Hugging Face's: beams are ranked by log-probability / length**length_penalty, and beams cut off by
-    max_length are complete. megasparse's beam search divides by ((5 + length)/6)**penalty and returns incomplete beams
-    only if none is complete. With length_penalty=0 and early_stopping=True the results are equal if beams end in time.
+    max_length are complete. megasparse's divides by ((5 + length)/6)**penalty and returns incomplete beams only if none
+    is complete.
     """
 
     kinds = ("encoder_decoder",)
@@ -431,10 +441,9 @@ class MegasparseForSeq2SeqLM(MegasparseWriter):
         """Predict the target's tokens. The loss is the mean nats per label, in training with label smoothing.
 
         labels: (B, n), targets with their end token; -100 and the padding token are ignored. num_items_in_batch:
-        divisor of the loss, by default the number of labels. encoder_outputs: result of `get_encoder`, instead of
-        input_ids; the loss then excludes the encoder's auxiliary losses. decoder_attention_mask: right padding.
-        past_key_values: of an earlier call; decoder_input_ids are then the tokens after it. logits_to_keep: number of
-        last positions; 0 keeps all.
+        divisor of the loss, by default the number of labels. encoder_outputs: result of `get_encoder`; the loss then
+        excludes the encoder's auxiliary losses. decoder_attention_mask: right padding. past_key_values, logits_to_keep:
+        as in a decoder.
         """
         if decoder_input_ids is None:
             if labels is None:
@@ -487,7 +496,7 @@ class MegasparseForSeq2SeqLM(MegasparseWriter):
     def _encoded(
         self, tokens: Tensor, mask: Tensor | None, rng: RngContext, targets: Targets | None = None
     ) -> tuple[SourceOutput, Tensor]:
-        """Return the encoder's output for sources, in the order of the input, and its auxiliary losses."""
+        """Return the encoder's output, in the order of the input, and its auxiliary losses."""
         longest = self.settings.source.length
         if tokens.shape[1] > longest:
             raise ValueError(f"{tokens.shape[1]} tokens are more than the encoder's maximum of {longest}")
@@ -498,15 +507,15 @@ class MegasparseForSeq2SeqLM(MegasparseWriter):
         return SourceOutput(rows.restore(states), attention_mask=mask if rows.padded else None), auxiliary
 
     def _source(self, encoder_outputs: Any, mask: Tensor | None) -> EncoderOutput:
-        """Reorder the encoder's output for megasparse's decoder: real tokens first."""
+        """Reorder the encoder's output: real tokens first."""
         states = encoder_outputs[0]
         mask = getattr(encoder_outputs, "attention_mask", None) if mask is None else mask
         rows = AlignedRows(torch.zeros(states.shape[:2], dtype=torch.long, device=states.device), mask)
         return EncoderOutput(rows.align(states), rows.real)
 
     def _real_targets(self, mask: Tensor | None, targets: Targets | None) -> Tensor | None:
-        """Return the mask of the target's real positions (B, n): from `mask`, else the first position and all up to the
-        last label that is not ignored. None if all are real.
+        """Return the mask of the target's real positions (B, n), up to the last label without a
+        mask; None if all are.
         """
         if mask is not None:
             real = mask != 0
@@ -561,8 +570,8 @@ class MegasparseForMaskedLM(MegasparsePreTrainedModel):
 
 
 class MegasparseForSequenceClassification(MegasparsePreTrainedModel):
-    """Sequence classification by a linear layer on the normalised final streams: of an encoder their mean over real
-    tokens, of a decoder the ones at its last real token.
+    """Sequence classification by a linear layer on the normalised final streams: an encoder's mean over real tokens, a
+    decoder's at its last real token.
     """
 
     def add_head(self) -> None:

@@ -9,7 +9,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -31,14 +31,11 @@ from megasparse.hub.formats import (
     readers,
     weights_of,
 )
-from megasparse.hub.tensor_file import BUFFERS, TensorFile
+from megasparse.hub.tensor_file import BUFFERS, OWN_CONFIG, TensorFile
 from megasparse.hub.tokenizer_files import Files, files_with_start, tokenizer_files
 from megasparse.ops.positions import sinusoids
 from megasparse.ops.random import RngContext, rotations
 from megasparse.settings.load import build_config
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 WORDS = "reformer.embeddings.word_embeddings.weight"
 AXIS = "reformer.embeddings.position_embeddings.weights."
@@ -57,42 +54,48 @@ CONSTANT_TABLES: dict[str, Callable[[int, int], Tensor]] = {
 }
 """Positions that Hugging Face stores as a table (max_length, E)."""
 
-
 WEIGHTS = """
-    blocks.{}.attention.norm.*                  reformer.encoder.layers.{}.attention.layer_norm.*
-    blocks.{}.attention.attention.query.weight  reformer.encoder.layers.{}.attention.self_attention.query.weight
-    blocks.{}.attention.attention.key.weight    reformer.encoder.layers.{}.attention.self_attention.key.weight
-    blocks.{}.attention.attention.value.weight  reformer.encoder.layers.{}.attention.self_attention.value.weight
-    blocks.{}.attention.attention.output.weight reformer.encoder.layers.{}.attention.output.dense.weight
-    blocks.{}.feed_forward.norm.*               reformer.encoder.layers.{}.feed_forward.layer_norm.*
-    blocks.{}.feed_forward.feed_forward.up~     reformer.encoder.layers.{}.feed_forward.dense.dense.*
-    blocks.{}.feed_forward.feed_forward.down~   reformer.encoder.layers.{}.feed_forward.output.dense.*
-    head.norm_*                                 reformer.encoder.layer_norm.*
+    .attention.norm.*                   .attention.layer_norm.*
+    .attention.attention.query.weight   .attention.self_attention.query.weight
+    .attention.attention.key.weight     .attention.self_attention.key.weight
+    .attention.attention.value.weight   .attention.self_attention.value.weight
+    .attention.attention.output.weight  .attention.output.dense.weight
+    .feed_forward.norm.*                .feed_forward.layer_norm.*
+    .feed_forward.feed_forward.up~      .feed_forward.dense.dense.*
+    .feed_forward.feed_forward.down~    .feed_forward.output.dense.*
+    head.norm_*                         reformer.encoder.layer_norm.*
 """
+
+
+RENAMED = {
+    "d_model": "hidden_size",
+    "d_ff": "feed_forward_size",
+    "heads": "num_attention_heads",
+    "dropout": "hidden_dropout_prob",
+    "norm_eps": "layer_norm_eps",
+}
+"""Hugging Face's key for keys of the `model` section."""
 
 
 class ReformerFormat(Format):
     """Format of the Reformer. Parameters are copied exactly, except for the following.
 
     Start: a megasparse decoder predicts token t from the tokens before it, and the first one from a start vector.
-    Hugging Face's model predicts the token after each input. Its input is therefore [BOS, token 0, token 1, ...], its
-    logits at t predict token t, and the embedding of BOS is the start vector. If the start vector equals the embedding
-    of a token, that token is BOS. Otherwise BOS is an extra token with id V; on import it is recognised by its row of
-    the LM head, 0, and its bias, `NEVER`. Its logit is meaningless, and `suppress_tokens` excludes it from generation.
-    A Hugging Face model without a `bos_token_id` starts with its `pad_token_id`, as the published ones were trained.
+    Hugging Face's input is therefore [BOS, token 0, token 1, ...], its logits at t predict token t, and the embedding
+    of BOS is the start vector. If that equals the embedding of a token, the token is BOS. Otherwise BOS is an extra
+    token with id V; on import it is recognised by its row of the LM head, 0, and its bias, `NEVER`. Its logit is
+    meaningless, and `suppress_tokens` excludes it. Without a `bos_token_id`, BOS is the `pad_token_id`, as in the
+    published models.
 
-    Bias of the LM head: `model.output_bias`; omitted if it is zero. transformers 5 stores it but does not add it to the
-    logits. transformers 4, which the published models were made with, adds it, and so does megasparse.
+    Bias of the LM head: `model.output_bias`; omitted if it is zero. transformers 5 stores it but does not add it,
+    unlike transformers 4, which the published models were made with, and megasparse.
 
     Positions: sinusoidal ones, or none, are exported as a table, and recognised by its values on import.
 
     Not supported by Hugging Face: blocks that are not reversible, attention other than `local` and `lsh` with window =
-    "chunk", same_bucket = false and count_rounds = false, and tied embeddings (its head reads both concatenated
-    streams). Not supported by megasparse: encoders (their local attention wraps around the sequence), other numbers of
-    chunks, other activations. Settings that only affect training (dropout of attention weights, training hash rounds)
-    or memory (tiles) are not converted.
-
-    LSH layers: `note` names two differences, which `reformer_logits` removes for the comparison.
+    "chunk", same_bucket = false and count_rounds = false, and tied embeddings. Not supported by megasparse: encoders
+    (their local attention wraps around the sequence), other numbers of chunks, other activations. Dropout of attention
+    weights, training hash rounds and tiles are not converted.
     """
 
     name = "reformer"
@@ -122,7 +125,7 @@ class ReformerFormat(Format):
         bos = start_token(theirs)
         if bos >= rows:
             problem = f"bos_token_id or pad_token_id is {bos}, but vocab_size is {rows}"
-            raise HubError(tensors.path / "config.json", problem, "Use a model with its original config.json")
+            raise HubError(tensors.path / "config.json", problem, OWN_CONFIG)
         vocabulary = rows - added_start(bos, tensors.read(HEAD, (rows, 2 * width)), bias)
         section = model_section(theirs) | {"vocabulary": vocabulary, "output_bias": bool(bias[:vocabulary].any())}
         if not theirs.axial_pos_embds:
@@ -150,15 +153,13 @@ class ReformerFormat(Format):
             read["embedding.positions.table"] = lambda: tensors.read(TABLE)
         return Imported(sections, read)
 
-    def logits(self, model: "PreTrainedModel", tokens: Tensor, seed: int) -> Tensor:
-        """See reformer_logits."""
-        head: Any = model.lm_head
-        bos = start_token(model.config)
-        vocabulary = model.config.vocab_size - added_start(bos, head.decoder.weight, head_bias(head))
+    def logits(self, model: Any, tokens: Tensor, seed: int) -> Tensor:
+        head, bos = model.lm_head, start_token(model.config)
+        bias = head.bias if head.decoder.bias is None else head.decoder.bias
+        vocabulary = model.config.vocab_size - added_start(bos, head.decoder.weight, bias)
         return reformer_logits(model, bos, vocabulary, tokens, seed)
 
     def _check_expressible(self, model: ModelConfig) -> None:
-        """Raise HubError for the first setting that Hugging Face's Reformer does not support."""
         required = {"kind": "decoder", "blocks": "reversible", "tied_embeddings": False, "adaptive_cutoffs": []}
         if "local" in kinds(model):
             required |= {"attention.local.relative": False, "attention.local.sinks": 0}
@@ -179,11 +180,8 @@ class ReformerFormat(Format):
 
 
 def start_token(hf_config: Any) -> int:
-    """Return the token whose embedding is the start vector."""
-    for token in (hf_config.bos_token_id, hf_config.pad_token_id):
-        if token is not None:
-            return int(token)
-    return 0
+    tokens = (hf_config.bos_token_id, hf_config.pad_token_id, 0)
+    return int(next(token for token in tokens if token is not None))
 
 
 def added_start(bos: int, head: Tensor, bias: Tensor) -> bool:
@@ -194,7 +192,7 @@ def added_start(bos: int, head: Tensor, bias: Tensor) -> bool:
 def _plain(model: ModelConfig) -> list[Weight]:
     """Return the tensors that are copied without changes."""
     weights = []
-    for entry in weights_of(WEIGHTS, model):
+    for entry in weights_of(WEIGHTS, "reformer.encoder.layers.{}", model):
         layer = int(entry.theirs.split(".")[3]) if ".layers." in entry.theirs else 0
         lsh = ".self_attention.query." in entry.theirs and "lsh" in heads_of_layer(model, layer)
         weights.append(entry._replace(theirs=entry.theirs.replace(".query.", ".query_key.")) if lsh else entry)
@@ -225,16 +223,11 @@ def _export(model: ModelConfig, weight: Callable[[str], Tensor], bos: int) -> It
         yield name, with_start(bias, torch.tensor([NEVER]))
 
 
-def head_bias(head: Any) -> Tensor:
-    """Return the bias of a ReformerOnlyLMHead, see `DECODER_BIAS`."""
-    return head.bias if head.decoder.bias is None else head.decoder.bias
-
-
 # Configurations and other files
 
 
 def read_config(values: dict[str, Any], path: Path) -> Any:
-    """Parse a `ReformerConfig`. Raises HubError naming `path` and the key if megasparse cannot express the model."""
+    """Parse a `ReformerConfig`. Raises HubError naming `path` and the key that megasparse cannot express."""
     config = read_configuration("reformer", values, path)
     required: dict[str, Any] = {"is_decoder": True, "hidden_act": "relu"}
     for kind in sorted(set(config.attn_layers) & {"local", "lsh"}):
@@ -257,13 +250,12 @@ def read_config(values: dict[str, Any], path: Path) -> Any:
 
 
 def longest(config: Any) -> int:
-    """Return the longest sequence in tokens."""
     length = int(config.max_position_embeddings)
     return min(length, math.prod(config.axial_pos_shape)) if config.axial_pos_embds else length
 
 
 def buckets(config: Any) -> list[int]:
-    """Return the factors of `num_buckets`, least significant first; if it is null, Hugging Face's at full length."""
+    """Return the factors of `num_buckets`, least significant first; if null, Hugging Face's at full length."""
     if config.num_buckets is not None:
         return [config.num_buckets] if isinstance(config.num_buckets, int) else list(config.num_buckets)
     chunk = config.lsh_attn_chunk_length
@@ -274,7 +266,7 @@ def buckets(config: Any) -> list[int]:
 
 
 def model_section(config: Any) -> dict[str, Any]:
-    """Return the `model` section without the keys that depend on tensors: vocabulary, bias, non-axial positions."""
+    """Return the `model` section without the keys that depend on tensors: vocabulary, bias, table of positions."""
     length = longest(config)
     attention: dict[str, Any] = {"pattern": list(config.attn_layers)}
     if "local" in config.attn_layers:
@@ -291,12 +283,8 @@ def model_section(config: Any) -> dict[str, Any]:
     section = {
         "max_length": length,
         "layers": len(config.attn_layers),
-        "d_model": config.hidden_size,
-        "d_ff": config.feed_forward_size,
-        "heads": config.num_attention_heads,
+        **{ours: getattr(config, theirs) for ours, theirs in RENAMED.items()},
         "head_dim": config.attention_head_size,
-        "dropout": float(config.hidden_dropout_prob),
-        "norm_eps": float(config.layer_norm_eps),
         "attention": attention,
     }
     if config.axial_pos_embds:
@@ -306,7 +294,7 @@ def model_section(config: Any) -> dict[str, Any]:
 
 
 def hf_config(model: ModelConfig, bos: int) -> dict[str, Any]:
-    """Return the config.json of a decoder with the embedding of token `bos` as start vector; `bos` may be V, added."""
+    """Return the config.json. bos: token whose embedding is the start vector; may be V, added."""
     settings = {
         "model_type": "reformer",
         "architectures": ["ReformerModelWithLMHead"],
@@ -319,13 +307,9 @@ def hf_config(model: ModelConfig, bos: int) -> dict[str, Any]:
         "max_position_embeddings": model.max_length,
         "axial_pos_embds": model.positions.kind == "axial",
         "attn_layers": [next(iter(heads_of_layer(model, layer))) for layer in range(model.layers)],
-        "hidden_size": model.d_model,
-        "num_attention_heads": model.heads,
+        **{theirs: getattr(model, ours) for ours, theirs in RENAMED.items()},
         "attention_head_size": model.head_dim or model.d_model // model.heads,
-        "feed_forward_size": model.d_ff,
         "hidden_act": "relu",
-        "layer_norm_eps": model.norm_eps,
-        "hidden_dropout_prob": model.dropout,
         "local_attention_probs_dropout_prob": model.attention.dropout,
         "lsh_attention_probs_dropout_prob": model.attention.dropout,
         "hash_seed": None,  # a seed would reset torch's global generator at each call, and so affect sampling
@@ -344,9 +328,7 @@ def hf_config(model: ModelConfig, bos: int) -> dict[str, Any]:
 
 
 def other_files(config: Config, bos: int) -> Files:
-    """Return the other files of an exported decoder: generation settings, and a tokenizer that starts every text with
-    BOS if BOS is an extra token.
-    """
+    """Return the generation settings, and a tokenizer that starts every text with BOS if BOS is an extra token."""
     model = config.model
     ids = {"bos_token_id": bos, "pad_token_id": bos, "eos_token_id": None}
     generation: dict[str, Any] = {**ids, "max_length": model.max_length}
@@ -362,19 +344,23 @@ def other_files(config: Config, bos: int) -> Files:
 
 
 @torch.no_grad()
-def reformer_logits(model: "PreTrainedModel", bos: int, vocabulary: int, tokens: Tensor, seed: int) -> Tensor:
-    """Return logits of Hugging Face's code on [BOS, tokens], with three changes to its LSH layers.
-
-    They get the rotations of megasparse's evaluation with `seed`, attend only within a hash round, and compute in fp64:
-    in fp32, a token without visible keys in any round gets a log-sum-exp of −1e5, rounded so coarsely that the rounds'
-    weights sum to 1 only within 0.4 %. Without LSH layers only the precision differs. The LM head's bias is added if
-    transformers omits it.
+def reformer_logits(model: Any, bos: int, vocabulary: int, tokens: Tensor, seed: int) -> Tensor:
+    """Return logits of Hugging Face's code on [BOS, tokens], with three changes to its LSH layers: the rotations of
+    megasparse's evaluation with `seed`, attention only within a hash round, and fp64, because in fp32 a token without
+    visible keys in any round gets a log-sum-exp of −1e5, rounded so coarsely that the rounds' weights sum to 1 only
+    within 0.4 %. The LM head's bias is added if transformers omits it.
     """
     twin: Any = copy.deepcopy(model).double().eval()
     for number, layer in enumerate(twin.reformer.encoder.layers):
         if hasattr(layer.attention.self_attention, "query_key"):
             _hash_as_ours(layer.attention.self_attention, buckets(model.config), number, seed)
-    _let_padding_have_no_position(twin.reformer.embeddings, tokens.shape[1])
+    embeddings, length = twin.reformer.embeddings, tokens.shape[1]
+    positions = embeddings.position_embeddings.forward
+
+    def padded(position_ids: Tensor) -> Tensor:  # the last chunk's, beyond the last position; no token attends to it
+        return F.pad(positions(position_ids[:, :length]), (0, 0, 0, position_ids.shape[1] - length))
+
+    embeddings.position_embeddings.forward, embeddings.max_position_embeddings = padded, sys.maxsize
     read = torch.cat([torch.full_like(tokens[:, :1], bos), tokens[:, :-1]], dim=1)
     logits = twin(read, use_cache=False).logits
     if twin.lm_head.decoder.bias is None:
@@ -382,22 +368,10 @@ def reformer_logits(model: "PreTrainedModel", bos: int, vocabulary: int, tokens:
     return logits[..., :vocabulary].float()
 
 
-def _let_padding_have_no_position(embeddings: Any, length: int) -> None:
-    """Let Hugging Face's model pad the last chunk beyond the last position; no token attends to padding."""
-    positions = embeddings.position_embeddings.forward
-
-    def padded(position_ids: Tensor) -> Tensor:
-        return F.pad(positions(position_ids[:, :length]), (0, 0, 0, position_ids.shape[1] - length))
-
-    embeddings.position_embeddings.forward = padded
-    embeddings.max_position_embeddings = sys.maxsize
-
-
 def _hash_as_ours(layer: Any, factors: list[int], number: int, seed: int) -> None:
-    """Use megasparse's rotations in Hugging Face's LSH layer, and keep its windows within a hash round.
-
-    The layer concatenates all rounds into a ring, in which the chunk before a round's first chunk is in another round.
-    Tokens of such a chunk get the number −1, and the mask excludes them.
+    """Use megasparse's rotations in Hugging Face's LSH layer, and keep its windows within a hash round: the layer
+    concatenates all rounds into a ring. Tokens of a chunk of another round get the number −1, and the mask excludes
+    them.
     """
     drawn = rotations(
         RngContext.evaluation(seed, 1).key(number, "lsh rotation"),

@@ -336,8 +336,7 @@ def _sections(attention: dict[str, Any] | AttentionConfig) -> dict[str, Any]:
     if "kind" in attention:
         settings = dict(attention)
         if not isinstance(kind := settings.pop("kind"), str) or kind not in MECHANISMS:
-            problem = f"unknown mechanism {show(kind)}"
-            raise ConfigError("attention.kind", problem, did_you_mean(str(kind), MECHANISMS))
+            raise ConfigError("attention.kind", f"unknown mechanism {show(kind)}", did_you_mean(str(kind), MECHANISMS))
         attention = {"pattern": [kind], kind: settings}
     if "pattern" not in attention:
         raise ConfigError("attention", "contains neither kind nor pattern", 'Add "kind": "ranked", for example')
@@ -522,8 +521,7 @@ def replacement_of(directory: str | Path) -> dict[str, Any]:
 def entry_of(config: Any, directory: str | Path) -> dict[str, Any]:
     entry = getattr(config, ENTRY, None)
     if not isinstance(entry, dict) or entry.keys() != {"attention", "max_length", "seed"}:
-        hint = "Replace its attention: megasparse replace-attention"
-        raise HubError(directory, f"config.json contains no valid entry {ENTRY}", hint)
+        raise HubError(directory, f"config.json contains no valid entry {ENTRY}", "Use megasparse replace-attention")
     return entry
 
 

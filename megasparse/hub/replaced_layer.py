@@ -441,8 +441,7 @@ def attend(
     if run is not None and run.calls is not None:
         return run.record(call).transpose(1, 2), None
     if run is None or not (isinstance(layer, Mechanisms) or window):
-        hint = "Load its folder by megasparse.hub.load_replaced, or call megasparse.replace_attention"
-        raise HubError(call.name, "its attention is not replaced", hint)
+        raise HubError(call.name, "its attention is not replaced", "Load its folder by megasparse.hub.load_replaced")
     if options.get("output_attentions"):
         raise HubError(call.name, "mechanisms compute no matrix of attention weights", "Leave output_attentions out")
     if attention_mask is not None and attention_mask.dim() != 2:

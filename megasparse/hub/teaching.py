@@ -38,13 +38,13 @@ _HELD_OUT = 1 << 30  # step of the draws of measurements
 
 
 class Teacher:
-    """Trainer of the mechanisms of a replaced model. They learn from its full attention which keys to select.
+    """Trainer of the mechanisms of a replaced model: they learn from its full attention which keys to select.
 
     Progress can be saved in a folder after every pass; an interrupted training resumes from it, bit-identical.
     """
 
     def __init__(self, model: PreTrainedModel, seed: int = 0):
-        """Create the optimizers. seed: for the draws of queries. Raises HubError if no mechanism can be taught."""
+        """seed: for the draws of queries."""
         self.model, self.seed, self.passes, self.dtype = model, seed, 0, model.dtype
         self.layers = [module for module in model.modules() if isinstance(module, Mechanisms)]
         self._cast(torch.promote_types(self.dtype, torch.float32))  # Adam's steps vanish or overflow in half precision
@@ -117,7 +117,6 @@ class Teacher:
         return loss
 
     def measure(self, tokens: Tensor) -> float:
-        """Return the mean loss of mechanisms on texts (B, L), without learning from them."""
         return self._run(tokens, _HELD_OUT, 0)
 
     def _cast(self, dtype: torch.dtype) -> None:
@@ -167,7 +166,6 @@ class Teacher:
 
     @torch.no_grad()
     def _resume(self, folder: Path, identity: str) -> dict[str, Any] | None:
-        """Load the progress in `folder` of an interrupted training; None if there is none."""
         path = folder / RECORD
         if not path.exists():
             return None
@@ -180,8 +178,7 @@ class Teacher:
         except (SafetensorError, OSError, ValueError, LookupError, TypeError, OverflowError, RecursionError) as error:
             raise HubError(path, f"is damaged, or its state ({error})", f"Remove {folder} to start again") from None
         if course != identity:
-            hint = f"Use the same model, texts, length, passes and seed, or remove {folder}"
-            raise HubError(path, "belongs to another training", hint)
+            raise HubError(path, "belongs to another training", f"Use the same arguments, or remove {folder}")
         tensors = dict(self._state())
         if {name: x.shape for name, x in stored.items()} != {name: x.shape for name, x in tensors.items()}:
             raise HubError(state, "does not fit this model's mechanisms", f"Remove {folder} to start again")
@@ -221,7 +218,7 @@ class Teacher:
 
 @contextmanager
 def full_attention(model: PreTrainedModel) -> Iterator[None]:
-    """Replace every mechanism by full attention, without dropout, inside the `with` block."""
+    """Replace every mechanism by full attention, without dropout."""
     replaced = [(module, getattr(module, NAME)) for module in model.modules() if hasattr(module, NAME)]
     was_training = model.training
     model.eval()
@@ -236,10 +233,7 @@ def full_attention(model: PreTrainedModel) -> Iterator[None]:
 
 
 def read_windows(tokenizer: Any, paths: list[Path], length: int) -> list[list[int]]:
-    """Return the token ids of all windows, of at most `length` tokens, of text files and of text files in folders.
-
-    Raises DataError if a file cannot be read.
-    """
+    """Return the token ids of all windows, of at most `length` tokens, of text files and of text files in folders."""
     files = [file for path in paths for file in (sorted(path.rglob("*.txt")) if path.is_dir() else [path])]
     windows: list[list[int]] = []
     for file in files:

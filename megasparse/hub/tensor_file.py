@@ -1,5 +1,5 @@
-"""Folders of Hugging Face models: tensors are read one at a time from safetensors files or loaded by transformers,
-which must find every weight; nothing is unpickled, and folders are written atomically.
+"""Folders of Hugging Face models: tensors are read one at a time from safetensors files, or loaded by transformers,
+which must find every weight. Nothing is unpickled, and folders are written atomically.
 """
 
 import json
@@ -17,55 +17,55 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megasparse.errors import HubError, one_line
-from megasparse.files import open_file, read_file
+from megasparse.files import json_object, open_file, read_file
 from megasparse.system import sync_folder
 
 LAYERS = {"layers", "num_hidden_layers", "num_layers", "n_layer", "n_layers", "encoder_layers", "decoder_layers"}
-"""Keys of config.json for the number of layers."""
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 ADAPTER = "megasparse.safetensors"
-"""File next to a model's weights with the tensors of replaced attention, named as in the base model."""
+"""File with the tensors of replaced attention, named as in the base model."""
 QUANTISED = ("quantization_config", "compression_config", "quantization")
-"""Keys of config.json that describe quantised weights (transformers, early compressed-tensors, MLX)."""
+"""Keys of config.json of quantised weights (transformers, early compressed-tensors, MLX)."""
 QUANTISED_FILES = ("quantize_config.json", "hf_quant_config.json")
-"""Files that describe quantised weights (GPTQ, ModelOpt) next to a config.json that may not."""
+"""Files of quantised weights (GPTQ, ModelOpt), whose config.json may not mention it."""
 BUFFERS = (
     ".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias", ".rotary_emb.inv_freq",
     "position_ids", "token_type_ids", "mask_value_float16", "mask_value_float32",
 )  # fmt: skip
-"""Suffixes of constants that old files contain next to the weights."""
+"""Suffixes of constants in old files."""
 SHARD_BYTES = 5_000_000_000
-"""Largest file of tensors, unless one tensor is larger. As many bytes are in memory while a file is written."""
+"""Largest file of tensors, unless one tensor is larger, and bytes in memory while it is written."""
 _AGAIN = "Copy or download it again"
-_COMPLETE = "Use a complete model with its original config.json"
+OWN_CONFIG = "Use a complete model with its original config.json"
 
 
 class TensorFile:
     """The tensors of a model.safetensors, or of the files that model.safetensors.index.json lists, and of ADAPTER."""
 
     def __init__(self, path: Path, files: dict[str, Any]):
-        """Store the opened files. path: the folder. files: the opened file of each tensor."""
+        """path: the folder. files: the opened file of each tensor."""
         self.path, self._files = path, files
 
     @staticmethod
     def open(folder: str | Path) -> "TensorFile":
-        """Open a folder's tensors.
-
-        Raises HubError if there are none, if a file is missing, damaged or differs from the index, if the weights are
-        quantised, if the tensors of replaced attention are there twice, and if config.json has more layers than there
-        are tensors, because building them could exhaust memory.
+        """Open a folder's tensors. Raises HubError if there are none, if a file is missing, damaged or differs from the
+        index, if the weights are quantised, if the tensors of replaced attention are there twice, and if config.json
+        has more layers than there are tensors, because building them could exhaust memory.
         """
         folder = Path(folder)
         if not folder.is_dir():
             raise HubError(folder, "no such folder", "Use the folder of a Hugging Face model")
-        _refuse_quantised(folder)
+        values: dict[str, Any] = {}
+        with suppress(OSError):  # errors of config.json are reported when it is parsed
+            values = json_object(read_file(folder / "config.json"))
+        _refuse_quantised(folder, values)
         replaced = TensorFile.one(folder / ADAPTER)._files if (folder / ADAPTER).exists() else {}
         if (folder / WEIGHTS).exists() or (folder / INDEX).exists():
             files = TensorFile.one(folder / WEIGHTS)._files if (folder / WEIGHTS).exists() else _sharded(folder)
             if replaced and (newer := [name for name in files if ".megasparse." in name]):
                 problem = f"contains {newer[0]}, although {ADAPTER} from before it was saved again is there, too"
                 raise HubError(folder, problem, f"Delete {ADAPTER} to use the newer tensors")
-            return TensorFile(folder, files | replaced)._checked()
+            return TensorFile(folder, files | replaced)._checked(depth(values))
         pickled = sorted(path.name for ending in ("*.bin", "*.pt", "*.pth") for path in folder.glob(ending))
         if pickled:
             hint = "Convert it to safetensors with transformers' save_pretrained, if you trust the file"
@@ -74,7 +74,6 @@ class TensorFile:
 
     @staticmethod
     def one(path: Path) -> "TensorFile":
-        """Open one safetensors file. Raises HubError if it cannot be read."""
         file = _opened(path)
         return TensorFile(path, dict.fromkeys(file.keys(), file))
 
@@ -85,7 +84,7 @@ class TensorFile:
         return tuple(self._file(name).get_slice(name).get_shape())
 
     def read(self, name: str, shape: Iterable[int] | None = None, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Read a tensor, floating point as `dtype`. Raises HubError if it is missing or its shape is not `shape`."""
+        """Read a tensor, floating point as `dtype`."""
         if shape is not None:
             self._check_shape(name, shape)
         try:
@@ -100,52 +99,39 @@ class TensorFile:
             self._check_shape(name, shape)
         for name in self.names():
             if name not in expected:
-                hint = "Use a model of the architecture in its config.json"
-                raise HubError(self.path, f"contains a tensor {name}, unknown to its architecture", hint)
+                raise HubError(self.path, f"contains a tensor {name}, unknown to its architecture", OWN_CONFIG)
 
     def check_tied(self, copy: str, of: str) -> None:
-        """Raise HubError if there are two different values of a tied parameter."""
         if copy != of and {copy, of} <= self._files.keys() and not torch.equal(self.read(copy), self.read(of)):
             problem = f"{copy} and {of} differ, but are tied by its config.json"
             raise HubError(self.path, problem, 'Set "tie_word_embeddings" to false there, or remove the first one')
 
-    def _checked(self) -> "TensorFile":
+    def _checked(self, layers: int) -> "TensorFile":
         for name, file in self._files.items():
             if name.endswith(".weight") and (kind := file.get_slice(name).get_dtype())[0] in "IU":
                 raise _quantised(self.path, f"{name} is of type {kind}")
-        with suppress(OSError, ValueError, RecursionError):  # errors of config.json are reported when it is parsed
-            if (layers := depth(json.loads(read_file(self.path / "config.json")))) > (count := len(self._files)):
-                problem = f"contains {count} tensors, but its config.json specifies {layers} layers"
-                raise HubError(self.path, problem, "Use a model with its original config.json")
+        if layers > len(self._files):
+            problem = f"contains {len(self._files)} tensors, but its config.json specifies {layers} layers"
+            raise HubError(self.path, problem, OWN_CONFIG)
         return self
 
     def _file(self, name: str) -> Any:
         if name not in self._files:
-            raise HubError(self.path, f"contains no tensor {name}", _COMPLETE)
+            raise HubError(self.path, f"contains no tensor {name}", OWN_CONFIG)
         return self._files[name]
 
     def _check_shape(self, name: str, expected: Iterable[int]) -> None:
         if (shape := self.shape(name)) != tuple(expected):
             problem = f"{name} has shape {list(shape)}, but {list(expected)} by its config.json"
-            raise HubError(self.path, problem, "Use a model with its original config.json")
+            raise HubError(self.path, problem, OWN_CONFIG)
 
 
 def load_stored(loader: Any, folder: str | Path, new_head: bool = False, **settings: Any) -> Any:
-    """Load the model of a folder by a class of transformers, or of megasparse with the same interface, without the
-    replacement of its attention.
+    """Load the model of a folder by a class of transformers, or of megasparse with the same interface.
 
-    transformers completes a folder that lacks weights with random ones, ignores tensors that it does not know, and
-    does not tie weights that differ.
-
-    Args:
-        loader: The class.
-        folder: The folder.
-        new_head: Accept that the folder lacks weights outside the base model, and its pooler.
-        settings: Arguments of from_pretrained.
-
-    Raises:
-        HubError: The folder cannot be loaded, a tensor is missing, wrong-shaped or unknown to the base model, or tied
-            weights differ.
+    transformers completes a folder that lacks weights with random ones, ignores tensors that it does not know, and does
+    not tie weights that differ: such folders raise HubError. new_head: accept that the folder lacks weights outside the
+    base model, and its pooler. settings: arguments of from_pretrained.
     """
     from transformers.utils import logging
 
@@ -174,30 +160,25 @@ def load_stored(loader: Any, folder: str | Path, new_head: bool = False, **setti
     for name, shape, expected in sorted(info["mismatched_keys"]):
         if new_head and replaceable(name) and settings.get("ignore_mismatched_sizes"):
             continue
-        problem = f"{name} has shape {list(shape)}, but {list(expected)} by its config.json"
-        raise HubError(folder, problem, "Use a model with its original config.json")
+        raise HubError(folder, f"{name} has shape {list(shape)}, but {list(expected)} by its config.json", OWN_CONFIG)
     if missing := sorted(name for name in info["missing_keys"] if not (new_head and replaceable(name))):
-        raise HubError(folder, f"contains no tensor {missing[0]}", _COMPLETE)
+        raise HubError(folder, f"contains no tensor {missing[0]}", OWN_CONFIG)
     if unknown := sorted(name for name in info["unexpected_keys"] if not known(name)):
-        hint = "Use a model of the architecture in its config.json"
-        raise HubError(folder, f"contains a tensor {unknown[0]}, unknown to its architecture", hint)
+        raise HubError(folder, f"contains a tensor {unknown[0]}, unknown to its architecture", OWN_CONFIG)
     if getattr(model.config, "tie_word_embeddings", False) and isinstance(model._tied_weights_keys, dict):
         for copy, of in model._tied_weights_keys.items():
             file.check_tied(copy, of)
     return model
 
 
-def _refuse_quantised(folder: Path) -> None:
-    """Raise HubError if a folder states that its weights are quantised."""
+def _refuse_quantised(folder: Path, values: dict[str, Any]) -> None:
     for name in QUANTISED_FILES:
         if (folder / name).exists():
             raise _quantised(folder, name)
-    with suppress(OSError, ValueError, RecursionError):  # errors of config.json are reported when it is parsed
-        values = json.loads(read_file(folder / "config.json"))
-        for key in QUANTISED if isinstance(values, dict) else ():
-            if value := values.get(key):
-                method = value.get("quant_method") if isinstance(value, dict) else None
-                raise _quantised(folder, f"{key} of config.json" if method is None else one_line(str(method), 60))
+    for key in QUANTISED:
+        if value := values.get(key):
+            method = value.get("quant_method") if isinstance(value, dict) else None
+            raise _quantised(folder, f"{key} of config.json" if method is None else one_line(str(method), 60))
 
 
 def _quantised(folder: Path, method: str) -> HubError:
@@ -206,7 +187,7 @@ def _quantised(folder: Path, method: str) -> HubError:
 
 
 def depth(values: Any) -> int:
-    """Return the largest number of layers in a configuration, nested sections included; 0 if there is none."""
+    """Return the largest number of layers in a configuration, nested sections included."""
     if not isinstance(values, dict):
         return 0
     layers = (value for key, value in values.items() if key in LAYERS and isinstance(value, int))
@@ -225,9 +206,7 @@ def _sharded(folder: Path) -> dict[str, Any]:
     for name in sorted(set(file_of.values())):
         usable = name.endswith(".safetensors") and name.isprintable() and len(name) < 256
         if Path(name).name != name or not usable:
-            raise HubError(
-                index, f"lists {name[:200]!a}, which is not a safetensors file next to it", "Do not trust it"
-            )
+            raise HubError(index, f"lists {name[:200]!a}, which is not a safetensors file here", "Do not trust it")
         if name not in present:
             raise HubError(folder / name, "missing", _AGAIN)
         file = _opened(folder / name)
@@ -246,17 +225,13 @@ def _opened(path: Path) -> Any:
 
 
 def refuse_existing(output: Path) -> None:
-    """Raise HubError if the path exists."""
     if os.path.lexists(output):
         raise HubError(output, "exists already", "Choose a new folder")
 
 
 @contextmanager
 def appearing(output: Path) -> Iterator[Path]:
-    """Yield a temporary folder. Sync it and rename it to `output` on exit, or delete it on an error.
-
-    Raises HubError if `output` exists or cannot be written.
-    """
+    """Yield a temporary folder; sync it and rename it to `output` on exit, or delete it on an error."""
     refuse_existing(output)
     temporary = output.with_name(f".{output.name}-{uuid.uuid4().hex}")
     try:
@@ -270,14 +245,13 @@ def appearing(output: Path) -> Iterator[Path]:
         temporary.rename(output)
         sync_folder(output.parent)
     except OSError as error:
-        problem = f"cannot be written ({error.strerror or error})"
-        raise HubError(output, problem, "Free some space, or choose another folder") from None
+        raise HubError(output, f"cannot be written ({error.strerror or error})", "Choose another folder") from None
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
 def write_tensors(tensors: Iterable[tuple[str, Tensor]], folder: Path) -> None:
-    """Write model.safetensors, or several files and their index if it would be larger than SHARD_BYTES, and ADAPTER."""
+    """Write model.safetensors, or several files of SHARD_BYTES and their index, and ADAPTER."""
     shards: list[list[str]] = []
     total, size, shard, replaced = 0, 0, dict[str, Tensor](), dict[str, Tensor]()
 

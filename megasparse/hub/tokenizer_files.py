@@ -19,13 +19,11 @@ BESIDE = (
     SETTINGS, GENERATION, "chat_template.jinja", "special_tokens_map.json", "added_tokens.json", "vocab.json",
     "merges.txt", "tokenizer.model",
 )  # fmt: skip
-"""Other files of a decoder: tokenizer, chat template and generation settings."""
 SPECIAL = ("eos_token_id", "pad_token_id")
 TRAINED = "training_tokenizer.json"
 """The tokenizer's file in training, if `FILE` differs from it."""
 
 Files = dict[str, str | bytes]
-"""Content of files by name."""
 
 
 def write_files(files: Files, folder: Path) -> None:
@@ -38,11 +36,10 @@ def tokenizer_files(config: Config, longest: int, room: int | None = None) -> Fi
     that tokenizer.json cannot express exactly, only the own file.
 
     Texts get the same ids, except that an encoder's tokenizer recognises special tokens by name, and a Hugging Face
-    tokenizer adds the tokens that its tokenizer.json specifies. An encoder–decoder's tokenizer adds only the separator
-    after every text, as in its sources and targets.
+    tokenizer adds the tokens that its tokenizer.json specifies. An encoder–decoder's adds only the separator.
 
-    longest: the model's maximum input in tokens. room: upper bound of a padding id of bytes; None if any unused id will
-    do, because the model never reads it. Raises ConfigError if the tokenizer's file is missing.
+    longest: the model's maximum input in tokens. room: upper bound of a padding id of bytes; None if the model never
+    reads it.
     """
     tokenizer = build_tokenizer(config.data.tokenizer)
     model = config.model
@@ -67,9 +64,7 @@ def tokenizer_files(config: Config, longest: int, room: int | None = None) -> Fi
 
 
 def chat_files(config: Config, longest: int, room: int | None = None) -> Files:
-    """Return a decoder's original tokenizer files, if it was imported with its settings; else the files of
-    `tokenizer_files`.
-    """
+    """Return a decoder's original tokenizer files, if it was imported with them; else `tokenizer_files`."""
     file = build_tokenizer(config.data.tokenizer).file
     imported = file is not None and file.name == FILE and (file.parent / SETTINGS).is_file()
     if file is None or not imported or config.model.kind != "decoder":
@@ -78,7 +73,6 @@ def chat_files(config: Config, longest: int, room: int | None = None) -> Files:
 
 
 def companion_files(folder: Path) -> Files:
-    """Return the files next to a decoder's tokenizer.json. Raises HubError for a damaged generation_config.json."""
     files: Files = {name: read_file(folder / name) for name in BESIDE if (folder / name).is_file()}
     try:
         valid = isinstance(json.loads(files.get(GENERATION, "{}")), dict)
@@ -92,10 +86,9 @@ def companion_files(folder: Path) -> Files:
 def byte_files(
     longest: int, mask: int | None, padding: int | None = None, room: int | None = None, end: int | None = None
 ) -> Files:
-    """Return the files of a byte tokenizer. mask: an encoder's mask token, None for a decoder. end: token after every
-    text of an encoder–decoder. padding: by default the first unused id; the attention mask hides it from the model.
-
-    A decoder's tokenizer reads names of special tokens as text, so that every text is exactly its bytes.
+    """Return the files of a byte tokenizer. mask: an encoder's mask token. end: token after every text of an
+    encoder–decoder. padding: by default the first unused id. A decoder's tokenizer reads names of special tokens as
+    text.
     """
     special = {} if mask is None else {"[MASK]": mask}
     if padding is None:
@@ -109,7 +102,7 @@ def byte_files(
 
 
 def files_with_start(files: Files, token: int, name: str) -> Files:
-    """Add the special token `name` before every text to a tokenizer; it is also the padding token."""
+    """Add the special token `name`, also for padding, before every text to a tokenizer."""
     if FILE not in files:
         return files
     values, settings = json.loads(files[FILE]), json.loads(files[SETTINGS])
@@ -119,9 +112,8 @@ def files_with_start(files: Files, token: int, name: str) -> Files:
 
 
 def own_name(tokenizer: Tokenizer, kind: str) -> str:
-    """Return the name of a tokenizer's own file in an exported folder; the tokenizer's name if it needs no file.
-
-    An encoder–decoder's tokenizer.json adds the separator after every text, so the training file has another name.
+    """Return the name of a tokenizer's own file in an exported folder, or its name. An encoder–decoder's training file
+    is another one than its tokenizer.json, which adds the separator after every text.
     """
     if tokenizer.file is None:
         return tokenizer.name
@@ -130,31 +122,26 @@ def own_name(tokenizer: Tokenizer, kind: str) -> str:
 
 
 def separator(tokenizer: Tokenizer, model: ModelConfig) -> int | None:
-    """Return the token that ends sources and targets; None if the tokenizer or the model has none."""
     if tokenizer.special is None or tokenizer.special.separator >= model.vocabulary:
         return None
     return tokenizer.special.separator
 
 
 def require_tokenizer(folder: Path) -> None:
-    """Raise HubError if a folder contains no tokenizer.json."""
     if not (folder / FILE).is_file():
         hint = "Save it there: AutoTokenizer.from_pretrained(MODEL).save_pretrained(FOLDER)"
         raise HubError(folder / FILE, "is missing, without which tokens are undefined", hint)
 
 
 def found_tokenizer(folder: Path, named: str | None) -> str:
-    """Return `data.tokenizer` for the model in a folder: a name, or the path of a file in it.
-
-    named: `own_name` from its config.json. Without it, the tokenizer.json; `bytes` if there is none or it is from
-    `byte_files`. Raises HubError if the named file is not in the folder.
+    """Return `data.tokenizer` for the model in a folder. named: `own_name` from its config.json; without it, the
+    tokenizer.json, or `bytes` if there is none or it is from `byte_files`.
     """
     if named in NAMED:
         return str(named)
     if named is not None:
         if named not in {path.name for path in folder.iterdir() if path.is_file()}:
-            problem = f"the tokenizer {named[:200]!r} of its config.json is missing"
-            raise HubError(folder, problem, "Copy the whole folder again")
+            raise HubError(folder, f"its tokenizer {named[:200]!r} is missing", "Copy the whole folder again")
         return str(folder / named)
     file = folder / FILE
     of_text = file.is_file()
@@ -211,9 +198,7 @@ _ACROSS = re.compile("\n.|[^ ] ", re.DOTALL)
 
 
 def of_bytes(special: dict[str, int]) -> dict[str, Any]:
-    """Return the content for ByteTokenizer. special: id of each special token; unused ids in between get names, because
-    added tokens are numbered consecutively.
-    """
+    """Return the content for ByteTokenizer. special: id of each special token. Unused ids in between get names."""
     names = {token: name for name, token in special.items()}
     special = {names.get(token, f"[unused{token}]"): token for token in range(256, max(names, default=255) + 1)}
     model: dict[str, Any] = {"type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None}
@@ -224,7 +209,6 @@ def of_bytes(special: dict[str, int]) -> dict[str, Any]:
 
 
 def of_words(words: list[str]) -> dict[str, Any]:
-    """Return the content for WordTokenizer."""
     model = {"type": "WordLevel", "vocab": {word: token for token, word in enumerate(words)}, "unk_token": UNKNOWN}
     replaced = {"\n": f" {END} ", **{chr(code): " " for code in range(0x1C, 0x20)}}  # white space only in Python
     parts = [{"type": "Replace", "pattern": {"String": old}, "content": new} for old, new in replaced.items()]
@@ -233,11 +217,9 @@ def of_words(words: list[str]) -> dict[str, Any]:
 
 
 def of_unigram(model: bytes) -> dict[str, Any] | None:
-    """Return the content for SentencePieceTokenizer if the model is a unigram with scores on the GRID. None for others,
-    which tokenizer.json cannot express exactly: bpe, and scores that it would round.
-
-    Pieces are written as their bytes, so that U+2581 in a text is not a space, and a name like `<0x0A>` not a byte.
-    Only bytes that are not known characters are tokens.
+    """Return the content for SentencePieceTokenizer if the model is a unigram with scores on the GRID; None for others,
+    which tokenizer.json cannot express exactly. Pieces are written as their bytes, so that U+2581 in a text is not a
+    space, and a name like `<0x0A>` not a byte. Only bytes that are not known characters are tokens.
     """
     from sentencepiece.sentencepiece_model_pb2 import ModelProto  # type: ignore[attr-defined]
 
@@ -283,7 +265,7 @@ def with_start(values: dict[str, Any], token: int, name: str) -> dict[str, Any]:
 
 
 def with_end(values: dict[str, Any], token: int) -> dict[str, Any]:
-    """Add the special token of id `token` after every text, and after each of a pair, to a tokenizer."""
+    """Add a special token after every text, and after each of a pair, to a tokenizer."""
     name = name_of(values, token)
     assert name is not None
     added = values["added_tokens"]
@@ -305,7 +287,6 @@ def _template(token: int, name: str, single: str, pair: str) -> dict[str, Any]:
 
 
 def name_of(values: dict[str, Any], token: int) -> str | None:
-    """Return the name of a token in a tokenizer.json."""
     pieces = values["model"]["vocab"]
     listed = pieces.items() if isinstance(pieces, dict) else ((name, i) for i, (name, *_) in enumerate(pieces))
     names = {number: name for name, number in listed}
@@ -339,5 +320,5 @@ def special_token(number: int, name: str) -> dict[str, Any]:
 
 
 def _byte_level(split_words: bool) -> dict[str, Any]:
-    """Represent text by one character per byte. split_words: split tokens by GPT-2's pattern."""
+    """Represent text by one character per byte. split_words: by GPT-2's pattern."""
     return {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": split_words}

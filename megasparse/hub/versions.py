@@ -7,15 +7,13 @@ import os
 from megasparse.errors import HubError, report_line
 
 OLDEST_TRANSFORMERS = "5.5.4"
-"""Earlier GPT-2 models do not pass the scale of their scores to transformers' attention interface (5.0); configurations
-of version 4 set `is_decoder`.
-"""
+"""Earlier GPT-2 models do not pass the scale of their scores to transformers' attention interface."""
 TESTED_TRANSFORMERS = "5.23.0", "5.24.0"
-"""Versions of transformers with which replaced and exported models were tested in full."""
+"""Versions with which replaced and exported models were tested in full."""
 
 
 def require_transformers() -> None:
-    """Raise HubError if transformers is missing or too old. Print one line if it is a version that was not tested."""
+    """Raise HubError if transformers is missing or too old; report a version that was not tested."""
     import torch
 
     if not torch.cuda.is_available():
@@ -37,6 +35,5 @@ def require_transformers() -> None:
 @functools.cache  # so that the line is printed once
 def _report_untested(version: str) -> None:
     if version not in TESTED_TRANSFORMERS:
-        report_line(
-            "transformers", f"{version} is not tested with megasparse. Tested: {', '.join(TESTED_TRANSFORMERS)}"
-        )
+        line = f"{version} is not tested with megasparse. Tested: {', '.join(TESTED_TRANSFORMERS)}"
+        report_line("transformers", line)

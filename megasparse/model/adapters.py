@@ -71,7 +71,7 @@ def add_adapters(
 
 
 def quantise_layers(model: nn.Module, config: LoRAConfig, dtype: torch.dtype, device: torch.device) -> None:
-    """Quantise the frozen matrices of a model with adapters, in place and on `device`, if `config` requires it."""
+    """Quantise the frozen matrices of a model with adapters in place, on `device`, if `config` requires it."""
     for name, weight in model.named_parameters():
         if config.quantized is not None and is_quantised(name, weight.shape):
             module, _, part = name.rpartition(".")
@@ -81,9 +81,7 @@ def quantise_layers(model: nn.Module, config: LoRAConfig, dtype: torch.dtype, de
 
 @torch.no_grad()
 def _initialise(model: nn.Module, name: str, weight: nn.Parameter, seed: int) -> None:
-    """Initialise A as torch initialises linear layers, uniform within 1/√(width in), B with zeros, and DoRA's norms
-    with W's.
-    """
+    """Initialise A uniformly within 1/√(width in), as torch linear layers, B with zeros, DoRA's norms with W's."""
     if ".lora_B." in name:
         weight.zero_()
         return
@@ -97,7 +95,6 @@ def _initialise(model: nn.Module, name: str, weight: nn.Parameter, seed: int) ->
 
 
 def _targets(model: nn.Module, names: list[str], kinds: Kinds) -> list[str]:
-    """Return the full names of the linear layers, outside mechanisms, whose names end in one of `names`."""
     inside = {id(part) for module in model.modules() if isinstance(module, Attention) for part in module.modules()}
     linear = [name for name, part in model.named_modules() if isinstance(part, kinds) and id(part) not in inside]
     targets: list[str] = []

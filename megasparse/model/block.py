@@ -50,9 +50,7 @@ class AttentionBranch(Branch):
         self.gathered_at_once = self.attention.groups > 1
 
     def update(self, x: Tensor, run: Pass, cache: LayerCache | None = None) -> tuple[Tensor, Tensor | None]:
-        """Return the branch's output for a stream x (B, L, E), and the auxiliary loss. cache: an empty cache to
-        prefill, or None.
-        """
+        """Return the output for a stream x (B, L, E), and the auxiliary loss. cache: empty, to prefill, or None."""
         if self.attention.groups > 1 and cache is None:
             return attend_in_groups(self, self.attention, x, run)
         decisions = run.recompute["attention", self.layer]
@@ -62,7 +60,7 @@ class AttentionBranch(Branch):
         return output.out, output.auxiliary_loss
 
     def decode(self, x: Tensor, run: Pass, cache: LayerCache, position: int) -> Tensor:
-        """Return the branch's output for the new token at `position`, x (B, 1, E)."""
+        """Return the output for the new token at `position`, x (B, 1, E)."""
         context = AttentionContext(self.layer, run.rng, tokens=run.tokens)
         return self.attention.decode(self.read(x), cache, position, context, run.padding)
 
@@ -86,7 +84,6 @@ class CrossAttentionBranch(Branch):
         self.attention = CrossAttention(config)
 
     def update(self, x: Tensor, run: Pass, source: EncoderOutput | SourceKeys) -> tuple[Tensor, None]:
-        """Return the branch's output for a stream x (B, L, E), and no auxiliary loss."""
         return self.attention(self.read(x), source, AttentionContext(self.layer, run.rng, part=run.padding.part)), None
 
     def new_cache(self, source: EncoderOutput, rng: RngContext) -> SourceKeys:
@@ -102,7 +99,6 @@ class FeedForwardBranch(Branch):
         self.gathered_at_once = config.blocks == "reversible"
 
     def update(self, x: Tensor, run: Pass) -> tuple[Tensor, None]:
-        """Return the branch's output for a stream x (B, L, E), and no auxiliary loss."""
         return self.feed_forward(self.read(x), run.rng), None
 
     def rewrite_tiles(self, read: Tensor, written: Tensor, run: Pass) -> None:
@@ -125,14 +121,13 @@ class FeedForwardBranch(Branch):
         return sums
 
     def _of_tile(self, x: Tensor, rows: Tensor, rng: RngContext, weights: Mapping[str, Tensor]) -> Tensor:
-        """Return the output for a tile x (B, T, E) of the stream. weights: of the branch, by name."""
         return self.feed_forward.of_tile(self.read(x, weights), rows, rng, inside("feed_forward", weights))
 
 
 class FeedForward(nn.Module):
     """Feed-forward layer W2·dropout(f(W1·x + b1)) + b2, or gated W2·dropout(f(W3·x + b3)·(W1·x + b1)) + b2, with the
-    activation f of `model.feed_forward`; without dropout if `style` is bert. With T tiles the hidden layer (B, L/T, F)
-    is computed for one tile at a time (Reformer Eq. 10).
+    activation f of `model.feed_forward`; without dropout if `style` is bert. The hidden layer (B, L/T, F) is computed
+    for one of T tiles at a time (Reformer Eq. 10).
     """
 
     def __init__(self, config: ModelConfig, layer: int):
@@ -161,7 +156,7 @@ class FeedForward(nn.Module):
         return tiled(tile, (x, rng.rows(x.shape[1], x.device)), list(weights.values()), self.tiles)
 
     def of_tile(self, x: Tensor, rows: Tensor, rng: RngContext, w: Mapping[str, Tensor]) -> Tensor:
-        """Run the feed-forward on a tile (B, T, E) with weights w. rows: (B, T), see `RngContext.rows`."""
+        """Run it on a tile (B, T, E) with weights w. rows: (B, T), see `RngContext.rows`."""
         rate = self.rate if rng.training else 0.0
         key = rng.key(self.layer, "feed-forward hidden dropout")
         hidden = linear(x, w["up"], w.get("up_bias"))  # (B, T, F)
@@ -175,9 +170,9 @@ class FeedForward(nn.Module):
 
 
 class Block(Gathered):
-    """One layer. Reversible (Reformer Eq. 9): Y1 = X1 + Attention(X2), Y2 = X2 + FeedForward(Y1). In the decoder of an
-    encoder–decoder: Y1 as before, Y2 = X2 + CrossAttention(Y1, source), Z1 = Y1 + FeedForward(Y2); the next layer reads
-    (Y2, Z1). Ordinary: each branch adds its output to one stream; `style` bert normalises the stream after each branch.
+    """One layer. Reversible (Reformer Eq. 9): Y1 = X1 + Attention(X2), Y2 = X2 + FeedForward(Y1). With cross-attention:
+    Y1 as before, Y2 = X2 + CrossAttention(Y1, source), Z1 = Y1 + FeedForward(Y2); the next layer reads (Y2, Z1).
+    Ordinary: each branch adds its output to one stream; `style` bert normalises the stream after each branch.
     """
 
     def __init__(self, config: ModelConfig, layer: int):
@@ -193,10 +188,7 @@ class Block(Gathered):
     def update(
         self, run: Pass, cache: LayerCache | None, source: Tensor | None, *streams: Tensor
     ) -> tuple[Tensor | None, ...]:
-        """Return the auxiliary loss (or None) and the new streams, of all blocks that are recomputed together.
-
-        Args: see `whole`.
-        """
+        """Return `whole` of all blocks that are recomputed together."""
         if self.recomputed and cache is None:
             return recomputed(self.recomputed, run, source, streams[0])
         return self.whole(run, cache, source, *streams)
@@ -257,13 +249,12 @@ class Block(Gathered):
 
 class Reversible(Function):
     """Reversible blocks that store only the last output. `apply` returns two streams and the sum of auxiliary losses,
-    an output so that its gradient reaches weights that only these losses train.
+    whose gradient reaches weights that only these losses train.
 
     source: (B, S, E), input of cross-attention. The backward runs from the last branch to the first (Reformer Eq. 8;
     streams are swapped after each branch): X1 = Y2 − Branch(Y1), X2 = Y1. Each branch is run again for its value and
-    its gradients. The source's gradients are summed over the blocks. donated: the backward may overwrite the
-    returned streams and their gradients, which it copies otherwise. Use it only if nothing reads the streams after the
-    backward, and a single consumer computes their gradients.
+    its gradients. donated: the backward may overwrite the returned streams and their gradients instead of copies. Use
+    it only if nothing reads the streams after the backward, and a single consumer computes their gradients.
     """
 
     @staticmethod

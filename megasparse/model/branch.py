@@ -1,11 +1,8 @@
 """Residual branches: compute an update from one stream and add it to another, at once or in place and tile by tile.
 
 In a reversible stack the forward adds each branch's output to a stream in place, and the backward subtracts it again:
-no stream is allocated again, and the backward overwrites a layer's outputs with its inputs and the outputs' gradients
-with the inputs' gradients. B batch, L length, E d_model.
-
-Streams are fp32 or bf16 (`model.residual_dtype`), norms fp32. A branch computes in the dtype of its weights and is
-added to a stream in fp32.
+no stream is allocated again. Streams are fp32 or bf16 (`model.residual_dtype`), norms fp32. A branch computes in the
+dtype of its weights and is added to a stream in fp32. B batch, L length, E d_model.
 """
 
 from collections import defaultdict
@@ -36,7 +33,7 @@ Compute = Callable[[Tensor], tuple[Tensor, Tensor | None]]
 @dataclass
 class Pass:
     """One forward pass: random state, padding, training targets, mask of the source's real tokens, and the decisions of
-    its branches (a RecomputeCache per purpose and layer).
+    its branches, by purpose and layer.
     """
 
     rng: RngContext
@@ -52,13 +49,13 @@ class Pass:
     recompute: defaultdict[tuple[str, int], RecomputeCache] = field(default_factory=lambda: defaultdict(RecomputeCache))
 
     def replay(self) -> "Pass":
-        """Return the pass of a recomputation, which discards statistics and replays cached decisions."""
+        """Return the pass of a recomputation, which replays cached decisions."""
         for cache in self.recompute.values():
             cache.replay()
         return replace(self, statistics={})
 
     def undecided(self) -> "Pass":
-        """Return a copy of the pass with separate, empty statistics and decisions."""
+        """Return a copy with separate, empty statistics and decisions."""
         return replace(self, statistics={}, recompute=defaultdict(RecomputeCache))
 
     def note(self, layer: int, statistics: Mapping[str, Tensor]) -> None:
@@ -68,8 +65,8 @@ class Pass:
 
 @dataclass(frozen=True)
 class Residual:
-    """Streams (B, L, E) of one branch in the backward: input `read`, output `written`, the gradients of both (d_read is
-    added to) and of the auxiliary loss.
+    """Streams (B, L, E) of one branch in the backward: its input `read`, the stream `written`, the gradients of both
+    (d_read is added to) and of the auxiliary loss.
     """
 
     read: Tensor
@@ -107,7 +104,7 @@ class Branch(Gathered):
         self.norm = Norm(config.norm, config.d_model, config.norm_eps)
 
     def read(self, stream: Tensor, weights: Mapping[str, Tensor] | None = None) -> Tensor:
-        """Return the branch's input from a stream, in the dtype of its weights. weights: the branch's, by name."""
+        """Return the input from a stream, in the dtype of the weights. weights: the branch's, by name."""
         dtype = self.norm.weight.dtype
         if self.post_norm:
             return stream.to(dtype)
@@ -134,7 +131,7 @@ class Branch(Gathered):
         return (stream + out if sign == 1 else stream - out).to(stream.dtype)
 
     def advance(self, streams: Streams, out: Tensor, rng: RngContext) -> Streams:
-        """Return a layer's streams after the branch's output `out` is added; two streams are also swapped."""
+        """Return a layer's streams after the branch's output is added; two streams are also swapped."""
         x = self.add(streams[0], out, rng)
         if len(streams) == 2:
             return streams[1], x
@@ -145,9 +142,7 @@ class Branch(Gathered):
         return partial(self, method) if self.gathered_at_once else method
 
     def rewrite(self, compute: Compute, read: Tensor, written: Tensor, run: Pass) -> Tensor | None:
-        """Add the branch's output, computed from the stream `read`, to the stream `written` in place. Returns the
-        auxiliary loss.
-        """
+        """Add the output for the stream `read` to the stream `written` in place. Returns the auxiliary loss."""
         if self.gathered_at_once:
             return self.entry(self.rewrite_tiles)(read, written, run)
         out, auxiliary = compute(read)
@@ -155,8 +150,8 @@ class Branch(Gathered):
         return auxiliary
 
     def restore(self, compute: Compute, residual: Residual, run: Pass) -> None:
-        """Run the backward of `rewrite`: subtract the branch's output again, add to the gradient of its input, and
-        accumulate the gradients of the weights.
+        """Run the backward of `rewrite`: subtract the output again, add to the gradient of the input, and accumulate
+        the gradients of the weights.
         """
         read = residual.read
         if self.gathered_at_once:
@@ -186,7 +181,7 @@ class Branch(Gathered):
 
     def _inject_gradients(self, zero: Tensor, residual: Residual, run: Pass) -> Tensor:
         """Return a zero-valued output that injects the gradients of the weights in its backward, so that ZeRO 3's
-        post-backward hooks fire. zero: a scalar that requires a gradient.
+        post-backward hooks fire.
         """
         sums = self.restore_tiles(residual, run)
         injected: Tensor = _InjectGradients.apply(sums, zero, *sums.weights.values())
@@ -194,7 +189,7 @@ class Branch(Gathered):
 
 
 def output_gradient(branch: Branch, grad: Tensor, rng: RngContext, rows: Tensor) -> Tensor:
-    """Return the gradient of the branch's output, given the gradient `grad` of the dropped-out output."""
+    """Return the gradient of the branch's output, given the gradient of the dropped-out output."""
     dtype = branch.norm.weight.dtype
     if not (rng.training and branch.rate > 0.0):
         return grad.to(dtype)
@@ -205,7 +200,7 @@ class StreamTiles:
     """Tiles of a branch's input stream and of the stream that it is added to."""
 
     def __init__(self, branch: Branch, read: Tensor, written: Tensor, rng: RngContext, sign: int = 1):
-        """Cut the streams. sign: -1 subtracts the outputs, in a backward."""
+        """Cut the streams. sign: -1 subtracts the outputs."""
         self.branch = branch
         self.rng = rng
         self.sign = sign
@@ -214,7 +209,6 @@ class StreamTiles:
         self._written = cut(written, branch.tiles)
 
     def write(self, number: int, out: Tensor) -> None:
-        """Add the branch's output on a tile to the stream, or subtract it."""
         self.branch.add(self._written[number], out, self.rng, self.rows[number], self.sign, in_place=True)
 
 
@@ -227,7 +221,6 @@ class BackwardTiles(StreamTiles):
         self._grad = cut(residual.d_written, branch.tiles)
 
     def grad(self, number: int) -> Tensor:
-        """Return the gradient of the branch's output on a tile."""
         return output_gradient(self.branch, self._grad[number], self.rng, self.rows[number])
 
 
@@ -252,7 +245,7 @@ def cut(x: Tensor, tiles: int) -> list[Tensor]:
 
 
 def owned(gradients: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Return gradients that may be overwritten: copy those that share memory with themselves or each other."""
+    """Return gradients that may be overwritten: copies of those that share memory with themselves or each other."""
     copies: list[Tensor] = []
     for grad in gradients:
         shared = any(grad.untyped_storage()._cdata == other.untyped_storage()._cdata for other in copies)

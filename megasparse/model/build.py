@@ -50,8 +50,8 @@ def build_model(config: ModelConfig, seed: int, dtype: torch.dtype = torch.float
 
 
 def deferred_model(config: ModelConfig, seed: int) -> Model:
-    """Return the model of `build_model` with its matrices on the meta device. Fill them with `initial_weight` or a
-    checkpoint. Vectors and buffers are initialised.
+    """Return the model of `build_model` with its matrices on the meta device, to fill from `initial_weight` or a
+    checkpoint.
     """
     with _MatricesOnMeta():
         model = empty_model(config)
@@ -60,8 +60,8 @@ def deferred_model(config: ModelConfig, seed: int) -> Model:
 
 
 class _MatricesOnMeta(TorchFunctionMode):
-    """Mode in which torch.empty creates matrices on the meta device, but not vectors. All random weights are created
-    so, and constructors compute with no other matrices from torch.empty.
+    """Mode in which torch.empty creates matrices on the meta device: all random weights are created by it, and
+    constructors compute with no other matrices from it.
     """
 
     def __torch_function__(

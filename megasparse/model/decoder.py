@@ -1,5 +1,5 @@
-"""Causal models, which predict every token from the tokens before it, for whole sequences or one cached token at a
-time: the decoder, and the encoder–decoder, whose decoder also attends to an encoded source (Vaswani et al. 2017).
+"""Causal models, which predict every token from the tokens before it: the decoder, and the encoder–decoder, whose
+decoder also attends to an encoded source (Vaswani et al. 2017).
 
 B batch, L length, S source length, T target length, E d_model, V vocabulary.
 """
@@ -36,7 +36,7 @@ class DecodingCache:
     recent: Tensor | None = None
 
     def remember(self, tokens: Tensor) -> Tensor | None:
-        """Keep the last of the tokens (B, m) for later n-grams. Returns the tokens kept so far followed by them."""
+        """Keep the last of the tokens (B, m) for later n-grams. Returns the tokens kept so far and these."""
         if self.recent is None:
             return None
         joined = torch.cat([self.recent, tokens], dim=1)
@@ -44,7 +44,7 @@ class DecodingCache:
         return joined
 
     def select(self, rows: Tensor) -> None:
-        """Keep the sequences `rows`, (n,) int64 indices into the batch, with their random draws. In place."""
+        """Keep the sequences `rows`, (n,) indices into the batch, with their random draws. In place."""
         if rows.tolist() == list(range(len(self.rng.samples))):
             return
         for layer in self.layers:
@@ -129,8 +129,8 @@ class Decoder(Causal):
     def new_cache(
         self, batch_size: int, seed: int, rounds: int | None = None, sequence: ProcessGroup | None = None
     ) -> DecodingCache:
-        """Return an empty cache for sequences of up to `max_length` tokens. seed: the run's seed, for the rotations of
-        evaluation. sequence: ranks that decode the same tokens, each with the cache of its part of the heads.
+        """Return an empty cache for sequences of up to `max_length` tokens. seed: the run's, for the rotations of
+        evaluation. sequence: ranks that decode the same tokens, each with the cache of its heads.
         """
         return self._empty_cache(RngContext.evaluation(seed, batch_size, rounds), DecodingPart.of(sequence))
 
@@ -153,8 +153,8 @@ class SourceEncoder(Stack):
         part: SequencePart = WHOLE,
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """Run the encoder. tokens: (B, S), or another input of the embedding; with sequence parallelism, this rank's
-        tokens with the whole mask. targets: for the mechanisms, in training. Returns the normalised mean of the
-        streams, (B, S, E) fp32; the sum of auxiliary losses; and the layers' statistics.
+        tokens with the whole mask. Returns the normalised mean of the streams, (B, S, E) fp32; the sum of auxiliary
+        losses; and the layers' statistics.
         """
         rng = rng.of("encoder").at(part.rank * tokens.shape[1])
         streams, auxiliary, statistics = self.streams(tokens, rng, Padding(key_mask, part=part), targets)
@@ -163,9 +163,7 @@ class SourceEncoder(Stack):
 
 class EncoderDecoder(Causal):
     """Encoder–decoder on sequences (B, S + T): `source.length` tokens for the encoder, followed by the tokens that the
-    decoder predicts, the first one from a learned start vector.
-
-    The decoder's modules are the same as in `Decoder`, plus a cross-attention per block.
+    decoder predicts. The decoder's modules are those of `Decoder`, plus a cross-attention per block.
     """
 
     embedding_once = True
@@ -197,7 +195,7 @@ class EncoderDecoder(Causal):
         self, batch_size: int, seed: int, rounds: int | None = None, *, memory: EncoderOutput
     ) -> DecodingCache:
         """Return a cache for targets of up to `max_length` tokens, given `encode`'s output for the same seed and
-        rounds. Each layer's entry "cross" contains its keys and values.
+        rounds.
         """
         assert len(memory.states) == batch_size, "one source per sequence"
         return self.cache_beside(memory, RngContext.evaluation(seed, batch_size, rounds))
@@ -218,8 +216,8 @@ class EncoderDecoder(Causal):
     def score(self, tokens: Tensor, rng: RngContext, padding: Padding, source: EncoderOutput | None = None) -> Scored:
         """Score (B, S + T) tokens; source tokens are not scored.
 
-        With sequence parallelism, ranks gather all ids from their parts (8 bytes per token), then divide source and
-        target separately. Scores are of this rank's target tokens.
+        With sequence parallelism, ranks gather all ids, then divide source and target separately. Scores are of this
+        rank's target tokens.
         """
         assert padding.segments is None, "a sequence contains one source and its target"
         part = padding.part

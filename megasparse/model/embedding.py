@@ -19,8 +19,7 @@ class Positions(nn.Module):
     """Position embeddings, (n, E) for the positions [first, first + n).
 
     axial: positions are cells of a grid, and the axes' embeddings are concatenated: Σ n_a·d_a numbers instead of L·E
-    (Reformer's released enwik8 and imagenet64 configurations). learned: one vector per position. sinusoidal: Vaswani et
-    al. 2017.
+    (Reformer). learned: one vector per position. sinusoidal: Vaswani et al. 2017.
     """
 
     def __init__(self, config: ModelConfig):
@@ -52,8 +51,8 @@ class Positions(nn.Module):
 
 
 def lengthened(table: Tensor, rows: int, offset: int = 0) -> Tensor:
-    """Return a position table of more rows: position i gets the embedding of position i mod P. offset: rows before
-    position 0. table: (offset + P, E), or the first axis of axial positions.
+    """Return a position table of more rows: position i gets the embedding of position i mod P. table: (offset + P, E),
+    or the first axis of axial positions. offset: rows before position 0.
     """
     position = torch.arange(rows - offset, device=table.device) % (len(table) - offset)
     return torch.cat([table[:offset], table[offset + position]])
@@ -78,8 +77,7 @@ class NgramEmbedding(nn.Module):
 
     def codes(self, tokens: Tensor, padding: Padding) -> Tensor:
         """Return each table's row at each position, (N, B, L) int32. tokens: (B, L), see `ngram_codes`."""
-        masks = padding.key_mask, padding.segments, self.behind
-        return torch.stack([ngram_codes(tokens, n, self.rows, *masks).int() for n in self.lengths])
+        return ngram_codes(tokens, self.lengths, self.rows, padding.key_mask, padding.segments, self.behind).int()
 
     def forward(self, codes: Tensor) -> Tensor:
         """Return the embeddings of the codes (N, B, n): (B, n, E) in fp32 or wider."""

@@ -39,8 +39,8 @@ class SentenceOrder(nn.Module):
     """Head that predicts whether two segments were swapped. Sequences are [begin] A [separator] B [separator] and
     padding; half of them become [begin] B [separator] A [separator], as a function of (seed, step, global sample).
 
-    The input is the first position of the last layer's streams: their mean, normalised unless the style is bert, goes
-    through BERT's pooler, tanh(D·x + d), to two logits. A sequence without two separators is unchanged and not scored.
+    The mean of the streams' first position, normalised unless the style is bert, goes through BERT's pooler, tanh(D·x +
+    d), to two logits. A sequence without two separators is unchanged and not scored.
     """
 
     def __init__(self, config: ModelConfig):
@@ -65,7 +65,7 @@ class SentenceOrder(nn.Module):
         return tokens.gather(1, torch.where(moved, rotated, position))
 
     def forward(self, streams: Streams, tokens: Tensor, rng: RngContext) -> OrderScores:
-        """Predict the order of each pair. streams: computed from `tokens` as returned by `arrange`."""
+        """Predict the order of each pair in `tokens`, as returned by `arrange`."""
         x = mean_stream(tuple(stream[:, 0] for stream in streams))
         if self.norm is not None:
             x = self.norm(x)
@@ -76,7 +76,7 @@ class SentenceOrder(nn.Module):
         return OrderScores(nats, logits.argmax(-1) == target, self._is_pair(tokens))
 
     def loss(self, scores: OrderScores) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the mean nats per sequence, for the objective, and statistics averaged over the batch's pairs."""
+        """Return the mean nats per sequence, and statistics averaged over the batch's pairs."""
         total = torch.where(scores.scored, scores.nats, 0.0).sum()
         count = scores.scored.sum().clamp_min(1)
         return total / len(scores.nats), {
@@ -96,9 +96,8 @@ class SentenceOrder(nn.Module):
 class Encoder(Transformer):
     """Bidirectional model that predicts some of the real tokens, most of them replaced by a mask token.
 
-    The choice is a function of (seed, step, global sample, position); evaluation fixes the step, so it predicts the
-    same tokens each time. With model.sentence_order, half the sequences have swapped segments, and the model predicts
-    which ones.
+    The choice is a function of (seed, step, global sample, position), in evaluation of a fixed step. With
+    model.sentence_order, half the sequences have swapped segments, and the model predicts which ones.
     """
 
     def __init__(self, config: ModelConfig):
@@ -108,8 +107,8 @@ class Encoder(Transformer):
         self.word_starts: Tensor | None
 
     def set_word_starts(self, starts: Tensor) -> None:
-        """Set the ids that start a word, for masking.whole_words. Call it before the first forward. starts: bool (n,),
-        a tokenizer's `word_starts`; ids from n on start no word.
+        """Set the ids that start a word, for masking.whole_words, before the first forward. starts: bool (n,), a
+        tokenizer's `word_starts`; ids from n on start no word.
         """
         padded = torch.zeros(self.config.vocabulary, dtype=torch.bool)
         count = min(len(padded), len(starts))
@@ -122,7 +121,7 @@ class Encoder(Transformer):
         Exactly masking.rate of each sequence's tokens (rounded, at least one) are predicted, so that every sequence has
         the same weight in the loss, in any split into micro-batches and ranks. Padding, separators, and everything
         before the first segment of a pair are excluded. With masking.whole_words all tokens of a word are hidden
-        together, except for the last selected word, which is cut to keep the number exact.
+        together; the last word is cut to keep the number exact.
         """
         masking = self.config.masking
         part = padding.part  # the choice depends on all tokens of a sequence
@@ -146,7 +145,7 @@ class Encoder(Transformer):
 
     @torch.no_grad()
     def sentence_order_scores(self, tokens: Tensor, rng: RngContext) -> OrderScores:
-        """Score the predicted order of each pair of segments in tokens (B, L), given in the original order."""
+        """Score the predicted order of each pair in tokens (B, L), given in the original order."""
         assert self.sentence_order is not None, "only a model with model.sentence_order predicts it"
         padding = padding_of(tokens, self.config)
         tokens = self.sentence_order.arrange(tokens, rng)

@@ -1,10 +1,10 @@
 """Attention of a few heads at a time, forward and backward: no tensor contains queries, keys or values of all heads.
 
 This is Arctic's UPipe (long-sequence training), for every mechanism and inside reversible layers. For each group,
-queries, keys and values are projected tile by tile from the normalised stream; its heads attend; its output is
-projected tile by tile and added to the sum over groups. The backward recomputes one group after another. Random draws
-depend on a head's index in the layer, not on its group, and decisions are cached per group, so results equal those of
-all heads at once, up to the order in which the groups' outputs and gradients are summed.
+queries, keys and values are projected tile by tile from the stream; its heads attend; its output is projected tile by
+tile and added. The backward recomputes one group after another. Random draws depend on a head's index in the layer, and
+decisions are cached per group, so results equal those of all heads at once, up to the order in which the groups'
+outputs and gradients are summed.
 
 B batch, L length, E d_model, D head dim, n heads of a group.
 """
@@ -73,7 +73,7 @@ class HeadGroups:
     def backward(
         self, write: Write | None, grad: Callable[[int], Tensor], dx: list[Tensor], d_auxiliary: Tensor | None
     ) -> GradientSums:
-        """Recompute attention, add to the gradients dx of the tiles, and return the gradients of the branch's weights.
+        """Recompute attention, add to the gradients dx of the tiles, and return the gradients of the weights.
 
         write: receives the recomputed output. grad: returns the gradient of the output on a tile.
         """
@@ -148,8 +148,8 @@ class HeadGroups:
     def _weights(
         self, group: HeadGroup, piece: Callable[..., Tensor], parts: tuple[str, ...] = (*READING, "output")
     ) -> Weights:
-        """Return the group's rows and columns of the branch's weights, by name. piece: maps a name to its
-        weight, or a name, dimension, start and length to a slice of it.
+        """Return the group's rows and columns of the branch's weights, by name. piece: maps a name, or a name,
+        dimension, start and length, to a weight or a slice of it.
         """
         dim, shared = self.layer.head_dim, self.layer.group
         keyed = not self.layer.mechanism(group.kind).shared_qk
@@ -192,7 +192,6 @@ class HeadGroups:
         return self.layer.repeat(self.layer.rotate(q, position), self.layer.rotate(k, position), v)
 
     def _project_all(self, weights: Weights) -> tuple[Tensor, ...]:
-        """Return queries, keys and values of all tiles: (B, n, L, D) each."""
         whole: tuple[Tensor, ...] = ()
         start = 0
         length = sum(x.shape[1] for x in self.tiles)
@@ -205,7 +204,7 @@ class HeadGroups:
         return whole
 
     def _start(self, group: HeadGroup, leaves: bool = False) -> Exchange:
-        """Start sending q, k, v of a group to other ranks. leaves: make them leaves of the graph, for gradients."""
+        """Start sending q, k, v of a group to other ranks. leaves: make them leaves of the graph."""
         layer, run = self.layer, self.run
         part = replace(run.padding.part, head_groups=layer.groups, head_group=group.number)
         decisions = run.recompute["attention", self.branch.layer]
@@ -218,7 +217,7 @@ class HeadGroups:
             )  # fmt: skip
 
     def _attend(self, exchange: Exchange) -> tuple[HeadGroup, Callable[[], Tensor], Tensor | None, dict[str, Tensor]]:
-        """Return a group, a function that waits for its output (B, n, L, D), its auxiliary loss and statistics."""
+        """Return a group, a function that waits for its output (B, n, L, D), auxiliary loss and statistics."""
         group, inputs, local = exchange[0], *exchange[3]()
         with autocast_off(inputs.q):
             output = self.layer.mechanism(group.kind)(self.tiles[0], inputs, local)
@@ -244,9 +243,7 @@ def group_weights(branch: Branch) -> dict[str, nn.Parameter]:
 
 
 def attend_in_groups(branch: Branch, layer: MultiHeadAttention, x: Tensor, run: Pass) -> tuple[Tensor, Tensor | None]:
-    """Run the branch of an ordinary layer. Returns its output, (B, L, E) fp32 or wider, and its auxiliary loss. The
-    backward recomputes each group from x.
-    """
+    """Run the branch of an ordinary layer. Returns its output, (B, L, E) fp32 or wider, and its auxiliary loss."""
     output: tuple[Tensor, Tensor | None] = _InGroups.apply(branch, layer, run, x, *group_weights(branch).values())
     return output
 
@@ -285,5 +282,4 @@ def _linear(x: Tensor, weights: Mapping[str, Tensor], name: str) -> Tensor:
 
 
 def _output(out: Tensor, weights: Mapping[str, Tensor]) -> Tensor:
-    """Project a group's output (B, n, T, D) with its columns of the output projection."""
     return _linear(merge_heads(out), weights, "output")

@@ -1,13 +1,13 @@
 """Layers that the backward recomputes from their stored inputs, in decoders tile by tile over queries.
 
-A token then costs a layer its keys and values, in the backward also their gradients in fp32 and the gradient of the
-stream, which is overwritten. Norms, projections, attention, adapters and feed-forward exist for one tile of tokens at a
-time. The forward runs the tiles in order, so that a tile's prefix is complete; the backward projects all keys and
-values first, then runs the tiles from the last to the first, so that the gradients of a tile's keys are complete.
+A token then costs a layer its keys and values, in the backward also their gradients in fp32. Norms, projections,
+attention, adapters and feed-forward exist for one tile of tokens at a time. The forward runs the tiles in order, so
+that a tile's prefix is complete; the backward projects all keys and values first, then runs the tiles from the last to
+the first, so that the gradients of a tile's keys are complete.
 
 With sequence parallelism a rank stores the keys and values of all tokens for its share of the key heads, and a tile's
-queries are exchanged for the queries of these heads in the tiles of all ranks, which hold the same number of tokens.
-All keys are then projected first, also in the forward, and their gradients are complete after the last tile.
+queries are exchanged for the queries of these heads in the tiles of all ranks. All keys are then projected first, also
+in the forward, and their gradients are complete after the last tile.
 
 Sketches choose the keys of a tile's queries by an index of all keys, and learn after the last tile from a sample of the
 queries. Attention that needs all queries at once (buckets, drawn keys, encoders, padding), sketches on several ranks,
@@ -43,7 +43,9 @@ class StoredInput:
         self.tiles = []
         for tile in tiles:
             self.device = tile.device
-            self.tiles.append(_offloaded(tile) if offload else tile)
+            if offload and tile.is_cuda:
+                tile = torch.empty(tile.shape, dtype=tile.dtype, pin_memory=True).copy_(tile, non_blocking=True)
+            self.tiles.append(tile.to("cpu") if offload else tile)
 
     def tile(self, number: int) -> Tensor:
         return self.tiles[number].to(self.device, non_blocking=True)
@@ -52,15 +54,9 @@ class StoredInput:
         return map(self.tile, range(len(self.tiles)))
 
 
-def _offloaded(x: Tensor) -> Tensor:
-    if not x.is_cuda:
-        return x.to("cpu")
-    return torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True)
-
-
 class Recomputed(Function):
     """Consecutive blocks that store only the input of the first. `apply` returns the last output and the auxiliary
-    loss, None without one. weights: the trained weights of the blocks, in order.
+    loss, None without one. weights: trained weights of the blocks.
     """
 
     @staticmethod
@@ -131,7 +127,7 @@ def _forward(block: Block, run: Pass, source: Tensor | None, x: Tensor) -> tuple
 def _backward(
     block: Block, run: Pass, source: Tensor | None, x: Tensor, grads: tuple[Tensor, Tensor | None], sums: GradientSums
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the gradients of a whole sequence x and of the source. grads: of the output and the auxiliary loss."""
+    """Return the gradients of a whole sequence x and of the source."""
     leaves = [y.detach().requires_grad_() for y in (x, source) if y is not None]
     with torch.enable_grad():
         auxiliary, out = block.whole(run, None, leaves[1] if source is not None else None, leaves[0])
@@ -150,7 +146,7 @@ def _take(sums: GradientSums, outputs: Sequence[Tensor], grads: Sequence[Tensor]
 
 class TiledBlock:
     """One pass of a decoder's block, tile by tile. Keys and values are a dict per key head of this rank, (B, 1, L, D)
-    each. like: a stream (B, L/S, E) of this rank's tokens.
+    each. like: a stream (B, L/S, E).
     """
 
     def __init__(self, block: Block, run: Pass, like: Tensor):
@@ -246,8 +242,8 @@ class TiledBlock:
         d.copy_(dx + d_read)
 
     def learn(self, differentiate: Callable[[Tensor], object] | None = None) -> Tensor | None:
-        """Return the sum of the auxiliary losses, None without one, after the last tile. differentiate: in the backward,
-        a function of each term with its graph.
+        """Return the sum of the auxiliary losses after the last tile, None without one. differentiate: function of each
+        term with its graph, in the backward.
         """
         total: Tensor | None = None
         statistics: dict[str, Tensor] = {}
@@ -342,8 +338,8 @@ class TiledBlock:
         return x.split([x.shape[1] * heads // self.layer.heads for heads in self.layer.split.values()], dim=1)
 
     def _attend(self, shares: Sequence[Tensor], leaves: Sequence[Leaf], first: int) -> list[Tensor]:
-        """Attend from the queries (B, H/G, S·T, D) of each key head, which are at positions from `first` on in the
-        tokens of each rank, to their prefix.
+        """Attend from the queries (B, H/G, S·T, D) of each key head, at positions from `first` on in the tokens of each
+        rank, to their prefix.
         """
         outs = []
         count = shares[0].shape[2] // self.part.size
@@ -387,7 +383,7 @@ def _narrow(tensors: dict[str, Tensor], name: str, *part: int) -> Tensor:
 def _documents(
     segments: Tensor | None, spans: Sequence[tuple[int, int]]
 ) -> Iterator[tuple[slice, list[tuple[int, int, int]]]]:
-    """Yield, for rows of the batch, the first token of each document with tokens in a span (start, stop), and these."""
+    """Yield, for rows of the batch, the first token of each document with tokens in a span, and these tokens' span."""
     if segments is None or segments.is_meta:
         yield slice(None), [(0, *span) for span in spans]
         return

@@ -47,9 +47,7 @@ def mean_cost(
     scores: TokenScores, cost: Tensor, divisor: float | None, part: SequencePart = WHOLE
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the mean `cost` (B, L) over scored tokens, 0 if there are none, and the statistics `nats`, `tokens` and
-    `accuracy` of `Transformer.forward`.
-
-    divisor: replaces the number of scored tokens. part: this rank's part of the sequences.
+    `accuracy` of `Transformer.forward`. divisor: replaces the number of scored tokens.
     """
     total, count = torch.where(scores.scored, cost, 0.0).sum(), scores.scored.sum()
     hits = part.sum(torch.stack([(scores.correct & scores.scored).sum(), count]))  # of all parts, in one message
@@ -61,7 +59,7 @@ def mean_cost(
 
 
 def padding_of(tokens: Tensor, config: ModelConfig, part: SequencePart = WHOLE) -> Padding:
-    """Return the padding and the documents of a batch. tokens: (B, L), or this rank's part of them. All tokens except
+    """Return the padding and documents of a batch. tokens: (B, L), or this rank's part of them. All tokens except
     `padding_token` are real; each `document_separator` is the last token of its document.
     """
     key_mask, segments = None, None
@@ -97,8 +95,8 @@ def average_over_layers(statistics: Mapping[str, Mapping[int, Tensor]], layers: 
 
 
 class _GradientEnd(torch.autograd.Function):
-    """Identity of a frozen embedding's output whose result requires a gradient: otherwise a recomputed block would get
-    none, and ZeRO 3 would release its weights before its backward. The gradient is dropped; a leaf would store it.
+    """Identity of a frozen embedding's output whose result requires a gradient, which is dropped: otherwise a
+    recomputed block would get none, and ZeRO 3 would release its weights before its backward.
     """
 
     @staticmethod
@@ -122,8 +120,8 @@ class Stack(nn.Module):
     (docs/lab/translation.md). Costs one more tensor of a stream's size. False with `model.embedding_twice`."""
 
     def __init__(self, config: ModelConfig, embedding: nn.Parameter | nn.Module | None = None):
-        """Create the stack. embedding: weight (V, E) shared with another stack; or a module that embeds other inputs
-        than tokens, called with the input and its first position.
+        """Create the stack. embedding: weight (V, E) shared with another stack; or a module that embeds other inputs,
+        called with the input and its first position.
         """
         super().__init__()
         self.config = config
@@ -186,8 +184,8 @@ class Stack(nn.Module):
                 yield layer, block.attention.attention.mechanism(kind)
 
     def _newest_tokens(self, read: Tensor, first: int, padding: Padding) -> tuple[Tensor | None, Tensor | None]:
-        """Return the newest token known at each position of whole sequences, (B, L), if a mechanism hashes tokens, and
-        the codes of the n-grams that end there, at this rank's positions, if the embedding hashes them.
+        """Return the newest token at each position of whole sequences, (B, L), if a mechanism hashes tokens, and the
+        codes of n-grams that end at this rank's positions, if the embedding hashes them.
         """
         hashed = any(mechanism.reads_tokens for _, mechanism in self.mechanisms())
         ngrams = self.config.ngrams is not None
@@ -245,9 +243,8 @@ class OutputHead(Gathered):
 
     def score(self, streams: Streams, targets: Tensor, training: bool) -> tuple[Tensor, Tensor, Tensor]:
         """Return −ln p of every target, (B, L) fp32; True if it was the most likely id, (B, L) bool; and its term of
-        the objective, (B, L) fp32: −ln p, in training with label smoothing.
-
-        Norm, logits and softmax are computed for L/tiles positions at a time, in forward and backward.
+        the objective, (B, L) fp32: −ln p, in training with label smoothing. Logits exist for L/tiles positions at a
+        time.
         """
         weights = dict(self.named_parameters(recurse=False))
         count = len(streams)  # the graph would keep streams that `score` reads
@@ -281,14 +278,14 @@ class OutputHead(Gathered):
         return layer_norm(x, gain, shift, self.eps, weights["weight"].dtype)
 
     def _logits(self, hidden: Tensor, weights: Mapping[str, Tensor]) -> Tensor:
-        """Return logits of every id; for an adaptive softmax ln p, whose softmax equals p."""
+        """Return logits of every id; for an adaptive softmax ln p."""
         if self.cutoffs:
             return adaptive_log_probabilities(hidden, weights["weight"], weights["clusters"], self.cutoffs)
         return linear(hidden, weights["weight"], weights.get("bias"))
 
 
 class Transformer(Stack, ABC):
-    """Stack of blocks that predicts tokens. Subclasses define which tokens, and from which inputs."""
+    """Stack of blocks that predicts tokens. Subclasses define which tokens, from which inputs."""
 
     def __init__(self, config: ModelConfig):
         super().__init__(config)
@@ -302,15 +299,14 @@ class Transformer(Stack, ABC):
 
     @abstractmethod
     def prepare_inputs(self, tokens: Tensor, rng: RngContext, padding: Padding) -> tuple[Tensor, Tensor]:
-        """Return the tokens that the embedding reads, and a mask of the tokens to predict, (B, L) bool.
-
-        tokens: (B, L) int64, this rank's tokens.
+        """Return the tokens that the embedding reads, and a mask (B, L) of the tokens to predict, given this rank's
+        tokens (B, L).
         """
 
     @abstractmethod
     def count_scored(self, tokens: Tensor, sequence: ProcessGroup | None = None) -> Tensor:
-        """Return the number of tokens of a batch (B, L) that the model has to predict; it does not depend on random
-        draws. sequence: ranks that share the sequences, over which the numbers are summed.
+        """Return the number of tokens of a batch (B, L) that the model predicts, for any random draws. sequence: ranks
+        that share the sequences, over which the numbers are summed.
         """
 
     def forward(
@@ -345,7 +341,7 @@ class Transformer(Stack, ABC):
 
     @torch.no_grad()
     def token_scores(self, tokens: Tensor, rng: RngContext, padding: Padding | None = None) -> TokenScores:
-        """Score the prediction of each of this rank's tokens. padding: must contain the part of shared sequences."""
+        """Score the prediction of each of this rank's tokens. padding: with the part of shared sequences."""
         padding = padding or padding_of(tokens, self.config)
         return self.score(tokens, rng.at(padding.part.rank * tokens.shape[1]), padding)[0]
 
@@ -363,7 +359,7 @@ class Transformer(Stack, ABC):
     def _extra_loss(
         self, streams: Streams, tokens: Tensor, rng: RngContext
     ) -> tuple[Tensor | float, dict[str, Tensor]]:
-        """Return a loss for predictions other than tokens, to add to the objective, and its statistics."""
+        """Return a loss for predictions other than tokens, and its statistics."""
         return 0.0, {}
 
     def logits(self, streams: Streams) -> Tensor:

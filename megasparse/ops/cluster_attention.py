@@ -1,9 +1,8 @@
 """Exact softmax attention inside clusters, given as possibly overlapping lists of queries and of keys.
 
-Plain torch on every device, in blocks of linear memory, forward and backward: a block gathers the queries and keys of
-some clusters, or some queries of one cluster and all its keys. The parts of a query in several clusters are merged by
-log-sum-exp; the backward recomputes scores, because exp(score − log N − lse) is the final weight of a pair in each
-cluster.
+Plain torch on every device, in blocks of linear memory, forward and backward. The parts of a query in several clusters
+are merged by log-sum-exp; the backward recomputes scores, because exp(score − log N − lse) is the final weight of a
+pair in each cluster.
 
 W clusters per row, M slots per cluster, n clusters per block, m queries of each.
 """
@@ -15,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megasparse.ops.operator import Function, without_autocast
+from megasparse.ops.operator import Function, wide_dtype, without_autocast
 from megasparse.ops.random import PairDropout
 
 _CPU_BLOCK_ELEMENTS = 1 << 18  # scores per block: 1 MB of fp32, to fit in cache
@@ -27,11 +26,7 @@ ClusterIndices = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class ClusterAttentionSpec:
-    """Settings of cluster attention.
-
-    causal: only keys at or before the query are visible. scale: factor of q·k. count_clusters: include a pair that N
-    clusters contain once instead of N times.
-    """
+    """Settings of cluster attention. scale: factor of q·k. count_clusters: include a pair in N clusters once."""
 
     causal: bool
     scale: float
@@ -68,7 +63,7 @@ def cluster_attention(
 class _ClusterAttention(Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, *settings: Any) -> tuple[Tensor, Tensor]:
-        dtype = torch.promote_types(q.dtype, torch.float32)
+        dtype = wide_dtype(q)
         out = torch.zeros_like(q, dtype=dtype, memory_format=torch.contiguous_format)
         lse = torch.full(q.shape[:3], -torch.inf, dtype=dtype, device=q.device)
         *lists, ctx.spec, key_mask, segments, ctx.dropout = settings
@@ -115,9 +110,9 @@ class _ClusterAttention(Function):
 
 
 class _Block(NamedTuple):
-    """Queries and keys of some clusters. q: (n, m, D). k, v: (n, Mk, D). query, key: (n, m) and (n, Mk), rows of the
-    flattened heads; empty slots contain an arbitrary row, whose weights are 0. score: (n, m, Mk), scale·q·k − log N, −∞
-    for invisible pairs. factors: dropout factors of the probabilities, (n, m, Mk), or None.
+    """Some queries of one cluster and all its keys, or those of n clusters. q: (n, m, D). k, v: (n, Mk, D). query, key:
+    (n, m) and (n, Mk), rows of the flattened heads, arbitrary in empty slots, whose weights are 0. score: (n, m, Mk),
+    scale·q·k − log N, −∞ for invisible pairs. factors: of dropout, (n, m, Mk), or None.
     """
 
     q: Tensor
@@ -137,7 +132,7 @@ def _blocks(
     key_length = k.shape[2]
     query_index, key_index = (index.expand(batch, heads, -1, -1) for index in lists)  # (B, H, W, Mq), (B, H, W, Mk)
     clusters, places, keys = *query_index.shape[2:], key_index.shape[3]
-    dtype = torch.promote_types(q.dtype, torch.float32)
+    dtype = wide_dtype(q)
     q_rows, k_rows, v_rows = (x.flatten(0, 2) for x in (q, k, v))  # (B·H·L, D) each
     members = None
     width = head_dim

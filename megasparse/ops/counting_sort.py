@@ -3,10 +3,11 @@
 import torch
 from torch import Tensor
 
-from megasparse.ops.operator import Operator
+from megasparse.ops.operator import operator
 
 
-def _counting_sort(keys: Tensor, bits: int, ordered: Tensor | None = None, reverse: bool = False) -> Tensor:
+@operator(dtypes=(torch.int16, torch.int32), largest_width=None, differentiable=False)
+def counting_sort(keys: Tensor, bits: int, ordered: Tensor | None = None, reverse: bool = False) -> Tensor:
     """Sort small integers stably.
 
     Args:
@@ -25,12 +26,3 @@ def _counting_sort(keys: Tensor, bits: int, ordered: Tensor | None = None, rever
     if ordered is not None:
         ordered.copy_(values)
     return order.to(torch.int32)
-
-
-counting_sort = Operator(
-    _counting_sort,
-    kernels="megasparse.ops.counting_sort_kernels:counting_sort",
-    dtypes=(torch.int16, torch.int32),
-    largest_width=None,
-    differentiable=False,
-)

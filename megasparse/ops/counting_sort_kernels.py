@@ -1,8 +1,8 @@
 """Stable counting sort as Triton kernels: passes over digits of up to 11 bits, least significant first.
 
-A pass counts the digits of each tile, computes prefix sums, and scatters the tokens. L length, N digits (a power of
-two), T tiles of a row. counts (rows, T, N) contains the number of occurrences of each digit in a tile, then in all
-earlier tiles of the row; totals (rows, N) the number of occurrences in the row.
+A pass counts the digits of each tile, computes prefix sums, and scatters the tokens. N digits (a power of two), T tiles
+of a row. counts (rows, T, N): occurrences of each digit in a tile, then in all earlier tiles. totals (rows, N): in the
+row.
 """
 
 import torch
@@ -15,7 +15,7 @@ from megasparse.ops.kernels import launch
 
 @triton.jit
 def _digits(keys, order, slots, valid, shift, DIGITS: tl.constexpr):
-    """Return the positions of the tokens at `slots` of the current order (None: original), their digits and keys."""
+    """Return the tokens at `slots` of the order (None: original), their digits and keys."""
     tokens = slots
     if order is not None:
         tokens = tl.load(order + slots, mask=valid, other=0)
@@ -61,8 +61,7 @@ def place(
     BLOCK: tl.constexpr, REVERSED: tl.constexpr,
 ):  # fmt: skip
     """Scatter tokens. A token's index is the number of smaller digits in the row, plus equal digits in earlier tiles,
-    in earlier blocks of BLOCK tokens of this tile, and before it in its block. ordered: output for the sorted keys, or
-    None. REVERSED: write in reverse order.
+    in earlier blocks of BLOCK tokens of this tile, and before it in its block. ordered: sorted keys, or None.
     """
     program = tl.program_id(0).to(tl.int64)
     row = program // tiles

@@ -1,8 +1,8 @@
 """Cross-entropy of targets, and top-1 correctness, with a softmax or an adaptive softmax.
 
 An adaptive softmax (Grave et al. 2017) is a softmax over the frequent ids and one slot per cluster of rarer ids, plus a
-softmax inside each cluster: p(id) = head(id) for the first c₁ ids, head(cluster)·tail(id) for the others. Clusters have
-the same width as the head, as in Transformer-XL's model of WikiText-103. N tokens, E width, V vocabulary, K clusters.
+softmax inside each cluster: p(id) = head(id) for the first c₁ ids, head(cluster)·tail(id) for the others. Clusters are
+as wide as the head, as in Transformer-XL. N tokens, E width, V vocabulary, K clusters.
 """
 
 from collections.abc import Sequence
@@ -11,10 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megasparse.ops.operator import Operator, at_least_fp32
+from megasparse.ops.operator import at_least_fp32, operator
 
 
-def _token_scores(logits: Tensor, targets: Tensor, smoothing: float = 0.0) -> Tensor:
+@operator(largest_width=None)
+def token_scores(logits: Tensor, targets: Tensor, smoothing: float = 0.0) -> Tensor:
     """Score every token, in columns: −ln p of its target under softmax(logits); 1 if the target is the most likely id
     (the first one in ties), else 0; with smoothing ε also (1 − ε) times the first plus ε times the mean of −ln p over
     all ids.
@@ -36,17 +37,14 @@ def _token_scores(logits: Tensor, targets: Tensor, smoothing: float = 0.0) -> Te
     return torch.stack(columns, dim=-1)
 
 
-token_scores = Operator(_token_scores, kernels="megasparse.ops.cross_entropy_kernels:token_scores", largest_width=None)
-
-
 def adaptive_scores(
     hidden: Tensor, targets: Tensor, weight: Tensor, clusters: Tensor, cutoffs: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
     """Return −ln p of every target, (N,) fp32, and whether it is the most likely of all ids, (N,) bool.
 
     hidden: (N, E). targets: (N,) int64. weight: (V, E), vectors of all ids. clusters: (K, E), vectors of the clusters,
-    whose first ids are `cutoffs`. A cluster's softmax is computed only for targets in it, and for targets that only its
-    ids could beat: those more likely than all frequent ids, but less likely than the cluster as a whole.
+    whose first ids are `cutoffs`. A cluster's softmax is computed only for targets in it, and for those that only its
+    ids could beat: more likely than all frequent ids, but less likely than the cluster as a whole.
     """
     first = cutoffs[0]
     head, *tails = _parts(weight, clusters, cutoffs)
@@ -78,18 +76,14 @@ def adaptive_scores(
 
 def adaptive_log_probabilities(hidden: Tensor, weight: Tensor, clusters: Tensor, cutoffs: Sequence[int]) -> Tensor:
     """Return ln p of every id, (N, V) fp32. Arguments as in `adaptive_scores`."""
-    head, *tails = _parts(weight, clusters, cutoffs)
-    frequent, of_clusters = F.linear(hidden, head).float().log_softmax(-1).split([cutoffs[0], len(tails)], dim=-1)
-    rare = [
-        of_cluster.unsqueeze(-1) + F.linear(hidden, tail).float().log_softmax(-1)
-        for tail, of_cluster in zip(tails, of_clusters.unbind(-1), strict=True)
-    ]
-    return torch.cat([frequent, *rare], dim=-1)
+    head, *tails = (F.linear(hidden, part).float().log_softmax(-1) for part in _parts(weight, clusters, cutoffs))
+    frequent, of_clusters = head.split([cutoffs[0], len(tails)], dim=-1)
+    return torch.cat([frequent, *(of_clusters[:, k, None] + tail for k, tail in enumerate(tails))], dim=-1)
 
 
 def _parts(weight: Tensor, clusters: Tensor, cutoffs: Sequence[int]) -> list[Tensor]:
-    """Return the vectors of the head's slots, (c₁ + K, E), and of the ids of each cluster, from a single split, so that
-    the backward creates only one gradient of the size of `weight`.
+    """Return the vectors of the head's slots, (c₁ + K, E), and of each cluster's ids, from a single split, so that the
+    backward creates only one gradient of the size of `weight`.
     """
     ends = [*cutoffs, len(weight)]
     frequent, *tails = weight.split([end - start for start, end in zip([0, *cutoffs], ends, strict=True)])

@@ -20,10 +20,8 @@ IGNORED = tl.constexpr(-100)
 def scores_forward(
     logits, targets, lse, scores, stride, width, smoothing, COLUMNS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Compute scores (N, COLUMNS), and lse (N,), the log of the sum of exponentials.
-
-    A target outside the vocabulary other than `IGNORED` makes lse NaN, and with it the token's scores and gradient: a
-    kernel cannot raise an error, and must not read beyond the logits.
+    """Compute scores (N, COLUMNS), and lse (N,). A target outside the vocabulary other than `IGNORED` makes lse NaN,
+    and with it the token's scores and gradient: a kernel cannot raise an error, and must not read beyond the logits.
     """
     row = tl.program_id(0).to(tl.int64)
     logits += row * stride

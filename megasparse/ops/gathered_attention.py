@@ -1,8 +1,7 @@
 """Exact softmax attention of every query to a few keys given by an index (Smart Bird).
 
-The blockwise form needs linear memory, forward and backward, and is deterministic on a CPU: heads with equal keys and
-index share a gather, and each block of their queries gathers its keys and values. The backward gathers them again:
-exp(score − lse) is the weight of a pair.
+The blockwise form needs linear memory, and is deterministic on a CPU: heads with equal keys and index share a gather,
+and each block of their queries gathers its keys and values, in the backward again.
 
 G key heads, I lists of an index, S shares of H/S = R heads with one gather, K index slots, n queries of a share per
 block.
@@ -17,27 +16,22 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megasparse.ops.operator import Function, Operator
+from megasparse.ops.operator import Function, operator, wide_dtype
 from megasparse.ops.random import PairDropout
 
 _GATHERED_ELEMENTS = 1 << 19  # numbers in a block's gathered keys: 2 MB of fp32, to fit in cache
 
 
-def _gathered_attention(
+@operator(cast=2)
+def gathered_attention(
     q: Tensor, k: Tensor, v: Tensor, index: Tensor, *, scale: float, dropout: PairDropout | None = None
 ) -> tuple[Tensor, Tensor]:
     """Compute out_i = Σ_j exp(scale·q_i·k_j − lse_i) v_j over the keys j in row i of the index.
 
-    Args:
-        q: (B, H, Lq, D).
-        k, v: (B, G, Lk, D), a divisor G of H: each key head serves H/G neighbouring heads.
-        index: (B|1, I, Lq, K) int32 or int64 key numbers, a divisor I of H, −1 in empty slots; repeated keys are
-            included repeatedly.
-        scale: Factor of q·k.
-        dropout: Dropout of the probabilities; lse includes all pairs.
-
-    Returns:
-        out (B, H, Lq, D) and lse (B, H, Lq) as in `bucketed_attention`, 0 and −∞ for queries with no visible key.
+    q: (B, H, Lq, D). k, v: (B, G, Lk, D), a divisor G of H: each key head serves H/G neighbouring heads. index: (B|1,
+    I, Lq, K) int32 or int64 key numbers, a divisor I of H, −1 in empty slots; repeated keys are included repeatedly.
+    Returns out (B, H, Lq, D) and lse (B, H, Lq) of all pairs, even dropped ones, 0 and −∞ for queries with no visible
+    key.
     """
     size = len(q) * math.lcm(k.shape[1], index.shape[1]) * index.shape[2:].numel() * q.shape[3]
     numpy = q.device.type == "cpu" and q.dtype in (torch.float32, torch.float64) and not torch.is_grad_enabled()
@@ -45,13 +39,6 @@ def _gathered_attention(
         return _one_block(q, k, v, index, scale)
     out, lse = _GatheredAttention.apply(q, k, v, index, scale, dropout)
     return out, lse
-
-
-gathered_attention = Operator(
-    _gathered_attention,
-    kernels="megasparse.ops.gathered_attention_kernels:gathered_attention",
-    cast=2,
-)
 
 
 class _GatheredAttention(Function):
@@ -62,12 +49,16 @@ class _GatheredAttention(Function):
         if any(ctx.needs_input_grad):
             k = k.contiguous()
             v = v.contiguous()
-        dtype = torch.promote_types(q.dtype, torch.float32)
+        dtype = wide_dtype(q)
         shares = math.lcm(k.shape[1], index.shape[1])
         outs = q.new_empty(len(q) * shares * q.shape[2], q.shape[1] // shares, q.shape[3])
         lses = outs.new_empty(outs.shape[:2], dtype=dtype)
         for block in _blocks(q, k, v, index, scale, dropout, dtype):
-            weight, lses[block.rows] = _softmax_(block.score)
+            highest = block.score.amax(-1, keepdim=True).clamp_min_(torch.finfo(dtype).min)
+            weight = block.score.sub_(highest).exp_()
+            total = weight.sum(-1, keepdim=True)
+            weight *= 1.0 / total.clamp_min(1.0)  # the largest weight is 1, unless all slots are empty
+            lses[block.rows] = (highest + total.log_()).squeeze(-1)
             if block.factors is not None:
                 weight *= block.factors
             outs[block.rows] = torch.bmm(weight, block.v).to(q.dtype)
@@ -107,7 +98,7 @@ class _GatheredAttention(Function):
 
 
 def _one_block(q: Tensor, k: Tensor, v: Tensor, index: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Compute `gathered_attention` of a new token by NumPy, whose calls take half of the time of torch's."""
+    """Compute a new token by NumPy, whose calls take half of the time of torch's."""
     batch, groups, _, dim = k.shape
     _, lists, queries, slots = index.shape
     shares = math.lcm(groups, lists)
@@ -130,18 +121,9 @@ def _one_block(q: Tensor, k: Tensor, v: Tensor, index: Tensor, scale: float) -> 
     return _by_head(torch.from_numpy(out).flatten(0, 1), q), _by_head(torch.from_numpy(lse), q)
 
 
-def _softmax_(score: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the softmax of scores (n, R, K), computed in place, 0 in rows of −∞, and its log-sum-exp (n, R)."""
-    highest = score.amax(-1, keepdim=True).clamp_min_(torch.finfo(score.dtype).min)
-    weight = score.sub_(highest).exp_()
-    total = weight.sum(-1, keepdim=True)
-    weight *= 1.0 / total.clamp_min(1.0)  # the largest weight is 1, unless all slots are empty
-    return weight, (highest + total.log_()).squeeze(-1)
-
-
 def _lines(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, int, int]:
-    """Return keys and values (B, G, L, D) as lines (n, D), of a cache with spare capacity without a copy, and the
-    number of lines of a sequence and of a key head.
+    """Return keys and values (B, G, L, D) as lines (n, D), of a cache without a copy, and the number of lines of a
+    sequence and of a key head.
     """
     batch, groups, length, dim = k.shape
     if k.stride() != v.stride() or k.stride()[2:] != (dim, 1) or k.stride(0) % dim or k.stride(1) % dim:
@@ -154,7 +136,6 @@ def _lines(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, int, int]:
 
 
 def _by_share(x: Tensor, shares: int) -> Tensor:
-    """Reshape (B, H, Lq, ...) to (B·S·Lq, R, ...)."""
     return x.unflatten(1, (shares, -1)).transpose(2, 3).flatten(0, 2)
 
 
@@ -166,8 +147,8 @@ def _by_head(x: Tensor, q: Tensor) -> Tensor:
 
 class _Block(NamedTuple):
     """Queries `rows` of all B·S·Lq and their keys. q: (n, R, D). k, v: (n, K, D). keys: (n·K), numbers among all
-    B·G·Lk of contiguous keys; empty slots contain an arbitrary key of the head. score: (n, R, K), scale·q·k, −∞ in
-    empty slots. factors: dropout factors of the probabilities, (n, R, K), or None.
+    B·G·Lk of contiguous keys, arbitrary in empty slots. score: (n, R, K), scale·q·k, −∞ in empty slots. factors: of
+    dropout, (n, R, K), or None.
     """
 
     rows: slice
@@ -214,8 +195,8 @@ def _blocks(
 
 @lru_cache(maxsize=64)
 def _firsts(batch: int, shares: int, steps: tuple[int, int, int], lists: tuple[int, int, int]) -> np.ndarray:
-    """Return the first line and the first query's list of each sequence and share, an array (2, B·S). steps: lines of a
-    sequence and of a key head, and G. lists: sizes of the index's first dimensions.
+    """Return the first line and the first query's list of each sequence and share, (2, B·S). steps: lines of a sequence
+    and of a key head, and G. lists: sizes of the index's first dimensions.
     """
     sequence, group, groups = steps
     sequences, count, queries = lists

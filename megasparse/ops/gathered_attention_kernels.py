@@ -4,9 +4,7 @@ over a sorted list.
 A row is one head of one sequence. An entry is one slot of a row's index, number query·K + slot; `keys` contains each
 entry's key (Lk if empty), and `order` the entries sorted by (key, number). This list is split into tiles of T entries,
 and a key's sums from several tiles are added in order: no program's work grows with the number of queries that chose a
-key, and results are deterministic.
-
-K index slots, T entries per tile.
+key, and results are deterministic. K index slots.
 """
 
 from typing import Any, NamedTuple
@@ -29,24 +27,27 @@ def _gathered(x, row, valid, stride, D: tl.constexpr, WIDTH: tl.constexpr):
     return tl.load(address, mask=valid[:, :, None] & (d < D), other=0.0).to(tl.float32)
 
 
+@triton.jit
+def _queries(heads, blocks, queries, QUERIES: tl.constexpr):
+    """Return a program's row, its batch element and head, its queries, and a mask of those that exist."""
+    program = tl.program_id(0).to(tl.int64)
+    row = program // blocks
+    query = (program % blocks).to(tl.int32) * QUERIES + tl.arange(0, QUERIES)
+    return row, row // heads, row % heads, query, query < queries
+
+
 @triton.jit(do_not_specialize=["heads", "queries", "blocks"])
 def attend(
     q, k, v, index, out, lse, scale, heads, queries, slots, blocks, key_heads, list_heads, index_batch, index_head,
     q_batch, q_head, q_stride, k_batch, k_head, k_stride, v_batch, v_head, v_stride,
     D: tl.constexpr, QUERIES: tl.constexpr, PLACES: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Attend for a block of a row's queries, PLACES slots at a time. Threads add their parts inside the loop and reduce
-    over slots once, at the end. key_heads, list_heads: number of neighbouring heads with the same keys, the same index.
+    """Attend for a block of a row's queries, PLACES slots at a time, which are reduced at the end. key_heads,
+    list_heads: number of neighbouring heads with the same keys, the same index.
     """
-    program = tl.program_id(0).to(tl.int64)
-    row = program // blocks
-    block = (program % blocks).to(tl.int32)
-    batch = row // heads
-    head = row % heads
+    row, batch, head, query, real = _queries(heads, blocks, queries, QUERIES)
     k += batch * k_batch + head // key_heads * k_head
     v += batch * v_batch + head // key_heads * v_head
-    query = block * QUERIES + tl.arange(0, QUERIES)
-    real = query < queries
     index += batch * index_batch + head // list_heads * index_head + query.to(tl.int64)[:, None] * slots
     query_rows = load_rows(q + batch * q_batch + head * q_head, query, real, q_stride, D, WIDTH).to(tl.float32)
     highest = tl.full([QUERIES], -1e38, tl.float32)  # −∞ − (−∞) would be NaN
@@ -80,18 +81,12 @@ def query_gradients(
     q_batch, q_head, q_stride, k_batch, k_head, k_stride, v_batch, v_head, v_stride, grad_batch, grad_head, grad_stride,
     D: tl.constexpr, QUERIES: tl.constexpr, PLACES: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Compute dq of a block of a row's queries, and for each entry the weight and the gradient of the scaled score:
-    pairs (B·H, Lq·K, 2).
+    """Compute dq of a block of a row's queries, and pairs (B·H, Lq·K, 2): each entry's weight and gradient of the
+    scaled score.
     """
-    program = tl.program_id(0).to(tl.int64)
-    row = program // blocks
-    block = (program % blocks).to(tl.int32)
-    batch = row // heads
-    head = row % heads
+    row, batch, head, query, real = _queries(heads, blocks, queries, QUERIES)
     k += batch * k_batch + head * k_head
     v += batch * v_batch + head * v_head
-    query = block * QUERIES + tl.arange(0, QUERIES)
-    real = query < queries
     number = row * queries + query
     index += batch * index_batch + head * index_head + query.to(tl.int64)[:, None] * slots
     query_rows = load_rows(q + batch * q_batch + head * q_head, query, real, q_stride, D, WIDTH).to(tl.float32)
@@ -145,11 +140,9 @@ def tile_gradients(
     order_batch, order_head, q_batch, q_head, q_stride, grad_batch, grad_head, grad_stride,
     D: tl.constexpr, TILE: tl.constexpr, WIDTH: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Compute dk and dv of the keys whose entries are all in this tile. At most two keys are split, the first and the
-    last: their partial sums are stored in key_parts and value_parts (B·H, tiles, 2, D), at index 0 for the first key,
-    else 1.
-
-    Entries are summed per key by a product with the matrix of equal keys.
+    """Compute dk and dv of the keys whose entries are all in this tile. At most two keys are split: their partial sums
+    are stored in key_parts and value_parts (B·H, tiles, 2, D), at index 0 for the tile's first key, else 1. Entries are
+    summed per key by a product with the matrix of equal keys.
     """
     program = tl.program_id(0).to(tl.int64)
     row = program // tiles
@@ -189,9 +182,7 @@ def join_tiles(
     order, keys, dk, dv, key_parts, value_parts, heads, entries, key_count, tiles, order_batch, order_head,
     D: tl.constexpr, TILE: tl.constexpr, WIDTH: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """Compute dk and dv of the key whose entries start in this tile and continue beyond it, if there is one, as the sum
-    of its parts in order of tiles.
-    """
+    """Compute dk and dv of the key whose entries start in this tile and continue beyond it, as the sum of its parts."""
     program = tl.program_id(0).to(tl.int64)
     row = program // tiles
     tile = (program % tiles).to(tl.int32)
@@ -240,7 +231,7 @@ def gathered_attention(q: Tensor, k: Tensor, v: Tensor, index: Tensor, *, scale:
 
 
 class _Sizes(NamedTuple):
-    """QUERIES and PLACES of query-centred programs. TILE and warps of key-centred programs."""
+    """QUERIES and PLACES of queries' programs. TILE and warps of keys' programs."""
 
     queries: int
     slots: int
@@ -290,7 +281,7 @@ class _GatheredAttention(Function):
 
 
 def _by_query(q: Tensor, index: Tensor) -> tuple[tuple[int], dict[str, int]]:
-    """Return grid and sizes of the kernels with one program per block of queries."""
+    """Return grid and sizes of the kernels of queries."""
     batch, heads, queries, head_dim = q.shape
     sizes = _sizes(head_dim, q.dtype)
     blocks = -(-queries // sizes.queries)
@@ -313,15 +304,15 @@ def _key_gradients(
     dk, dv = (torch.zeros(k.shape, dtype=k.dtype, device=k.device) for _ in range(2))
     parts = torch.empty(2, batch * heads, tiles, 2, head_dim, dtype=torch.float32, device=q.device)
     grid = (batch * heads * tiles,)
-    shared: dict[str, Any] = {
-        "order": order,
-        "keys": keys,
-        "dk": dk,
-        "dv": dv,
-        "key_parts": parts[0],
+    shared: dict[str, Any] = {"order": order, "keys": keys, "dk": dk, "dv": dv, "key_parts": parts[0]}
+    shared |= {
         "value_parts": parts[1],
+        "heads": heads,
+        "entries": entries,
+        "key_count": key_count,
+        "tiles": tiles,
+        "D": head_dim,
     }
-    shared |= {"heads": heads, "entries": entries, "key_count": key_count, "tiles": tiles, "D": head_dim}
     shared |= {"TILE": sizes.tile, "WIDTH": block(head_dim), **steps_of_lists("order", index, entries)}
     launch(
         tile_gradients, grid, **shared, pairs=pairs, q=q, grad=grad, scale=scale, slots=slots,

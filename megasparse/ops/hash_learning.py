@@ -2,13 +2,11 @@
 
 ψ_i[b] ∝ Σ_{j in b} A_ij is the share of query i's attention to the keys of bucket b (LHA Eq. 11), ψ′_j[b] ∝ Σ_{i in b}
 A_ij the share of key j's received attention from the queries of bucket b (Eq. 14); A = softmax(qkᵀ/√D) over all pairs,
-even with a causal mask (as in the paper). Both are targets without a gradient. A sequence is one document without
-padding.
+even with a causal mask (as in the paper). A sequence is one document without padding.
 
 C keys are drawn with replacement, key j with expected count c_j: half of the draws in proportion to the attention that
-j receives from the S sampled queries, half uniformly. Σ_draws f(j)/c_j is then an unbiased estimate of Σ_j f(j) for
-every f, and draws concentrate on keys with much attention. The sum over a bucket's keys and the normaliser of the
-softmax are estimated in this way, in O(S·L) time; ψ is their ratio.
+j receives from the S sampled queries, half uniformly. Σ_draws f(j)/c_j is then an unbiased estimate of Σ_j f(j). The
+sum over a bucket's keys and the normaliser of the softmax are estimated in this way, in O(S·L) time; ψ is their ratio.
 
 N buckets, S sampled queries, C drawn keys, T tokens of a tile.
 """
@@ -20,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megasparse.ops.operator import at_least_fp32, implementation
+from megasparse.ops.operator import at_least_fp32, operator, wide_dtype
 
 _WIDEST = 8192
 """Largest number of buckets for one GPU program."""
@@ -57,21 +55,19 @@ def at_tokens(x: Tensor, tokens: Tensor) -> Tensor:
 def draw_keys(q: Tensor, k: Tensor, points: Tensor, *, scale: float) -> Draws:
     """Draw C keys of k (B, H, L, D) for sampled queries q (B, H, S, D).
 
-    points: (C,) fp64, a random point of each of C equal parts of [0, 1), the cumulative probability of keys, so that
-    the number of draws of a key is less than its expectation by at most two.
+    points: (C,) fp64, a random point of each of C equal parts of [0, 1), the cumulative probability of keys.
     """
     keys = k.transpose(-1, -2)  # (B, H, D, L)
-    wide = torch.promote_types(k.dtype, torch.float32)
     scaled = q * scale
     scores = (scaled[:, :, part] @ keys for part in tiles(q, k.shape[2]))  # precise enough for drawing keys
-    received = reduce(torch.add, (score.softmax(-1).sum(-2, dtype=wide) for score in scores))  # Σ_i A_ij, (B, H, L)
+    shares = (score.softmax(-1).sum(-2, dtype=wide_dtype(k)) for score in scores)
+    received = reduce(torch.add, shares)  # Σ_i A_ij, (B, H, L)
     uniform = torch.full((1,), 0.5 * _SHARES / k.shape[2], dtype=torch.float64, device=k.device)
     parts = uniform.add(received, alpha=0.5 * _SHARES / q.shape[2]).long() + 1
     ends = parts.cumsum(-1)
-    count = len(points)
     total = ends[..., -1:]
     tokens = torch.searchsorted(ends, (points * total).long(), right=True).clamp_max_(k.shape[2] - 1)  # even with NaN
-    ln_count = (count * parts.gather(-1, tokens) / total).log().float()
+    ln_count = (len(points) * parts.gather(-1, tokens) / total).log().float()
     return Draws(at_tokens(k, tokens), tokens, ln_count)
 
 
@@ -82,7 +78,7 @@ def sampled_queries(
     """Return ψ of the queries, estimated from the drawn keys, (B, H, S, N), whose rows sum to 1, or to 0 after
     underflow; and the log of an estimate of Σ_j exp(scale·q_i·k_j) for each query, (B, H, S).
 
-    in_key: (B, H, C, N), 1 if the drawn key is in the bucket, else 0. features: see `_products`.
+    in_key: (B, H, C, N), 1 if the drawn key is in the bucket. features: see `_products`.
     """
     logarithm = _products(q, draws.k, scale, features) - draws.ln_count.unsqueeze(-2)  # −ln c_j, (B, H, S, C)
     attention = logarithm.softmax(-1)
@@ -93,10 +89,9 @@ def sampled_queries(
 def sampled_keys(
     q: Tensor, k: Tensor, normalizer: Tensor, in_query: Tensor, *, scale: float, features: Tensor | None = None
 ) -> Iterator[tuple[slice, Tensor]]:
-    """Yield ψ′ of keys k (B, H, K, D), tile by tile: (B, H, T, N). Before normalisation, its expectation over samples
-    of queries is proportional to the sum over all queries.
+    """Yield ψ′ of keys k (B, H, K, D), tile by tile: (B, H, T, N).
 
-    normalizer: see `sampled_queries`. in_query: (B, H, S, N), 1 if the query is in the bucket, else 0.
+    normalizer: see `sampled_queries`. in_query: (B, H, S, N), 1 if the query is in the bucket.
     """
     for part in tiles(k, max(in_query.shape[2:])):
         logarithm = _products(k[:, :, part], q, scale, features) - normalizer.unsqueeze(-2)
@@ -106,8 +101,8 @@ def sampled_keys(
 
 
 def _products(x: Tensor, y: Tensor, scale: float, features: Tensor | None) -> Tensor:
-    """Return scale·x_i·y_j in fp32 or wider, (B, H, Lx, Ly). features: (H, F, D), rows ω: return ln φ(x_i)·φ(y_j)
-    instead, its estimate by positive random features φ(x) = exp(√scale·ωx − scale·|x|²/2)/√F (LHA Eq. 15).
+    """Return scale·x_i·y_j, (B, H, Lx, Ly). features: (H, F, D), rows ω: return ln φ(x_i)·φ(y_j) instead, its estimate
+    by positive random features φ(x) = exp(√scale·ωx − scale·|x|²/2)/√F (LHA Eq. 15).
     """
     x, y = at_least_fp32(x), at_least_fp32(y)
     if features is None:
@@ -118,52 +113,36 @@ def _products(x: Tensor, y: Tensor, scale: float, features: Tensor | None) -> Te
     return product.clamp_min(torch.finfo(product.dtype).tiny).log() + of_x + of_y.mT
 
 
-def _by_kernel(x: Tensor) -> bool:
-    return implementation(x, dtypes=(torch.float32,), largest_width=_WIDEST) == "triton"
+_on_rows = operator(dtypes=(torch.float32,), largest_width=_WIDEST, differentiable=False)
 
 
-@torch.no_grad()
+@_on_rows
 def unit_sum(utility: Tensor) -> Tensor:
     """Divide rows of utility (B, H, T, N) by their sums; a row with sum 0 gives 0. May overwrite utility."""
-    if _by_kernel(utility):
-        from megasparse.ops import hash_learning_kernels
-
-        return hash_learning_kernels.unit_sum(utility)
     total = utility.sum(-1, keepdim=True)
     return torch.where(total > 0, utility / total, 0.0)
 
 
-@torch.no_grad()
+@_on_rows
 def ranks(scores: Tensor, first: int) -> Tensor:
     """Return ranks of tokens in every bucket, (B, H, N, T) int64: ascending by decreasing softmax(scores) over a
-    token's buckets, then by token number, which is stored in the low 32 bits.
-
-    scores: (B, H, T, N) of the tokens from number `first` on.
+    token's buckets, then by token number, the low 32 bits. scores: (B, H, T, N) from number `first` on.
     """
-    if _by_kernel(scores):
-        from megasparse.ops import hash_learning_kernels
-
-        return hash_learning_kernels.ranks(scores, first)
     # Bits of positive floats have the same order as the floats. The token number in the low bits makes ranks unique.
     penalty = -scores.log_softmax(-1).float().transpose(-1, -2)  # (B, H, N, T)
     rank = penalty.abs().contiguous().view(torch.int32).long() << 32
     return rank + torch.arange(first, first + scores.shape[2], device=rank.device)
 
 
-@torch.no_grad()
+@_on_rows
 def divergence(
     scores: Tensor, utility: Tensor, codes: Tensor, weight: float, learn: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Return (3,): weight·Σ KL(ψ ‖ softmax(scores)) (LHA Eq. 13), weight·Σ ψ[code] and weight·Σ ψ·ln ψ; and, if
     `learn`, the gradient of the first with respect to the scores, weight·(softmax(scores)·Σψ − ψ), else None.
 
-    scores, utility ψ: (B, H, T, N); scores may be overwritten. codes: (B, H, T), a bucket per token. A token with ψ = 0
-    contributes nothing.
+    scores, utility ψ: (B, H, T, N); scores may be overwritten. codes: (B, H, T), a bucket per token.
     """
-    if _by_kernel(scores):
-        from megasparse.ops import hash_learning_kernels
-
-        return hash_learning_kernels.divergence(scores, utility, codes, weight, learn)
     logarithm = scores.log_softmax(-1)
     information = torch.xlogy(utility, utility)
     total = (information - utility * logarithm).sum()

@@ -1,6 +1,4 @@
-"""Kernels of `hash_learning` on rows of scores of all N buckets, one launch per function: scores and utilities are read
-once, results written once; a program processes whole rows.
-"""
+"""Kernels of `hash_learning` on whole rows of scores of all N buckets, which are read and written once."""
 
 import torch
 import triton
@@ -100,7 +98,7 @@ def divergence_kernel(
     scores, utility, codes, sums, weight, count, buckets, LEARN: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr
 ):
     """Compute sums (rows, 3), times weight: KL(ψ ‖ softmax(scores)), ψ[code] and Σ ψ·ln ψ. LEARN: overwrite the scores
-    with the gradient of weight·KL.
+    with the gradient.
     """
     row, places, valid = _places(count, buckets, ROWS, WIDTH)
     logarithm = _log_softmax(scores, places, valid)

@@ -1,15 +1,14 @@
 """Attention by Bernoulli sampling (YOSO): values are summed in hash tables, which queries read by their codes.
 
-The blockwise form needs linear memory, forward and backward, and is deterministic on a CPU. For one hash at a time,
-each key adds its value to the table row of its code, and each query reads the row of its code: Σ_j [same code] v_j
-without enumerating pairs. Causal attention proceeds by chunks: a chunk's queries read the tables of all earlier chunks,
-then its keys are added; collisions inside the chunk are counted pair by pair.
+The blockwise form is deterministic on a CPU. For one hash at a time, each key adds its value to the table row of its
+code, and each query reads the row of its code: Σ_j [same code] v_j without enumerating pairs. Causal attention proceeds
+by chunks: a chunk's queries read the tables of all earlier chunks, then its keys are added; collisions inside the chunk
+are counted pair by pair.
 
 The backward (Eq. 10 and 12) is the same sum with other values. With the collision matrix B and the gradient g of the
-output,
-    ∇v = Bᵀg,   ∇q_i = τ/2 Σ_j B_ij (g_i·v_j) k_j = τ/2 Σ_l g_il Σ_j B_ij v_jl k_j,   ∇k likewise:
-either B applied to v_l·k for every column l of v (`tables`, cost L·m·D²), or a sum over colliding pairs (`pairs`, Eq.
-22, cost nnz·(m + D)). It uses the codes of the forward.
+output, ∇v = Bᵀg, ∇q_i = τ/2 Σ_j B_ij (g_i·v_j) k_j = τ/2 Σ_l g_il Σ_j B_ij v_jl k_j, ∇k likewise: either B applied to
+v_l·k for every column l of v (`tables`, cost L·m·D²), or a sum over colliding pairs (`pairs`, Eq. 22, cost nnz·(m +
+D)).
 
 m hashes, τ code bits, G rows (heads of batch elements) at a time, T buckets, C chunk, X columns.
 """
@@ -22,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megasparse.ops.operator import Function, Operator, without_autocast
+from megasparse.ops.operator import Function, operator, wide_dtype, without_autocast
 
 _ROW_ELEMENTS = 1 << 22  # numbers per row group
 _TABLE_ELEMENTS = 1 << 18  # numbers in the tables of several hashes, at least one hash: 1 MB of fp32
@@ -37,7 +36,7 @@ class HashTableAttentionSpec:
     """Settings of YOSO attention.
 
     code_bits: τ, codes are below 2^τ. causal: only keys at or before the query are visible. chunk: causal positions per
-    chunk, inside which collisions are counted pair by pair; affects only the speed of the blockwise implementation.
+    chunk of the blockwise implementation; affects only its speed.
     """
 
     code_bits: int
@@ -46,11 +45,12 @@ class HashTableAttentionSpec:
 
     @property
     def causal_chunk(self) -> int | None:
-        """Return the chunk of causal attention; None if attention is bidirectional."""
+        """Chunk of causal attention; None if attention is bidirectional."""
         return self.chunk if self.causal else None
 
 
-def _hash_table_attention(
+@operator(decides=2)
+def hash_table_attention(
     q: Tensor, k: Tensor, v: Tensor, q_codes: Tensor, k_codes: Tensor, spec: HashTableAttentionSpec,
     key_mask: Tensor | None = None, segments: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
@@ -73,18 +73,9 @@ def _hash_table_attention(
     return _HashTableAttention.apply(q, k, v, q_codes, k_codes, groups(q, k, key_mask, segments), spec)
 
 
-hash_table_attention = Operator(
-    _hash_table_attention,
-    kernels="megasparse.ops.hash_table_attention_kernels:hash_table_attention",
-    decides=2,
-)
-
-
 def groups(q: Tensor, k: Tensor, key_mask: Tensor | None, segments: Tensor | None) -> tuple[Tensor, Tensor] | None:
     """Return numbers (B·H, Lq) and (B·H, Lk) that are equal for exactly the visible query-key pairs; None if all pairs
-    are visible.
-
-    A real token's number is its document (>= 0); masked queries get −1 and masked keys −2, which never match.
+    are visible. A real token's number is its document (>= 0).
     """
     if key_mask is None and segments is None:
         return None
@@ -100,16 +91,14 @@ def groups(q: Tensor, k: Tensor, key_mask: Tensor | None, segments: Tensor | Non
 
 
 def row_slices(rows: int, elements: int, size: int) -> Iterator[slice]:
-    """Yield slices of all rows, each with at most `elements` numbers at `size` numbers per row (at least one row)."""
+    """Yield slices of all rows, of at most `elements` numbers, `size` per row (at least one row)."""
     step = max(1, elements // max(1, size))
     for start in range(0, rows, step):
         yield slice(start, min(start + step, rows))
 
 
 class HashCodes(NamedTuple):
-    """Hash codes. queries: (G, m, Lq). keys: (G, m, Lk). Integers in [0, tables): a query and a key collide in a hash
-    if their codes are equal.
-    """
+    """Hash codes of queries (G, m, Lq) and keys (G, m, Lk), in [0, tables)."""
 
     queries: Tensor
     keys: Tensor
@@ -120,7 +109,7 @@ def _buckets(
     q_codes: Tensor, k_codes: Tensor, group: tuple[Tensor, Tensor] | None, part: slice, code_bits: int
 ) -> HashCodes:
     """Return the codes of some rows, unchanged if 2^τ tables are small enough and all pairs are visible; else dense
-    indices of (group, code) per row, so that there are never more buckets than tokens for any number of documents.
+    indices of (group, code) per row, so that there are never more buckets than tokens.
     """
     q_codes, k_codes = (codes.flatten(0, 1)[part] for codes in (q_codes, k_codes))  # (G, m, Lq) and (G, m, Lk)
     length = q_codes.shape[2]
@@ -144,7 +133,7 @@ class _HashTableAttention(Function):
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, q_codes: Tensor, k_codes: Tensor,
         group: tuple[Tensor, Tensor] | None, spec: HashTableAttentionSpec,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        dtype = torch.promote_types(v.dtype, torch.float32)
+        dtype = wide_dtype(v)
         out = torch.empty(*q.shape[:3], v.shape[3], dtype=dtype, device=q.device)
         total = torch.empty(q.shape[:3], dtype=dtype, device=q.device)
         for part in _parts(q, k, q_codes, spec):
@@ -177,8 +166,10 @@ class _HashTableAttention(Function):
             into_v = _through_tables(codes.queries, codes.keys, codes.tables, g, spec.causal_chunk, reverse=True)
             for piece, count in _chunks(codes, spec.causal_chunk, dtype):
                 into_v[:, piece] += count.transpose(1, 2) @ g[:, piece]
+            # The costs of the paper's min(L·m·D², nnz·(m + D))
+            over_tables = len(rows_q) * hashes * (q.shape[2] + k.shape[2]) * q.shape[3] ** 2
             collisions = total.flatten(0, 1)[part].sum() * hashes
-            if _prefers_pairs(collisions, codes, q.shape[3]):
+            if collisions.item() * _PAIR_COST * (hashes + q.shape[3]) < over_tables:
                 into_q, into_k = _pair_gradients(rows_q, rows_k, rows_v, g, codes, causal=spec.causal)
             else:
                 into_q, into_k = _table_gradients(rows_q, rows_k, rows_v, g, codes, spec.causal_chunk)
@@ -194,17 +185,10 @@ def _parts(q: Tensor, k: Tensor, codes: Tensor, spec: HashTableAttentionSpec) ->
     return row_slices(q.shape[0] * q.shape[1], _ROW_ELEMENTS, size)
 
 
-def _prefers_pairs(collisions: Tensor, codes: HashCodes, head_dim: int) -> bool:
-    """Compare the costs of the paper's min(L·m·D², nnz·(m + D)), with the number of collisions as nnz."""
-    rows, hashes, length = codes.queries.shape
-    over_tables = rows * hashes * (length + codes.keys.shape[2]) * head_dim**2
-    return collisions.item() * _PAIR_COST * (hashes + head_dim) < over_tables
-
-
 def _through_tables(
     source: Tensor, target: Tensor, tables: int, values: Tensor, chunk: int | None, reverse: bool = False
 ) -> Tensor:
-    """Return Σ_h Σ_j [same bucket in hash h] values_j over all sources j, or over sources in earlier (later) chunks.
+    """Return Σ_h Σ_j [same bucket in hash h] values_j over all sources j, or those in earlier (later) chunks.
 
     source: (G, m, Ls), target: (G, m, Lt) buckets < tables. values: (G, Ls, X). Returns (G, Lt, X).
     """
@@ -252,9 +236,7 @@ def _chunks(codes: HashCodes, chunk: int | None, dtype: torch.dtype) -> Iterator
 def _table_gradients(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, codes: HashCodes, chunk: int | None
 ) -> tuple[Tensor, Tensor]:
-    """Return Σ_j c_ij (g_i·v_j) k_j for each query and Σ_i c_ij (g_i·v_j) q_i for each key; c_ij is the number of
-    hashes in which they collide.
-    """
+    """Return Σ_j c_ij (g_i·v_j) k_j for each query and Σ_i c_ij (g_i·v_j) q_i for each key, of c_ij collisions."""
     into_q = torch.zeros_like(q)
     into_k = torch.zeros_like(k)
     slab = max(1, _ROW_ELEMENTS // (2 * len(q) * max(codes.tables, q.shape[1], k.shape[1]) * q.shape[2]))
@@ -273,32 +255,18 @@ def _table_gradients(
     return into_q, into_k
 
 
-class _Runs(NamedTuple):
-    """Keys that collide with each query in each hash, a run in bucket order: order[start : start + size].
-
-    order: (G, m, Lk) key numbers. start, size: (G·Lq, m).
-    """
-
-    order: Tensor
-    start: Tensor
-    size: Tensor
-
-
 def _pair_gradients(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, codes: HashCodes, causal: bool
 ) -> tuple[Tensor, Tensor]:
-    """Return Σ_j c_ij (g_i·v_j) k_j for each query and Σ_i c_ij (g_i·v_j) q_i for each key; c_ij is the number of
-    hashes in which they collide.
-
-    q, g: (G, Lq, D). k, v: (G, Lk, D). causal: only j <= i.
-    """
-    runs = _key_runs(codes, causal)
+    """Compute `_table_gradients` by pairs. q, g: (G, Lq, D). k, v: (G, Lk, D)."""
+    order, starts, sizes = _key_runs(codes, causal)
     # Contiguous for any strides of q and k, because `flatten` of the targets must not copy
     into_q, into_k = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k))
     sources = [x.flatten(0, 1) for x in (q, k, v, g)]  # (G·L, D)
     targets = [x.flatten(0, 1) for x in (into_q, into_k)]  # (G·L, D)
-    for first, last in _query_ranges(runs.size):
-        query, key, count = _colliding(runs, first, last, q.shape[1])
+    for first, last in _query_ranges(sizes):
+        start, size = (x[first:last].flatten().to(torch.int64) for x in (starts, sizes))
+        query, key, count = _colliding(order, start, size, first, q.shape[1])
         # Split further, because a single query can exceed a block
         for i, j, c in zip(*(x.split(_BLOCK_PAIRS) for x in (query, key, count)), strict=True):
             weight = ((sources[3][i] * sources[2][j]).sum(-1) * c)[:, None]
@@ -307,7 +275,8 @@ def _pair_gradients(
     return into_q, into_k
 
 
-def _key_runs(codes: HashCodes, causal: bool) -> _Runs:
+def _key_runs(codes: HashCodes, causal: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Return key numbers (G, m, Lk), and the start and size, (G·Lq, m), of each query's run of colliding ones."""
     rows, hashes, length = codes.queries.shape
     keys = codes.keys.shape[2]
     position = torch.arange(keys, device=codes.keys.device)
@@ -322,7 +291,7 @@ def _key_runs(codes: HashCodes, causal: bool) -> _Runs:
         begin = torch.searchsorted(ordered, lowest)
         start[..., hash_] = begin
         size[..., hash_] = torch.searchsorted(ordered, lowest + latest, right=True) - begin
-    return _Runs(order, start.flatten(0, 1), size.flatten(0, 1))
+    return order, start.flatten(0, 1), size.flatten(0, 1)
 
 
 def _query_ranges(size: Tensor) -> Iterator[tuple[int, int]]:
@@ -337,15 +306,14 @@ def _query_ranges(size: Tensor) -> Iterator[tuple[int, int]]:
         first = last
 
 
-def _colliding(runs: _Runs, first: int, last: int, length: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the distinct pairs of queries first..last − 1 of G·Lq: query, key of G·Lk, and number of collisions."""
-    hashes, keys = runs.order.shape[1:]
-    size, start = (x[first:last].flatten().to(torch.int64) for x in (runs.size, runs.start))
+def _colliding(order: Tensor, start: Tensor, size: Tensor, first: int, length: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the distinct pairs of queries from `first` of G·Lq on: query, key of G·Lk, and number of collisions."""
+    hashes, keys = order.shape[1:]
     run = torch.repeat_interleave(torch.arange(len(size), device=size.device), size)  # run of each collision
     within = torch.arange(len(run), device=size.device) - (size.cumsum(0) - size)[run]
     query = run // hashes  # counted from `first`
     row = (query + first) // length
-    key = runs.order.flatten()[(row * hashes + run % hashes) * keys + start[run] + within]
+    key = order.flatten()[(row * hashes + run % hashes) * keys + start[run] + within]
     pair, count = torch.unique(query * keys + key, return_counts=True)
     query = pair // keys + first
     return query, pair % keys + query // length * keys, count
@@ -363,8 +331,8 @@ def expected_attention(
     """Compute out_i = Σ_j W_ij v_j, W_ij = (1 − acos(q_i·k_j)/π)^τ over the keys visible to i (YOSO Eq. 4).
 
     This is the limit of `hash_table_attention` for infinitely many hashes, with the same masks. The cosine is clamped
-    to [−1, 1] (rounding can exceed 1 for equal vectors); ∂W_ij/∂(q_i·k_j) is the paper's lower bound τ/2·W_ij (Eq. 19),
-    which is finite everywhere. Returns out (B, H, Lq, D) and W's row sums (B, H, Lq), in fp32 or wider.
+    to [−1, 1]; ∂W_ij/∂(q_i·k_j) is the paper's lower bound τ/2·W_ij (Eq. 19), which is finite everywhere. Returns out
+    (B, H, Lq, D) and W's row sums (B, H, Lq), in fp32 or wider.
     """
     assert not spec.causal or q.shape[2] == k.shape[2]
     return _ExpectedAttention.apply(q, k, v, groups(q, k, key_mask, segments), spec)
@@ -373,9 +341,7 @@ def expected_attention(
 def _tiles(
     q: Tensor, k: Tensor, group: tuple[Tensor, Tensor] | None, spec: HashTableAttentionSpec
 ) -> Iterator[tuple[slice, slice, slice, Tensor]]:
-    """Yield the tiles of all pairs: rows, queries, keys that may be visible to them, and the weights (G, T, Lk). q, k:
-    (B·H, L, D).
-    """
+    """Yield the tiles of all pairs: rows, queries, keys that may be visible to them, and the weights (G, T, Lk)."""
     height = min(_QUERIES, q.shape[1])
     for rows in row_slices(len(q), _TILE_ELEMENTS, height * k.shape[1]):
         for start in range(0, q.shape[1], height):
@@ -391,7 +357,7 @@ def _tiles(
 
 
 def _power(x: Tensor, n: int) -> Tensor:
-    """Return x^n, n >= 1, by repeated squaring: on a CPU ten times as fast as torch.pow. Overwrites x."""
+    """Return x^n, n >= 1, by repeated squaring, ten times as fast as torch.pow. Overwrites x."""
     result = x if n & (n - 1) == 0 else x.clone()
     for bit in bin(n)[3:]:
         result.square_()
@@ -408,7 +374,7 @@ class _ExpectedAttention(Function):
         ctx.group = group
         ctx.spec = spec
         ctx.save_for_backward(q, k, v)
-        dtype = torch.promote_types(v.dtype, torch.float32)
+        dtype = wide_dtype(v)
         flat_q, flat_k, flat_v = (x.flatten(0, 1).to(dtype) for x in (q, k, v))  # (G, L, D)
         out = torch.empty(*flat_q.shape[:2], v.shape[3], dtype=dtype, device=v.device)
         total = torch.empty(flat_q.shape[:2], dtype=dtype, device=v.device)

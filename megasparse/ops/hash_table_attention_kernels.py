@@ -2,17 +2,16 @@
 
 In each hash the sources (tokens that are summed) of a (row, hash) are sorted by (bucket, position), so a bucket is a
 run, and the sources visible to a target (the token that receives the sum) are a window [first, end) of sorted indices,
-causal or not. The sum over a window is a running sum, read at the window's last index: the array of running sums
-replaces a hash table, and needs no chunks. Each run is summed from its start, never as the difference of two sums. ∇v
-is the same with queries as sources, in reverse order if causal.
+causal or not. The sum over a window is a running sum, from its run's start, read at the window's last index: the array
+of running sums replaces a hash table, and needs no chunks. ∇v is the same with queries as sources, in reverse order if
+causal.
 
 For ∇q_i = τ/2 Σ_j B_ij (g_i·v_j) k_j the window is split at its last boundary between spans of 4·D indices. The part
 before it is g_i times a running sum of the matrices v_j k_jᵀ, stored at boundaries only; the rest is computed pair by
-pair. The cost of a token is thus its pairs in a small bucket, and at most 4·D pairs and one matrix in a bucket of any
-size, so no choice by the number of collisions is needed. ∇k likewise.
+pair: at most 4·D pairs and one matrix per token in a bucket of any size. ∇k likewise.
 
 Long runs are split at the boundaries between spans; each program sums one span, and `join_spans` adds the sums of whole
-spans. One program adds all hashes of a target in order, without atomics, so results are deterministic.
+spans. One program adds all hashes of a target in order, so results are deterministic.
 
 m hashes, τ code bits, S spans. Arrays of (row, hash) are contiguous: buckets and order (G, m, length), first and end
 (G, m, targets' length).
@@ -55,7 +54,7 @@ def sum_runs(
     D: tl.constexpr, WIDTH: tl.constexpr, SPAN: tl.constexpr, TILE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute sums (G, m, length, D): for each sorted index, the sum of values of its run, from the later of the run's
-    start and the span's start up to the index, inclusive. tails (G, m, S, D): sums at each span's last index.
+    start and the span's start on. tails (G, m, S, D): sums at each span's last index.
     """
     program = tl.program_id(0)
     span = program % spans
@@ -89,9 +88,8 @@ def join_spans(
     tails, buckets, length, spans, segments, parts, wide,
     SPAN: tl.constexpr, SEGMENT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Add to each span's tail, in place, the tails of preceding spans that end in the same run. tails: (G, m, S, wide).
-
-    A program processes the runs whose first span is in its segment of spans, up to their end.
+    """Add to each span's tail (G, m, S, wide), in place, the tails of preceding spans that end in the same run. A
+    program processes the runs whose first span is in its segment of spans.
     """
     program = tl.program_id(0)
     part = program % parts
@@ -123,9 +121,8 @@ def find_windows(
 ):  # fmt: skip
     """Compute first, end (G, m, targets): start of the sources in a target's bucket, and end of the visible ones.
 
-    target_buckets: (G, m, targets) buckets, in order of position. CAUSAL: only sources at or before the target are
-    visible. REVERSED: sources are in reverse order, and causal ones are at or after the target. steps: bisection steps,
-    for length + 1 outcomes.
+    target_buckets: (G, m, targets), in order of position. CAUSAL: only sources at or before the target are visible.
+    REVERSED: sources are in reverse order, and causal ones are at or after the target. steps: bisection steps.
     """
     program = tl.program_id(0)
     row_hash = (program // blocks).to(tl.int64)
@@ -162,7 +159,7 @@ def read_sums(
     D: tl.constexpr, WIDTH: tl.constexpr, SPAN: tl.constexpr, ADD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Store in out (G, targets, D) (ADD: add to it) scale·Σ_h of the target's window: the sum at its last index, plus
-    the previous span's tail if the run started there. met (G, targets) or None: met_scale·Σ_h of the window's length.
+    the previous span's tail if the run started there. met (G, targets) or None: met_scale·Σ_h of its length.
     """
     program = tl.program_id(0)
     row = (program // blocks).to(tl.int64)
@@ -228,9 +225,8 @@ def weighted_sums(
 ):  # fmt: skip
     """Compute out (G, m, targets, D): Σ_j (target_left_i·left_j)·right_j over the target's window in each hash.
 
-    A program processes a block of targets sorted by their buckets, so that their windows are close together. The part
-    of a window before its last boundary between spans is in `products`; the rest, less than a span, is computed pair by
-    pair.
+    A program processes a block of targets sorted by their buckets, whose windows are close together. The part of a
+    window before its last boundary between spans is in `products`.
     """
     program = tl.program_id(0)
     part = program % parts
@@ -303,8 +299,8 @@ _SEARCHES = 256  # targets per program of `find_windows`
 class _Sizes(NamedTuple):
     """Tile sizes of the kernels. width: head dim rounded up to a power of two. span: sources summed by one program.
     reads: targets per program of `read_sums`. tile: sources per product in sums of runs or products; block and pairs:
-    targets and sources per product in `weighted_sums`. columns: columns of matrices and gradients per program. warps:
-    of all these except reads.
+    targets and sources per product in `weighted_sums`. columns: of matrices and gradients per program. warps: of all
+    but reads.
     """
 
     width: int
@@ -327,10 +323,7 @@ def _sizes(head_dim: int, dtype: torch.dtype) -> _Sizes:
 
 
 class _Sorted(NamedTuple):
-    """Tokens of each (row, hash) sorted by (bucket, position), or in reverse order if reversed. (G, m, L) each.
-
-    order: int32 token numbers. buckets: buckets in this order.
-    """
+    """Tokens of each (row, hash) sorted by (bucket, position), or in reverse order: their buckets and int32 numbers."""
 
     buckets: Tensor
     order: Tensor
@@ -348,9 +341,7 @@ def hash_table_attention(
     q: Tensor, k: Tensor, v: Tensor, q_codes: Tensor, k_codes: Tensor, spec: HashTableAttentionSpec,
     key_mask: Tensor | None = None, segments: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Compute `hash_table_attention.hash_table_attention`. Products are computed in v's dtype, their sums in fp32.
-    Strided tensors are copied once.
-    """
+    """Compute `hash_table_attention.hash_table_attention`. Products are computed in v's dtype, their sums in fp32."""
     group = groups(q[:, :1], k[:, :1], key_mask, segments)
     width = v.shape[3]
     if width > q.shape[3]:  # pad keys or values, because their products are square
@@ -370,8 +361,8 @@ class _HashTableAttention(Function):
         hashes = q_codes.shape[2]
         slabs = _slabs(q_codes, k_codes, v)
         several = len(slabs) > 1
-        out = _total((*q.shape[:3], v.shape[3]), torch.float32, q.device, several)
-        matches = _total(q.shape[:3], torch.float32, q.device, several)
+        out = _total(q, (*q.shape[:3], v.shape[3]), torch.float32, several)
+        matches = _total(q, q.shape[:3], torch.float32, several)
         [values] = _row_copies(v.dtype, v)
         for slab in slabs:
             queries, keys = _buckets(q_codes, k_codes, group, spec, slab)
@@ -392,7 +383,7 @@ class _HashTableAttention(Function):
         hashes = q_codes.shape[2]
         slabs = _slabs(q_codes, k_codes, v)
         several = len(slabs) > 1
-        dq, dk, dv = (_total(x.shape, x.dtype, x.device, several) for x in (q, k, v))
+        dq, dk, dv = (_total(x, x.shape, x.dtype, several) for x in (q, k, v))
         rows_q, rows_k, rows_v, g = _row_copies(v.dtype, q, k, v, grads[0])
         factor = spec.code_bits / (2 * hashes)
         for slab in slabs:
@@ -407,15 +398,13 @@ class _HashTableAttention(Function):
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None, None
 
 
-def _total(shape: Sequence[int], dtype: torch.dtype, device: torch.device, several: bool) -> Tensor:
-    """Return the accumulator of slabs: fp32 zeros if there are several, else an empty tensor in the result's dtype."""
-    if several:
-        return torch.zeros(shape, dtype=torch.float32, device=device)
-    return torch.empty(shape, dtype=dtype, device=device)
+def _total(like: Tensor, shape: Sequence[int], dtype: torch.dtype, several: bool) -> Tensor:
+    """Return the accumulator of slabs: fp32 zeros if there are several, else empty in the result's dtype."""
+    return like.new_zeros(shape, dtype=torch.float32) if several else like.new_empty(shape, dtype=dtype)
 
 
 def _row_copies(dtype: torch.dtype, *xs: Tensor) -> list[Tensor]:
-    """Return each x (B, H, L, D) as (G, L, D), contiguous and in the dtype; copy all that need it in one launch."""
+    """Return each x (B, H, L, D) as (G, L, D), contiguous and in the dtype, copied in one launch."""
     rows = [
         x if x.dtype == dtype and x.is_contiguous() else torch.empty(x.shape, dtype=dtype, device=x.device) for x in xs
     ]
@@ -426,12 +415,11 @@ def _row_copies(dtype: torch.dtype, *xs: Tensor) -> list[Tensor]:
 
 
 def _own_dtype(values: Tensor) -> torch.dtype:
-    """Return the dtype of a single hash's results; sums of long runs can exceed the range of fp16."""
+    """Return the dtype of a hash's results; sums of long runs can exceed the range of fp16."""
     return torch.bfloat16 if values.dtype == torch.bfloat16 else torch.float32
 
 
 def _slabs(q_codes: Tensor, k_codes: Tensor, v: Tensor) -> list[slice]:
-    """Return slices of hashes, each with as many hashes as fit in `_BYTES`."""
     batch, heads, hashes, count = q_codes.shape
     size = batch * heads * max(count, v.shape[2]) * v.shape[3] * _own_dtype(v).itemsize
     step = max(1, _BYTES // max(1, size))
@@ -441,7 +429,7 @@ def _slabs(q_codes: Tensor, k_codes: Tensor, v: Tensor) -> list[slice]:
 def _buckets(
     q_codes: Tensor, k_codes: Tensor, group: tuple[Tensor, Tensor] | None, spec: HashTableAttentionSpec, slab: slice
 ) -> tuple[Tensor, Tensor]:
-    """Return buckets of queries (G, m', Lq) and keys (G, m', Lk) of a slab's hashes: the codes, or (group, code)."""
+    """Return buckets of queries and keys (G, m', L) of a slab's hashes: the codes, or (group, code)."""
     both = [codes[:, :, slab] for codes in (q_codes, k_codes)]
     if group is not None:
         first = [(number << spec.code_bits)[:, None, None] for number in group]  # (B, 1, 1, L)
@@ -475,16 +463,11 @@ def _windows(targets: Tensor, sources: _Sorted, spec: HashTableAttentionSpec) ->
 
 
 def _add_sums(
-    out: Tensor,
-    values: Tensor,
-    sources: _Sorted,
-    windows: _Windows,
-    all_hashes: int,
-    several: bool,
+    out: Tensor, values: Tensor, sources: _Sorted, windows: _Windows, all_hashes: int, several: bool,
     met: Tensor | None = None,
-) -> None:
+) -> None:  # fmt: skip
     """Add to out (B, H, targets, D) the sum of values (G, length, D) in the windows, over the hashes, /all_hashes; and
-    to met (B, H, targets) the number of values, /all_hashes if there is only one slab.
+    to met (B, H, targets) the number of values, /all_hashes if there is one slab.
     """
     rows, hashes, count = windows.first.shape
     length, head_dim = values.shape[1:]
@@ -524,15 +507,11 @@ def _join_spans(tails: Tensor, sources: _Sorted, sizes: _Sizes) -> None:
 
 
 def _add_weighted(
-    out: Tensor,
-    targets: tuple[Tensor, _Sorted],
-    windows: _Windows,
-    sources: tuple[Tensor, Tensor, _Sorted],
-    scale: float,
-    several: bool,
-) -> None:
+    out: Tensor, targets: tuple[Tensor, _Sorted], windows: _Windows, sources: tuple[Tensor, Tensor, _Sorted],
+    scale: float, several: bool,
+) -> None:  # fmt: skip
     """Add to out_i scale·Σ_j (left_i·left_j) right_j over i's windows in all hashes. targets: left (G, targets, D) and
-    their sorted order. sources: left and right (G, length, D) and their order. several: there are several slabs.
+    their order. sources: left and right (G, length, D) and their order.
     """
     target_left, target_order = targets
     left, right, order = sources

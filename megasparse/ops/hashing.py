@@ -1,7 +1,5 @@
-"""Hash functions of attention, from vectors to bucket codes: angular LSH (Reformer) and sign codes (YOSO).
-
-Torch in blocks of positions, so that projections of a whole sequence are never stored. m hashes, τ code bits, P the
-next power of two of D.
+"""Hash functions of attention, from vectors to bucket codes: angular LSH (Reformer) and sign codes (YOSO), in blocks of
+positions. m hashes, τ code bits, P the next power of two of D.
 """
 
 import math
@@ -12,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megasparse.ops.operator import Operator, at_least_rows
+from megasparse.ops.operator import at_least_rows, operator, wide_dtype
 from megasparse.ops.random import bits_by_head, normal_by_head
 
 _BLOCK_ELEMENTS = 1 << 21  # rotated numbers per block: 8 MB of fp32
@@ -26,20 +24,15 @@ def code_dtype(count: int) -> torch.dtype:
     return torch.int16 if count <= 1 << 15 else torch.int32
 
 
-def _angular_hash(x: Tensor, rotations: Tensor, factors: list[int]) -> Tensor:
+@operator(differentiable=False)
+def angular_hash(x: Tensor, rotations: Tensor, factors: list[int]) -> Tensor:
     """Compute h(x) = argmax([xR; −xR]) (Reformer section 2), mixed-radix over the factors: h = h_1·n_2 + h_2.
 
     A factorised hash costs √n instead of n. Implementations differ only if the two largest scores are equal up to
     rounding. On a CPU the code of a vector does not depend on the number of vectors.
 
-    Args:
-        x: (B, H, L, D).
-        rotations: (H, R, D, Σ n_f/2), the concatenated matrices of the factors.
-        factors: Factors n_f of the number of buckets.
-
-    Returns:
-        Codes (B, H, R, L), int16 if large enough, else int32. Computed in fp32 or wider, without TF32 in the kernels;
-        not differentiable.
+    x: (B, H, L, D). rotations: (H, R, D, Σ n_f/2), the concatenated matrices of the factors n_f. Returns codes (B, H,
+    R, L), int16 if large enough, else int32; not differentiable.
     """
     of_blocks = []
     for rotated in _rotated(x, rotations):
@@ -62,7 +55,7 @@ def _rotated(x: Tensor, rotations: Tensor) -> Iterator[Tensor]:
     batch, heads, _, head_dim = x.shape
     rounds = rotations.shape[1]
     width = rotations.shape[3]
-    dtype = torch.promote_types(x.dtype, torch.float32)
+    dtype = wide_dtype(x)
     matrix = rotations.to(dtype).permute(0, 2, 1, 3).reshape(heads, head_dim, rounds * width)  # (H, D, R·S)
     for block in x.split(max(1, _BLOCK_ELEMENTS // (batch * heads * rounds * width)), dim=2):
         rotated = (at_least_rows(block.to(dtype)) @ matrix)[:, :, : block.shape[2]]  # (B, H, l, R·S)
@@ -71,7 +64,7 @@ def _rotated(x: Tensor, rotations: Tensor) -> Iterator[Tensor]:
 
 def code_gap(x: Tensor, rotations: Tensor, factors: list[int]) -> float:
     """Return the smallest difference between the two largest scores of a hash in `angular_hash`, relative to the
-    longest vector; NaN if all vectors are 0. Relative errors of x far below it change no code.
+    longest vector: errors of x far below it change no code. NaN if all vectors are 0.
     """
     gaps = []
     for rotated in _rotated(x, rotations):
@@ -81,14 +74,8 @@ def code_gap(x: Tensor, rotations: Tensor, factors: list[int]) -> float:
     return float(torch.stack(gaps).min() / x.norm(dim=-1).max())
 
 
-angular_hash = Operator(
-    _angular_hash,
-    kernels="megasparse.ops.hashing_kernels:angular_hash",
-    differentiable=False,
-)
-
-
-def _sign_codes(x: Tensor, key: int, heads: range, hashes: int, code_bits: int, kind: Kind) -> Tensor:
+@operator(differentiable=False)
+def sign_codes(x: Tensor, key: int, heads: range, hashes: int, code_bits: int, kind: Kind) -> Tensor:
     """Compute the codes of x in each hash: bit t is [r_t·x >= 0].
 
     gaussian: r is normal; two vectors at angle θ collide in a hash with probability (1 − θ/π)^τ.
@@ -113,7 +100,7 @@ def _sign_codes(x: Tensor, key: int, heads: range, hashes: int, code_bits: int, 
     batch, heads_count, length, width = x.shape
     assert len(heads) == heads_count
     planes = hash_planes(key, heads, hashes, code_bits, width, kind, x.device)
-    dtype = torch.promote_types(x.dtype, torch.float32)
+    dtype = wide_dtype(x)
     groups = planes.shape[1]
     planes = planes.flatten(1, 2)  # (H, m·τ, D) or (H, groups·τ, 3, P)
     planes = planes.to(dtype) if kind == "gaussian" else torch.where(planes < 0, -1.0, 1.0).to(dtype)
@@ -136,13 +123,6 @@ def _sign_codes(x: Tensor, key: int, heads: range, hashes: int, code_bits: int, 
     return codes
 
 
-sign_codes = Operator(
-    _sign_codes,
-    kernels="megasparse.ops.hashing_kernels:sign_codes",
-    differentiable=False,
-)
-
-
 def hash_planes(
     key: int, heads: range, hashes: int, code_bits: int, width: int, kind: Kind, device: torch.device
 ) -> Tensor:
@@ -158,9 +138,7 @@ def hash_planes(
 
 
 def hadamard(x: Tensor) -> Tensor:
-    """Compute Hx over the last dimension, a power of two, without the factor P^−1/2, by log₂ P rounds of sums and
-    differences.
-    """
+    """Compute Hx over the last dimension, a power of two, without the factor P^−1/2."""
     half = 1
     while half < x.shape[-1]:
         a, b = x.unflatten(-1, (-1, 2, half)).unbind(-2)  # (..., P/(2·half), half)

@@ -1,7 +1,5 @@
-"""Kernels of `hashing`, which write only the codes: projections stay in registers.
-
-x (B, H, L, D) has any strides except 1 along D; codes are (B, H, rounds or hashes, L). Every product is the sum of
-three TF32 products, which is precise to about 22 bits, and does not depend on whether TF32 is allowed.
+"""Kernels of `hashing`, which write only the codes. x (B, H, L, D) has any strides except 1 along D; codes are (B, H,
+rounds or hashes, L). Every product is the sum of three TF32 products, precise to about 22 bits.
 """
 
 import math
@@ -18,6 +16,16 @@ from megasparse.ops.kernels import block, dot, launch, strides, whole_vectors
 _WARPS = 4
 _COORDINATES = 64 * 32 * _WARPS  # coordinates per program: 64 per thread; up to P = 64 threads exchange nothing
 _HASHES = 64  # hashes per program
+
+
+@triton.jit
+def _place(groups, length, TOKENS: tl.constexpr):
+    """Return a program's group, the neighbours of which share tokens, its row, and its tokens."""
+    program = tl.program_id(0)
+    tiles = tl.cdiv(length, TOKENS)
+    tile = program // groups % tiles
+    row = (program // groups // tiles).to(tl.int64)
+    return program % groups, row, tile * TOKENS + tl.arange(0, TOKENS)
 
 
 @triton.jit
@@ -47,16 +55,11 @@ def angular(
     D: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
     """Compute codes of TOKENS tokens of a row in a round: for each factor, the first maximum of [xR; −xR]. rotations:
-    (H, R, D, `columns`). Rounds of the same tokens are neighbouring programs, so that x is in the cache.
+    (H, R, D, `columns`). Rounds of the same tokens are neighbouring programs.
     """
-    program = tl.program_id(0)
-    tiles = tl.cdiv(length, TOKENS)
-    round_ = program % rounds
-    tile = program // rounds % tiles
-    row = (program // rounds // tiles).to(tl.int64)
+    round_, row, token = _place(rounds, length, TOKENS)
     x = _vectors(x, row, heads, x_batch, x_head)
     matrix = rotations + ((row % heads) * rounds + round_) * D * columns
-    token = tile * TOKENS + tl.arange(0, TOKENS)
     code = tl.zeros([TOKENS], tl.int32)
     for f in tl.static_range(len(FACTORS)):
         half = FACTORS[f] // 2
@@ -88,14 +91,8 @@ def hidden_units(
     """Compute relu(xW + b) of TOKENS tokens of a row, for COLUMNS of the D units, into out (B·H, L, `width`) from
     column `first` on. weight: (H, D, D). bias: (H, D).
     """
-    program = tl.program_id(0)
-    tiles = tl.cdiv(length, TOKENS)
-    groups = tl.cdiv(D, COLUMNS)
-    group = program % groups
-    tile = program // groups % tiles
-    row = (program // groups // tiles).to(tl.int64)
+    group, row, token = _place(tl.cdiv(D, COLUMNS), length, TOKENS)
     x = _vectors(x, row, heads, x_batch, x_head)
-    token = tile * TOKENS + tl.arange(0, TOKENS)
     unit = group * COLUMNS + tl.arange(0, COLUMNS)
     head = row % heads
     score = _projected(x, token, length, x_stride, weight + head * D * D, unit, D, D, D, DEPTH)
@@ -112,11 +109,7 @@ def best_bucket(
     """Compute the first maximum of xW + Σb, for TOKENS tokens of a row. x: (B·H, L, D). weight: (H, D, `buckets`).
     bias: (BIASES, H, `buckets`).
     """
-    program = tl.program_id(0)
-    tiles = tl.cdiv(length, TOKENS)
-    tile = program % tiles
-    row = (program // tiles).to(tl.int64)
-    token = tile * TOKENS + tl.arange(0, TOKENS)
+    _, row, token = _place(1, length, TOKENS)
     x += row * length * D
     weight += (row % heads) * D * buckets
     bias += (row % heads) * buckets
@@ -141,14 +134,8 @@ def sides(
     TOKENS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
     """Compute codes of TOKENS tokens of a row in COLUMNS hashes: bit t is [r·x >= 0], normals r (H, τ, D, m)."""
-    program = tl.program_id(0)
-    tiles = tl.cdiv(length, TOKENS)
-    groups = tl.cdiv(hashes, COLUMNS)
-    group = program % groups
-    tile = program // groups % tiles
-    row = (program // groups // tiles).to(tl.int64)
+    group, row, token = _place(tl.cdiv(hashes, COLUMNS), length, TOKENS)
     x = _vectors(x, row, heads, x_batch, x_head)
-    token = tile * TOKENS + tl.arange(0, TOKENS)
     hash_ = group * COLUMNS + tl.arange(0, COLUMNS)
     normals += (row % heads) * bits * D * hashes
     code = tl.zeros([TOKENS, COLUMNS], tl.int32)
@@ -166,8 +153,7 @@ def sides(
 @triton.jit
 def _hadamard(x, LEVELS: tl.constexpr):
     """Apply H along the first of two dimensions, of size 2^LEVELS. Each level computes sums and differences of
-    neighbours and moves their index bit to the front, so that the last level restores the order. It adds the same pairs
-    in the same order as `hashing.hadamard`, in registers if one thread processes whole tokens.
+    neighbours and moves their index bit to the front: the same pairs in the same order as in `hashing.hadamard`.
     """
     P: tl.constexpr = x.shape[0]
     TOKENS: tl.constexpr = x.shape[1]
@@ -179,9 +165,7 @@ def _hadamard(x, LEVELS: tl.constexpr):
 
 @triton.jit
 def _part(x, part, LEVELS: tl.constexpr, PARTS_LEVELS: tl.constexpr, FIRST: tl.constexpr):
-    """Return rows [part·n, part·n + n) of x (2^LEVELS, TOKENS), one of 2^PARTS_LEVELS equal parts. FIRST: part is 0, so
-    that computations for the other parts are skipped.
-    """
+    """Return rows [part·n, part·n + n) of x (2^LEVELS, TOKENS), one of 2^PARTS_LEVELS parts. FIRST: part is 0."""
     for level in tl.static_range(PARTS_LEVELS):
         a, b = tl.split(tl.permute(tl.reshape(x, [2, 1 << (LEVELS - level - 1), x.shape[1]]), [1, 2, 0]))
         x = a if FIRST else tl.where((part >> (PARTS_LEVELS - level - 1)) & 1 == 1, b, a)
@@ -195,7 +179,7 @@ def transformed_sides(
 ):  # fmt: skip
     """Compute codes of TOKENS tokens of a row in one part of a group's P = 2^LEVELS hashes: bit t is the sign of a
     coordinate of HD₃HD₂HD₁x, diagonals (H, groups, τ, 3, P): negative numbers mean −1, others 1. `again` is 0: it makes
-    x's address depend on the bit, so that x is reread from the cache instead of occupying D registers throughout.
+    x's address depend on the bit, so that x is reread from the cache instead of occupying D registers.
     """
     P: tl.constexpr = 1 << LEVELS
     PARTS: tl.constexpr = 1 << PARTS_LEVELS
@@ -251,8 +235,7 @@ def angular_hash(x: Tensor, rotations: Tensor, factors: list[int]) -> Tensor:
 def learned_codes(inputs: Sequence[Tensor], weights: Sequence[tuple[Tensor, ...]]) -> Tensor:
     """Return the first maximum of Σ_f W2_f·relu(W1_f·x_f + b1_f) + b2_f over N buckets: (B, H, L).
 
-    inputs: x_f (B, H, L, D). weights: of each function (H, D, D), (H·D), (H, D, N), (H·N), or of a linear function only
-    (H, D, N).
+    inputs: x_f (B, H, L, D). weights: of each function (H, D, D), (H·D), (H, D, N), (H·N), or only (H, D, N).
     """
     batch, heads, length, width = inputs[0].shape
     second = torch.cat([layer[-2:][0] for layer in weights], 1)
@@ -308,7 +291,7 @@ def sign_codes(x: Tensor, key: int, heads: range, hashes: int, code_bits: int, k
 
 
 def _tile(columns: int, width: int) -> dict[str, int]:
-    """Return tile sizes for vectors of `width` numbers times `columns` columns: threads compute 16 results."""
+    """Return tile sizes for vectors of `width` numbers times `columns` columns."""
     tokens, block_columns = (128, 16) if columns <= 16 else (64, 32)
     depth = block(width) if width <= 64 else 32  # elements of D at a time; more would spill
     return {"TOKENS": tokens, "COLUMNS": block_columns, "DEPTH": depth, "num_warps": _WARPS}

@@ -1,11 +1,9 @@
 """Products, random bits and kernel launches, shared by the Triton kernels of all operators.
 
-Start kernels only with `launch`, so that `observed` captures every one with its exact settings; ahead-of-time
-compilation then needs no separate list.
-
-Triton recompiles a kernel if an integer argument is 1 or a multiple of 16. Counts and lengths are excluded from this
-(`do_not_specialize`), so that a new length does not recompile. Strides are included, and lengths that mask the
-contiguous dimension, because vectorised loads need to know that these are multiples of 16.
+Start kernels only with `launch`, so that `observed` captures every one with its exact settings, as ahead-of-time
+compilation needs. Triton recompiles a kernel if an integer argument is 1 or a multiple of 16. Counts and lengths are
+excluded from this (`do_not_specialize`), so that a new length does not recompile; strides, and lengths that mask the
+contiguous dimension, are not, because vectorised loads need to know that they are multiples of 16.
 """
 
 import contextlib
@@ -53,7 +51,7 @@ def mix(x):
 
 @triton.jit
 def load_rows(x, row, valid, stride, D: tl.constexpr, WIDTH: tl.constexpr):
-    """Load rows (n) of x with a row stride of `stride` numbers, 0 for invalid rows: (n, WIDTH)."""
+    """Load rows (n) of x, `stride` numbers apart, 0 for invalid rows: (n, WIDTH)."""
     d = tl.arange(0, WIDTH)[None, :]
     places = x + row.to(tl.int64)[:, None] * stride + d
     return tl.load(places, mask=valid[:, None] & (d < D), other=0.0)
@@ -73,13 +71,10 @@ def whole_vectors(x: Tensor) -> Tensor:
 
 
 def empty_alike(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Return an empty tensor like x (B, H, L, D), contiguous, with heads inside tokens if x has this layout, to avoid
-    copies.
-    """
-    settings: dict[str, Any] = {"memory_format": torch.contiguous_format, "dtype": dtype}
+    """Return an empty tensor like x (B, H, L, D), contiguous, with heads inside tokens as in x, to avoid copies."""
     if x.stride(1) < x.stride(2):
-        return torch.empty_like(x.transpose(1, 2), **settings).transpose(1, 2)
-    return torch.empty_like(x, **settings)
+        return torch.empty_like(x.transpose(1, 2), dtype=dtype, memory_format=torch.contiguous_format).transpose(1, 2)
+    return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
 
 
 def strides(**xs: Tensor) -> dict[str, int]:
@@ -105,7 +100,7 @@ def block(width: int) -> int:
 
 
 class Launch(NamedTuple):
-    """A kernel, its grid, its positional arguments, and its settings: compile-time constants, num_warps, num_stages."""
+    """A kernel, its grid, its arguments by position, and its settings: constants, num_warps, num_stages."""
 
     kernel: Any
     grid: tuple[int, ...]

@@ -1,18 +1,13 @@
 """Linear attention, whose weights are products of positive random features (Performer), and these features.
 
-Uses running sums over tiles of the sequence, in forward and backward:
-
-out_i = Σ_f φ_f(q_i) S_f / Σ_f φ_f(q_i) n_f with S_f = Σ_j φ_f(k_j) v_j and n_f = Σ_j φ_f(k_j) over the visible keys.
-Features are exponentials that exceed the range of floats, so sums of feature f are stored relative to its largest
-exponent c_f so far, and a query divides by its largest exponent over f, including c_f. The largest term of every
-denominator is then 1: nothing overflows, no denominator vanishes. Causal maxima run over earlier tokens only. Factors
-common to numerator and denominator (1/√F, exp(−|q|²/2)) are omitted.
-
-F features, T tokens per tile.
+out_i = Σ_f φ_f(q_i) S_f / Σ_f φ_f(q_i) n_f with S_f = Σ_j φ_f(k_j) v_j and n_f = Σ_j φ_f(k_j) over the visible keys, by
+running sums over tiles of the sequence. Features are exponentials that exceed the range of floats, so sums of feature f
+are stored relative to its largest exponent c_f so far (causally, of earlier tokens), and a query divides by its largest
+exponent over f, including c_f. The largest term of every denominator is then 1. Factors common to numerator and
+denominator (1/√F, exp(−|q|²/2)) are omitted. F features, T tokens per tile.
 """
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -55,7 +50,7 @@ class State(NamedTuple):
     def empty(batch: int, projection: Tensor, dtype: torch.dtype) -> "State":
         """Return the state before any key. projection: (H, F, D)."""
         heads, features, head_dim = projection.shape
-        like = torch.empty(0, dtype=torch.promote_types(dtype, torch.float32), device=projection.device)
+        like = at_least_fp32(torch.empty(0, dtype=dtype, device=projection.device))
         level = like.new_full((batch, heads, 1, features), torch.finfo(like.dtype).min)
         return State(like.new_zeros(batch, heads, features, head_dim + 1), level)
 
@@ -70,32 +65,47 @@ def linear_attention(
     q: (B, H, Lq, D). k, v: (B, H, Lk, D). projection: (H, F, D), rows ω of positive random features. key_mask: (B, Lk)
     bool, true for real tokens. Returns (B, H, Lq, D) in q's dtype; 0 without a real key. Sums in fp32 or wider.
     """
-    absorb = partial(_absorb, projection=projection, scale=scale)
+
+    def absorb(state: State, k: Tensor, v: Tensor, real: Tensor) -> tuple[State, Tensor]:
+        e = _key_exponents(k, real, projection, scale)
+        level = torch.maximum(e.detach().amax(2, keepdim=True), state.level)
+        return _add(state, e, _with_one(v, e.dtype), level), v[..., :0]
+
+    def read(q: Tensor, total: Tensor, level: Tensor) -> Tensor:
+        e = _query_exponents(q.transpose(1, 2), projection, scale) + level  # (B, H, T, F)
+        return _divided(torch.exp(e - e.detach().amax(-1, keepdim=True)) @ total).to(q.dtype).transpose(1, 2)
+
     empty = State.empty(q.shape[0], projection, q.dtype)
     _, total, level = _Scan.apply(absorb, _TILE, 3, k, v, _column(k, key_mask), *empty)
-    read = partial(_read, projection=projection, scale=scale)
     return tiled(read, [q.transpose(1, 2)], [total, level], -(-q.shape[2] // _TILE)).transpose(1, 2)
 
 
 @without_autocast
 def causal_linear_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    projection: Tensor,
-    *,
-    scale: float,
-    chunk: int,
-    key_mask: Tensor | None = None,
+    q: Tensor, k: Tensor, v: Tensor, projection: Tensor, *, scale: float, chunk: int, key_mask: Tensor | None = None,
     state: State | None = None,
-) -> tuple[Tensor, State]:
+) -> tuple[Tensor, State]:  # fmt: skip
     """Compute `linear_attention` over the keys at or before i; q, k, v: (B, H, L, D).
 
     state: state after the previous tokens, or None. chunk: pairs within this distance are scored one by one, others
     through sums; affects only speed. Returns out and the state after these tokens.
     """
+
+    def step(state: State, q: Tensor, k: Tensor, v: Tensor, real: Tensor) -> tuple[State, Tensor]:
+        length = q.shape[2]
+        missing = (1 << (length - 1).bit_length()) - length  # padding to a power of two
+        q, k, v, real = (F.pad(x, (0, 0, 0, missing)) for x in (q, k, v, real))
+        query = _query_exponents(q, projection, scale)
+        key = _key_exponents(k, real, projection, scale)
+        with torch.no_grad():
+            levels = torch.maximum(key.cummax(dim=2).values, state.level)  # (B, H, T, F), c at each token
+            top = (query + levels).amax(-1, keepdim=True)  # (B, H, T, 1)
+        values = _with_one(v, key.dtype)
+        out = torch.exp(query + state.level - top) @ state.total + _within(query, key, values, top, chunk)
+        out = _divided(out)[:, :, :length].to(q.dtype)
+        return _add(state, key, values, levels[:, :, -1:]), out
+
     state = State.empty(q.shape[0], projection, q.dtype) if state is None else state
-    step = partial(_causal, projection=projection, scale=scale, chunk=chunk)
     tile = min(_TILE, _TILE_ELEMENTS // (q.shape[0] * projection.shape[:2].numel()))
     out, *after = _Scan.apply(step, max(tile, chunk), 4, q, k, v, _column(k, key_mask), *state)
     return out, State(*after)
@@ -148,49 +158,15 @@ def _pieces(inputs: tuple[Tensor, ...], tile: int) -> list[tuple[Tensor, ...]]:
 
 
 def _column(k: Tensor, key_mask: Tensor | None) -> Tensor:
-    """Return the mask as (B, 1, L, 1), all true if it is None."""
     mask = torch.ones(1, k.shape[2], dtype=torch.bool, device=k.device) if key_mask is None else key_mask
     return mask[:, None, :, None]
-
-
-def _absorb(
-    state: State, k: Tensor, v: Tensor, real: Tensor, *, projection: Tensor, scale: float
-) -> tuple[State, Tensor]:
-    """Add keys to the state; the output is empty."""
-    e = _key_exponents(k, real, projection, scale)
-    level = torch.maximum(e.detach().amax(2, keepdim=True), state.level)
-    return _add(state, e, _with_one(v, e.dtype), level), v[..., :0]
-
-
-def _read(q: Tensor, total: Tensor, level: Tensor, *, projection: Tensor, scale: float) -> Tensor:
-    """Return the output of each query over the keys of a state, (B, L, H, D)."""
-    e = _query_exponents(q.transpose(1, 2), projection, scale) + level  # (B, H, T, F)
-    return _divided(torch.exp(e - e.detach().amax(-1, keepdim=True)) @ total).to(q.dtype).transpose(1, 2)
-
-
-def _causal(
-    state: State, q: Tensor, k: Tensor, v: Tensor, real: Tensor, *, projection: Tensor, scale: float, chunk: int
-) -> tuple[State, Tensor]:
-    """Compute one tile: the contribution of the state, and of the pairs inside the tile."""
-    length = q.shape[2]
-    missing = (1 << (length - 1).bit_length()) - length  # padding to a power of two
-    q, k, v, real = (F.pad(x, (0, 0, 0, missing)) for x in (q, k, v, real))
-    query = _query_exponents(q, projection, scale)
-    key = _key_exponents(k, real, projection, scale)
-    with torch.no_grad():
-        levels = torch.maximum(key.cummax(dim=2).values, state.level)  # (B, H, T, F), c at each token
-        top = (query + levels).amax(-1, keepdim=True)  # (B, H, T, 1)
-    values = _with_one(v, key.dtype)
-    out = torch.exp(query + state.level - top) @ state.total + _within(query, key, values, top, chunk)
-    out = _divided(out)[:, :, :length].to(q.dtype)
-    return _add(state, key, values, levels[:, :, -1:]), out
 
 
 def _within(query: Tensor, key: Tensor, values: Tensor, top: Tensor, chunk: int) -> Tensor:
     """Return Σ_{j <= i} Σ_f exp(query_if + key_jf − top_i)·values_j inside a tile of a power of two tokens.
 
-    The triangle is split into its diagonal and squares: in every block of 2, 4, 8, … tokens the later half attends to
-    the earlier half, so the largest exponent of a square's keys precedes all of its queries.
+    In every block of 2, 4, 8, … tokens the later half attends to the earlier half, so the largest exponent of a
+    square's keys precedes all of its queries.
     """
     out = torch.exp(query + key - top).sum(-1, keepdim=True) * values
     half = 1
@@ -207,7 +183,7 @@ def _within(query: Tensor, key: Tensor, values: Tensor, top: Tensor, chunk: int)
 
 
 def _add(state: State, key: Tensor, values: Tensor, level: Tensor) -> State:
-    """Return the state with additional keys, relative to `level`, the new maximum."""
+    """Return the state with more keys, relative to the new maximum `level`."""
     shrunk = torch.exp(state.level - level).transpose(-1, -2) * state.total  # (B, H, F, D + 1)
     return State(shrunk + torch.exp(key - level).transpose(-1, -2) @ values, level)
 

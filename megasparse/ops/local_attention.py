@@ -1,6 +1,5 @@
-"""Attention in chunks with relative positions (Transformer-XL); `bucketed_attention` implements it without them.
-
-The blockwise form computes a few chunks at a time, recomputed in the backward, in linear memory.
+"""Attention in chunks with relative positions (Transformer-XL), in linear memory: a few chunks at a time, recomputed in
+the backward. `bucketed_attention` implements it without relative positions.
 
 C chunk, W chunks per sequence, S chunks of keys per chunk of queries: 2, or 3 if attention is not causal, E = (S + 1)·C
 − 1 distances.
@@ -14,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megasparse.ops.operator import Operator
+from megasparse.ops.operator import operator, wide_dtype
 from megasparse.ops.random import PairDropout
 from megasparse.ops.tiled import tiled
 
@@ -50,17 +49,11 @@ def distances(chunk: int, causal: bool) -> range:
     return range(2 * chunk - 1, -chunk if causal else -2 * chunk, -1)
 
 
-def _relative_local_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    relative: RelativeVectors,
-    spec: LocalAttentionSpec,
-    key_mask: Tensor | None = None,
-    segments: Tensor | None = None,
-    *,
-    dropout: PairDropout | None = None,
-) -> Tensor:
+@operator(kernels=False, cast=2)
+def relative_local_attention(
+    q: Tensor, k: Tensor, v: Tensor, relative: RelativeVectors, spec: LocalAttentionSpec,
+    key_mask: Tensor | None = None, segments: Tensor | None = None, *, dropout: PairDropout | None = None,
+) -> Tensor:  # fmt: skip
     """Compute softmax_j(((q_i + u)·k_j + (q_i + w)·r_{i−j})·scale) v_j over the keys j in i's chunk and the previous
     one, and if not causal the next one (Dai et al. 2019, Transformer-XL, section 3.3).
 
@@ -68,8 +61,6 @@ def _relative_local_attention(
 
     Args:
         q, k, v: (B, H, L, D).
-        relative: r, u and w.
-        spec: Chunk, causality and scale.
         key_mask, segments, dropout: As in `bucketed_attention`.
 
     Returns:
@@ -109,18 +100,14 @@ def _relative_local_attention(
     return out if order is None else _take(out, order.argsort(dim=-1))
 
 
-relative_local_attention = Operator(_relative_local_attention, cast=2)
-
-
 def by_document(q: Tensor, key_mask: Tensor | None, segments: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
     """Return the indices that sort tokens of q (B, H, L, D) by (document, position), padding last, (B, L) int64, and
-    the sorted documents, (B, L) int32; None and None if there is one document without padding.
+    the sorted documents, (B, L) int32; None and None for one document without padding.
     """
     if key_mask is None and segments is None:
         return None, None
-    document = torch.zeros(q.shape[0], q.shape[2], dtype=torch.int32, device=q.device)
-    if segments is not None:
-        document = segments.to(torch.int32)
+    shape = q.shape[0], q.shape[2]
+    document = q.new_zeros(shape, dtype=torch.int32) if segments is None else segments.to(torch.int32)
     if key_mask is not None:
         document = document.masked_fill(~key_mask, _LAST)
     document, order = torch.sort(document, dim=-1, stable=True)
@@ -128,25 +115,16 @@ def by_document(q: Tensor, key_mask: Tensor | None, segments: Tensor | None) -> 
 
 
 def _take(x: Tensor, order: Tensor) -> Tensor:
-    """Return tokens of x (B, H, L, D) in the given order (B, L)."""
     return x.gather(2, order[:, None, :, None].expand_as(x))
 
 
 def _attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    of_query: Tensor,
-    of_key: Tensor,
-    *others: Tensor,
-    spec: LocalAttentionSpec,
+    q: Tensor, k: Tensor, v: Tensor, of_query: Tensor, of_key: Tensor, *others: Tensor, spec: LocalAttentionSpec,
     dropout: PairDropout | None,
-) -> Tensor:
-    """Attend for some chunks of queries. q: (B, W, H, C, D). k, v: (B, W, H, D, S·C). of_query: (B, W, C). of_key:
-    (B, W, S·C). others: r, u and w, after the mixed numbers of queries and keys if there is dropout.
-    """
+) -> Tensor:  # fmt: skip
+    """Attend from the queries of some chunks. others: with dropout mixed numbers of queries and keys; r, u, w."""
     *numbers, r, u, w = others
-    dtype = torch.promote_types(q.dtype, torch.float32)
+    dtype = wide_dtype(q)
     wide = q.to(dtype)
     bias = [x.to(dtype)[:, None] for x in (u, w)]
     chunk = q.shape[3]

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megasparse.ops.operator import Operator, at_least_fp32, implementation
+from megasparse.ops.operator import at_least_fp32, implementation, operator
 from megasparse.ops.tiled import tiled
 
 SHORTEST = 1e-12
@@ -39,30 +39,28 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, dtype
     return F.layer_norm(x, x.shape[-1:], weight.to(x.dtype), bias.to(x.dtype), eps).to(dtype)
 
 
-def _unit_keys(q: Tensor) -> tuple[Tensor, Tensor]:
+@operator()
+def unit_keys(q: Tensor) -> tuple[Tensor, Tensor]:
     """Compute k = q/|q| (Reformer section 2) of q (B, H, L, D), in fp32 or wider, cast back; a zero vector stays zero.
 
     Returns q and k. Use the returned q from then on, to join the gradients of both in one pass.
     """
+
+    def unit(x: Tensor) -> Tensor:
+        return F.normalize(at_least_fp32(x), dim=-1, eps=SHORTEST).to(x.dtype)
+
     # Tiles over heads, because the backward stores several copies.
-    return q, tiled(_unit, [q], [], -(-q.numel() // _ELEMENTS))
+    return q, tiled(unit, [q], [], -(-q.numel() // _ELEMENTS))
 
 
-def _unit(x: Tensor) -> Tensor:
-    return F.normalize(at_least_fp32(x), dim=-1, eps=SHORTEST).to(x.dtype)
-
-
-def _unit_vectors(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Compute x/|x| of x (B, H, L, D), in fp32 or wider; a zero vector stays zero, and gets no gradient. dtype: of the
-    result, by default as computed.
+@operator()
+def unit_vectors(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Compute x/|x| of x (B, H, L, D), in fp32 or wider, in `dtype` if given; a zero vector stays zero, and gets no
+    gradient.
     """
     x = at_least_fp32(x)
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
     return (x * torch.where(norm > 0, 1.0 / norm.masked_fill(norm == 0, 1.0), 0.0)).to(dtype or x.dtype)
-
-
-unit_keys = Operator(_unit_keys, kernels="megasparse.ops.normalize_kernels:unit_keys")
-unit_vectors = Operator(_unit_vectors, kernels="megasparse.ops.normalize_kernels:unit_vectors")
 
 
 class Norm(nn.Module):
@@ -79,5 +77,5 @@ class Norm(nn.Module):
         return self.by(dict(self.named_parameters()), x, dtype)
 
     def by(self, weights: Mapping[str, Tensor], x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """Apply `forward` with the given weights by name."""
+        """Apply `forward` with these weights by name."""
         return layer_norm(x, weights["weight"], weights.get("bias"), self.eps, dtype)

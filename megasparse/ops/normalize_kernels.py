@@ -1,8 +1,5 @@
 """Layer norm, RMS norm and unit vectors as Triton kernels: one launch forward; one backward, and a sum over partial
-gradients of a norm's weights.
-
-A program of a norm processes whole rows of E = `width` numbers in fp32; RMS norm has neither centring nor bias. The
-backward of unit keys joins the gradients of queries and keys.
+gradients of a norm's weights. A program of a norm processes whole rows of E = `width` numbers in fp32.
 """
 
 from typing import Any
@@ -80,53 +77,36 @@ class _LayerNorm(Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, dtype: torch.dtype) -> Tensor:
         x = x.contiguous()
         out = torch.empty_like(x, dtype=dtype)
-        ctx.eps = eps
-        ctx.centred = bias is not None
-        launch(
-            norm, (_rows(x),), x=x, weight=weight, bias=bias, out=out, width=x.shape[-1], eps=eps, CENTRED=ctx.centred,
-            **_norm_settings(x),
-        )  # fmt: skip
+        width = x.shape[-1]
+        wide = triton.next_power_of_2(width)
+        ctx.shared = {"width": width, "eps": eps, "CENTRED": bias is not None}
+        ctx.shared |= {"WIDTH": wide, "num_warps": min(16, max(1, wide // 256))}
+        launch(norm, (x.numel() // width,), x=x, weight=weight, bias=bias, out=out, **ctx.shared)
         ctx.save_for_backward(x, weight)
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        rows = _rows(x)
         width = x.shape[-1]
+        rows = x.numel() // width
         programs = min(_PROGRAMS, rows)
         dx = torch.empty_like(x)
-        sums = torch.empty(programs, 1 + ctx.centred, width, dtype=torch.float32, device=x.device)
+        sums = torch.empty(programs, 1 + ctx.shared["CENTRED"], width, dtype=torch.float32, device=x.device)
         launch(
             norm_gradient, (programs,), x=x, weight=weight, grad=grads[0].contiguous(), dx=dx, sums=sums, rows=rows,
-            width=width, programs=programs, eps=ctx.eps, CENTRED=ctx.centred, **_norm_settings(x),
+            programs=programs, **ctx.shared,
         )  # fmt: skip
         d_weight, *d_bias = sums.sum(0).to(weight.dtype)
         return dx, d_weight, d_bias[0] if d_bias else None, None, None
 
 
-def _rows(x: Tensor) -> int:
-    return x.numel() // x.shape[-1]
-
-
-def _norm_settings(x: Tensor) -> dict[str, int]:
-    wide = triton.next_power_of_2(x.shape[-1])
-    return {"WIDTH": wide, "num_warps": min(16, max(1, wide // 256))}
-
-
 @triton.jit
 def _tokens(heads, length, blocks, TOKENS: tl.constexpr):
-    """Return a program's batch element, head and tokens, and a mask of tokens that exist."""
+    """Return a program's batch element, head and tokens, and a mask of those that exist."""
     row = tl.program_id(0) // blocks
     token = tl.program_id(0) % blocks * TOKENS + tl.arange(0, TOKENS)
     return (row // heads).to(tl.int64), (row % heads).to(tl.int64), token, token < length
-
-
-@triton.jit
-def _lengths(x, shortest):
-    """Return |x| of each row (n, 1), and the divisor max(|x|, shortest)."""
-    length = tl.sqrt(tl.sum(x * x, 1))[:, None]
-    return length, tl.maximum(length, shortest)
 
 
 @triton.jit
@@ -143,7 +123,7 @@ def unit(
     """Compute k = q / max(|q|, shortest), 0 for a zero vector."""
     batch, head, token, inside = _tokens(heads, length, blocks, TOKENS)
     x = load_rows(q + batch * q_batch + head * q_head, token, inside, q_stride, D, WIDTH).to(tl.float32)
-    _, divisor = _lengths(x, shortest)
+    divisor = tl.maximum(tl.sqrt(tl.sum(x * x, 1))[:, None], shortest)
     store_rows(k + batch * k_batch + head * k_head, token, _over(x, divisor), inside, k_stride, D, WIDTH)
 
 
@@ -161,7 +141,8 @@ def unit_gradient(
     grad = load_rows(grad_k + batch * grad_k_batch + head * grad_k_head, token, inside, grad_k_stride, D, WIDTH).to(
         tl.float32
     )
-    norm_x, divisor = _lengths(x, shortest)
+    norm_x = tl.sqrt(tl.sum(x * x, 1))[:, None]
+    divisor = tl.maximum(norm_x, shortest)
     u = _over(x, divisor)
     along = tl.where(norm_x >= shortest, tl.sum(u * grad, 1)[:, None], 0.0)
     total = _over(grad - u * along, divisor)
@@ -177,48 +158,36 @@ _NUMBERS = 4096  # per program
 
 def unit_keys(q: Tensor) -> tuple[Tensor, Tensor]:
     """Compute `normalize.unit_keys`."""
-    q, k = _UnitKeys.apply(q)
+    q, k = _Unit.apply(q, SHORTEST, q.dtype)
     return q, k
 
 
-class _UnitKeys(Function):
+def unit_vectors(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Compute `normalize.unit_vectors`."""
+    _, out = _Unit.apply(x, 0.0, dtype or torch.float32)
+    return out
+
+
+class _Unit(Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, q: Tensor, shortest: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         rows = whole_vectors(q)
-        k = empty_alike(rows)
-        _launch_unit(unit, SHORTEST, q=rows, k=k)
+        k = empty_alike(rows, dtype)
+        _launch_unit(unit, shortest, q=rows, k=k)
+        ctx.shortest = shortest
+        ctx.set_materialize_grads(False)
         ctx.save_for_backward(rows)
         return q, k
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         (q,) = ctx.saved_tensors
-        grad_q, grad_k = (whole_vectors(grad) for grad in grads)
+        grad_q, grad_k = (None if grad is None else whole_vectors(grad) for grad in grads)
+        if grad_k is None:
+            return grad_q, None, None
         dq = empty_alike(q)
-        _launch_unit(unit_gradient, SHORTEST, q=q, grad_q=grad_q, grad_k=grad_k, dq=dq)
-        return dq
-
-
-def unit_vectors(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Compute `normalize.unit_vectors` with kernels that read and write each tensor once."""
-    return _UnitVectors.apply(x, dtype or torch.float32)
-
-
-class _UnitVectors(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dtype: torch.dtype) -> Tensor:
-        rows = whole_vectors(x)
-        out = empty_alike(rows, dtype)
-        _launch_unit(unit, 0.0, q=rows, k=out)
-        ctx.save_for_backward(rows)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        (x,) = ctx.saved_tensors
-        dx = empty_alike(x)
-        _launch_unit(unit_gradient, 0.0, q=x, grad_q=None, grad_k=whole_vectors(grads[0]), dq=dx)
-        return dx, None
+        _launch_unit(unit_gradient, ctx.shortest, q=q, grad_q=grad_q, grad_k=grad_k, dq=dq)
+        return dq, None, None
 
 
 def _launch_unit(kernel: Any, shortest: float, q: Tensor, **others: Tensor | None) -> None:

@@ -1,9 +1,8 @@
 """Calls that torch.compile keeps whole: one operator runs a function of tensors as eager Python, with its gradients.
 
 Traced, an attention mechanism would compile for minutes in many pieces, and its random draws would become constants. In
-a compiled graph one operator, `megasparse::call`, is the whole function instead. Its forward pass records the
-function's autograd graph, which lives as long as the operator's third output; `megasparse::call_backward`
-differentiates that graph.
+a compiled graph the operator `megasparse::call` is the whole function instead. It records the function's autograd
+graph, which lives as long as its third output; `megasparse::call_backward` differentiates that graph.
 """
 
 import sys
@@ -15,6 +14,8 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
+
+from megasparse.ops.operator import wide_dtype
 
 Function = Callable[..., tuple[Tensor, Tensor | None]]
 """Function of named tensors, seed, step and constants. Returns an output and an auxiliary loss, or None."""
@@ -33,11 +34,10 @@ def call(
 
     Args:
         function: Returns an output of the shape of the first tensor; None as auxiliary loss becomes 0.
-        constants: Plain Python values; other values compile again.
+        constants: Plain Python values; others compile again. `seed` and `step` change without compiling again.
         tensors: Inputs, which are copied, because a compiler may reuse their memory before the backward pass.
         weights: Inputs whose memory outlives the backward pass.
         dtype: Dtype of the output; None for the one of autocast, or without autocast of the first tensor.
-        seed: Changes without compiling again, as does `step`.
     """
     inputs = {name: x for name, x in tensors.items() if x is not None}
     values = [*inputs.values(), *weights.values()]
@@ -48,10 +48,7 @@ def call(
 
 
 class _Call(NamedTuple):
-    """The arguments of `call` that are constants of a compiled graph.
-
-    copied: number of tensors to copy, the first ones. autocast: dtype of the surrounding autocast, or None.
-    """
+    """The constants of a compiled graph's call. copied: number of tensors to copy. autocast: its dtype, or None."""
 
     function: Function
     constants: dict[str, Any]
@@ -62,10 +59,9 @@ class _Call(NamedTuple):
     autocast: torch.dtype | None
 
     def results(self, first: Tensor) -> tuple[Tensor, Tensor]:
-        """Return an empty output and an empty loss. first: the first tensor."""
-        wide = torch.promote_types(first.dtype, torch.float32)
+        """Return an empty output and an empty loss, given the first tensor."""
         out = first.new_empty(first.shape, dtype=self.dtype or self.autocast)
-        return out, first.new_empty((), dtype=wide)
+        return out, first.new_empty((), dtype=wide_dtype(first))
 
 
 _calls: list[_Call] = []
@@ -76,7 +72,7 @@ def _number_of(
     function: Function, constants: dict[str, Any], names: tuple[str, ...], copied: int, device: str,
     dtype: torch.dtype | None,
 ) -> int:  # fmt: skip
-    """Return the number of a call in `_calls`. torch.compile runs this function when it traces."""
+    """Return the number of a call in `_calls`; runs when torch.compile traces."""
     autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
     new = _Call(function, constants, names, copied, device, dtype, autocast)
     number = _numbers.setdefault(repr(new), len(_calls))
@@ -102,7 +98,7 @@ _keys = count()
 
 @contextmanager
 def _outside_of_operators() -> Iterator[None]:
-    """Let operators record gradients again, which inside of a custom operator they do not."""
+    """Let operators record gradients, which inside of a custom operator they do not."""
     included, excluded = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
     for name in ("AutogradFunctionality", "AutogradOther", "AutogradNestedTensor", "ADInplaceOrView"):
         excluded = excluded.remove(getattr(torch._C.DispatchKey, name))

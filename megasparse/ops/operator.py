@@ -1,5 +1,5 @@
-"""Execution of operators: choice of an implementation (blockwise torch or Triton kernels), autocast, precision, and
-products whose rows do not depend on their number.
+"""Execution of operators: choice of an implementation, autocast, precision, and products whose rows do not depend on
+their number.
 """
 
 import importlib
@@ -36,14 +36,13 @@ class Operator(Generic[P, R]):
     """Pure function of tensors with several implementations of one signature, which runs without autocast.
 
     Example:
-        >>> angular_hash = Operator(angular_hash_in_blocks, kernels="megasparse.ops.hashing_kernels:angular_hash")
+        >>> attend = Operator(attend_in_blocks, kernels="megasparse.ops.bucketed_attention.gpu:bucketed_attention")
 
     Args:
         blocks: Plain torch in blocks of bounded memory. Its docstring becomes the operator's.
         kernels: "module:function" of Triton kernels, imported on first use; None runs `blocks` on GPUs too.
         decides: Position of the argument whose device, dtype and shape select the implementation.
-        cast: Number of arguments after the first that are cast to its dtype (torch.autocast leaves some inputs in bf16
-            and some in fp32).
+        cast: Number of arguments after the first that are cast to its dtype, because torch.autocast mixes dtypes.
         differentiable: False runs it without recording gradients.
         limits: Limits of the kernels on the deciding argument, see `implementation`.
 
@@ -83,6 +82,18 @@ class Operator(Generic[P, R]):
             return function(first, *rest, **kwargs)
 
 
+def operator(kernels: bool = True, **settings: Any) -> Callable[[Callable[P, R]], Operator[P, R]]:
+    """Decorate a blockwise function to make it an `Operator`. Its kernels are the function of the same name in
+    MODULE_kernels, unless `kernels` is False. settings: of `Operator`.
+    """
+
+    def decorate(blocks: Callable[P, R]) -> Operator[P, R]:
+        path = f"{blocks.__module__}_kernels:{blocks.__name__}" if kernels else None  # type: ignore[attr-defined]
+        return Operator(blocks, kernels=path, **settings)
+
+    return decorate
+
+
 _times = 1.0
 
 
@@ -114,8 +125,8 @@ def implementation(
 
     Kernels run on a GPU for `dtypes`, up to a width D of `largest_width` (None: any) and `most_rows` rows of L, without
     `dropout` of probabilities, else blockwise torch. Tensors on the meta device get the implementation for GPUs, to
-    estimate GPU memory without one. Unsupported GPUs (ROCm, compute capability below 8.0, or too little shared memory
-    for D) run blockwise torch, with one warning on stderr.
+    estimate GPU memory. Unsupported GPUs (ROCm, compute capability below 8.0, or too little shared memory for D) run
+    blockwise torch, with one warning on stderr.
 
     The environment variable MEGASPARSE_OPS=blockwise|triton overrides the choice; kernels then also run on a CPU, in
     Triton's interpreter. Raises ConfigError if it has another value, or forces kernels that do not support x.
@@ -172,13 +183,18 @@ def _say(line: str) -> None:
     print(line, file=sys.stderr)
 
 
+def wide_dtype(x: Tensor) -> torch.dtype:
+    """Return fp32, or the dtype of x if it is wider (fp64)."""
+    return torch.promote_types(x.dtype, torch.float32)
+
+
 def at_least_fp32(x: Tensor) -> Tensor:
     """Return x in fp32, or unchanged if its dtype is wider (fp64)."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
+    return x.to(wide_dtype(x))
 
 
 def without_autocast(function: Callable[P, R]) -> Callable[P, R]:
-    """Decorate a function of tensors to disable autocast on their device. Inputs keep their dtypes."""
+    """Decorate a function to disable autocast on its tensors' device. Inputs keep their dtypes."""
 
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -197,8 +213,8 @@ def autocast_off(*arguments: Any) -> AbstractContextManager[object]:
 
 
 class Function(torch.autograd.Function):
-    """Autograd function whose backward runs without autocast, like operators' forwards, or, if the forward calls
-    `remember_autocast`, under the autocast of the forward. Second derivatives raise an error.
+    """Autograd function whose backward runs without autocast, or, if the forward calls `remember_autocast`, under the
+    autocast of the forward. Second derivatives raise an error.
     """
 
     def __init_subclass__(cls, **settings: Any) -> None:
@@ -223,7 +239,7 @@ def remember_autocast(ctx: Any, *arguments: Any) -> None:
 
 
 def _autocast_device(arguments: tuple[Any, ...]) -> str | None:
-    """Return the device type of the first tensor; None without a tensor or if the type does not support autocast."""
+    """Return the device type of the first tensor if it supports autocast, else None."""
     for x in arguments:
         if isinstance(x, Tensor):
             return x.device.type if _has_autocast(x.device.type) else None

@@ -20,25 +20,21 @@ def sinusoids(first: int, count: int, width: int, device: torch.device | str = "
     """
     device = torch.device(device)
     cached = count > 1 and count * width <= _CACHED_NUMBERS and device.type != "meta"
-    return (cached_sinusoids if cached else _sinusoids)(first, count, width, device)
+    return (cached_sinusoids if cached else cached_sinusoids.__wrapped__)(first, count, width, device)
 
 
-def _sinusoids(first: int, count: int, width: int, device: torch.device) -> Tensor:
+@lru_cache(maxsize=4)
+@torch.inference_mode(False)  # inference tensors cannot be used in training
+def cached_sinusoids(first: int, count: int, width: int, device: torch.device) -> Tensor:
     half = (width + 1) // 2
     frequency = 10000.0 ** (-torch.arange(half, dtype=torch.float64, device=device) / half)
     angle = torch.arange(first, first + count, dtype=torch.float64, device=device)[:, None] * frequency
     return torch.cat([torch.sin(angle).float(), torch.cos(angle).float()], dim=-1)[:, :width]
 
 
-@lru_cache(maxsize=4)
-def cached_sinusoids(first: int, count: int, width: int, device: torch.device) -> Tensor:
-    with torch.inference_mode(False):  # inference tensors cannot be used in training
-        return _sinusoids(first, count, width, device)
-
-
 def rotate(x: Tensor, first_position: int | Tensor, frequency: Tensor, scale: float = 1.0) -> Tensor:
     """Apply rotary positions (Su et al., RoFormer): rotate the pair (x_i, x_{i+D/2}) by position·frequency_i, times
-    `scale`. x: (B, H, L, D). first_position: or what to add to each index, (B or 1, 1, L). frequency: (D/2,) float64.
+    `scale`. x: (B, H, L, D). first_position: or (B or 1, 1, L), added to each index. frequency: (D/2,) float64.
     """
     half = x.shape[-1] // 2
     position = torch.arange(x.shape[2], dtype=torch.float64, device=x.device) + first_position
@@ -64,8 +60,8 @@ class Rotary:
 
     linear: f_i/factor (Chen et al. 2023). ntk: base becomes base·factor^(D/(D−2)). llama3: f_i for wavelengths up to
     original_length/4, f_i/factor from original_length on, interpolated by the number of turns in between. yarn (Peng et
-    al. 2023, "NTK by parts"): the same between 32 turns and 1 turn in original_length, interpolated by i; queries and
-    keys are also multiplied by attention_factor.
+    al. 2023): the same between 32 turns and 1 turn in original_length, interpolated by i; queries and keys are also
+    multiplied by attention_factor.
     """
 
     head_dim: int

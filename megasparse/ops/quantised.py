@@ -1,7 +1,7 @@
-"""Frozen matrices in 4 or 8 bits, with bitsandbytes.
+"""Frozen matrices in 4 or 8 bits, with bitsandbytes; the codes equal transformers'.
 
 nf4: 4-bit NormalFloat in blocks of 64 with 8-bit block scales (Dettmers et al. 2023, sections 3 and 4). int8: one scale
-per row (Dettmers et al. 2022, without their separate outliers). The codes equal transformers'.
+per row (Dettmers et al. 2022, without their outliers).
 """
 
 import logging
@@ -26,8 +26,8 @@ logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)  # fa
 class Quantised(Tensor):
     """A matrix that stores codes, and is dequantised by each operation that reads it.
 
-    Views and casts share the codes, so autograd saves codes for the backward pass, not the dequantised matrix.
-    codes and scales: as bitsandbytes returns them, on the meta device without values.
+    Views and casts share the codes, so autograd saves codes for the backward pass. codes and scales: as bitsandbytes
+    returns them, on the meta device without values.
     """
 
     codes: Tensor
@@ -107,15 +107,12 @@ def _is_cast(x: Tensor, dtype: torch.dtype | None = None, device: Any = None, **
 
 
 def is_quantised(name: str, shape: Sequence[int]) -> bool:
-    """True for the frozen matrices of layers, outside mechanisms and adapters, which `lora.quantized` quantises."""
+    """True for the frozen matrices of layers, outside mechanisms and adapters."""
     return len(shape) == 2 and "blocks." in name and ".mechanisms." not in name and ".lora_" not in name
 
 
 def quantise(values: Tensor, kind: Kind, dtype: torch.dtype) -> Quantised:
-    """Quantise a matrix. dtype: of the dequantised values. On the meta device only sizes are computed.
-
-    Raises UserError if bitsandbytes is not installed.
-    """
+    """Quantise a matrix. dtype: of the dequantised values. Raises UserError if bitsandbytes is not installed."""
     shape = (values.shape[0], values.shape[1])
     if values.is_meta:
         sizes = shape if kind == "int8" else (-(-math.prod(shape) // 2), 1)

@@ -2,7 +2,7 @@
 
 A draw's key is derived from (run seed, step, layer, purpose); rotations add round and global head, dropout adds global
 sample and position. A resumed run, a different number of ranks, a recomputed layer and cached decoding therefore use
-the same draws, and none is stored. The micro-step is excluded because it depends on the number of ranks. E width.
+the same draws, and none is stored. E width.
 """
 
 import hashlib
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megasparse.ops.operator import implementation
+from megasparse.ops.operator import implementation, wide_dtype
 
 _CPU_BLOCK_ELEMENTS = 1 << 20  # elements per block of dropout: 4 MB of bits
 _GPU_BLOCK_ELEMENTS = 1 << 26
@@ -81,33 +81,43 @@ class RngContext:
         return rows
 
 
-def random_bits(key: int, rows: Tensor, columns: int) -> Tensor:
+def random_bits(key: int | list[int], rows: Tensor, columns: int) -> Tensor:
     """Draw (*rows.shape, columns) int32, uniform over all 2^32 values: a hash of (key, row number, column number).
 
-    rows: int64, any shape. Uses an integer mixer in which every input bit affects every output bit.
+    key: or one for each index of the first dimension of rows. rows: int64, any shape.
     """
     if implementation(rows, dtypes=(torch.int64,), largest_width=None) == "triton":
         from megasparse.ops.random_kernels import bits
 
-        return bits(key, rows, columns)
+        if isinstance(key, int):
+            return bits(key, rows, columns)
+        return torch.stack([bits(one, part, columns) for one, part in zip(key, rows, strict=True)])
     row, column = _seeds(key, rows, columns)
     return _mix_(row.unsqueeze(-1) + column)
 
 
-def _seeds(key: int, rows: Tensor, columns: int) -> tuple[Tensor, Tensor]:
+def _seeds(key: int | list[int], rows: Tensor, columns: int) -> tuple[Tensor, Tensor]:
     """Return mixed row and column numbers, int32; mixing their sum gives the bits."""
-    low, high = halves(key)
+    low: Any
+    high: Any
+    if isinstance(key, int):
+        low, high = halves(key)
+        of_column = high
+    else:
+        numbers = torch.tensor([halves(one) for one in key], dtype=torch.int32, device=rows.device)
+        low, high = numbers.view(-1, 2, *[1] * (rows.ndim - 1)).unbind(1)  # (N, 1, …)
+        of_column = high.unsqueeze(-1)
     # Conversions keep the low 32 bits.
     row = _mix_(rows.to(torch.int32) + low) ^ _mix_((rows >> 32).to(torch.int32) + high)
-    column = torch.arange(columns, dtype=torch.int32, device=rows.device) + high
+    column = torch.arange(columns, dtype=torch.int32, device=rows.device) + of_column
     return _mix_(row), _mix_(column)
 
 
 def dropout(x: Tensor, rate: float, key: int, rows: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """Zero elements of x (B, L, E) with probability `rate` and scale the rest by 1/(1 − rate).
 
-    rows: (B, L), see `RngContext.rows`. The mask is a function of (key, row, element), so the backward redraws it and
-    nothing is stored. dtype: of the result, by default the dtype of x; computed in the wider of the two.
+    rows: (B, L), see `RngContext.rows`. The mask is a function of (key, row, element), so the backward redraws it.
+    dtype: of the result, by default the dtype of x; computed in the wider of the two.
     """
     dtype = dtype or x.dtype
     return x.to(dtype) if rate == 0.0 else _Dropout.apply(x, None, rate, key, rows, dtype, 1, False)
@@ -117,7 +127,7 @@ def add_dropout(stream: Tensor, x: Tensor, rate: float, key: int, rows: Tensor, 
     """Compute stream + sign·dropout(x), summed in fp32 or wider, in the dtype of the stream (B, L, E); on a GPU in one
     pass. sign: 1 or −1."""
     if implementation(x, largest_width=None) != "triton":
-        dropped = dropout(x, rate, key, rows, torch.promote_types(stream.dtype, torch.float32))
+        dropped = dropout(x, rate, key, rows, wide_dtype(stream))
         return (stream + dropped if sign == 1 else stream - dropped).to(stream.dtype)
     return _Dropout.apply(x, stream, rate, key, rows, stream.dtype, sign, False)
 
@@ -129,8 +139,7 @@ def add_dropout_(stream: Tensor, x: Tensor, rate: float, key: int, rows: Tensor,
 
         drop(x, stream.dtype, rate, key, rows, stream=stream, sign=sign, in_place=True)
     else:
-        wide = torch.promote_types(stream.dtype, torch.float32)
-        stream.add_(dropout(x, rate, key, rows, wide), alpha=sign)
+        stream.add_(dropout(x, rate, key, rows, wide_dtype(stream)), alpha=sign)
 
 
 def relu_dropout(x: Tensor, rate: float, key: int, rows: Tensor) -> Tensor:
@@ -188,7 +197,7 @@ def least_kept(rate: float) -> int:
 
 
 def _dropped_in_blocks(x: Tensor, rate: float, key: int, rows: Tensor, dtype: torch.dtype) -> Tensor:
-    """Apply dropout in blocks that fit in a CPU's cache, because drawing all bits at once is slower than a matmul."""
+    """Apply dropout in blocks that fit in a CPU's cache, where drawing all bits at once would be slow."""
     x = x.to(torch.promote_types(x.dtype, dtype))
     flat = x.flatten(0, 1)  # (B·L, E)
     out = torch.empty_like(flat, memory_format=torch.contiguous_format)
@@ -206,8 +215,8 @@ def _dropped_in_blocks(x: Tensor, rate: float, key: int, rows: Tensor, dtype: to
 
 @dataclass(frozen=True)
 class PairDropout:
-    """Dropout of attention probabilities. The mask is a function of (key, global sample, global head, query, key), so
-    it is the same for a pair in every round, block, recomputation and implementation, and nothing is stored.
+    """Dropout of attention probabilities. The mask is a function of (key, global sample, global head, query, key), the
+    same in every round, block, recomputation and implementation.
 
     queries: (B, H, Lq) int32, a mixed number per query. shift: the key at index j is key number (j + shift) mod Lk.
     """
@@ -236,9 +245,8 @@ class PairDropout:
 
 
 def normal(key: int, rows: Tensor, columns: int) -> Tensor:
-    """Draw (*rows.shape, columns) fp32 standard normal numbers, each a function of (key, row number, column number).
-
-    Box–Muller in float64 from two 32-bit draws.
+    """Draw (*rows.shape, columns) fp32 standard normal numbers, each a function of (key, row number, column number), by
+    Box–Muller in float64.
     """
     radius = random_bits(derive(key, "radius"), rows, columns)
     angle = random_bits(derive(key, "angle"), rows, columns)
@@ -256,9 +264,8 @@ def rotations(key: int, heads: range, rounds: int, head_dim: int, factors: list[
 
 
 def normal_by_head(key: int, heads: range, count: int, columns: int, device: torch.device) -> Tensor:
-    """Draw `count` normal vectors per global head index, (H, count, columns) fp32.
-
-    A head's vectors do not depend on other heads, and additional vectors do not change the first ones.
+    """Draw `count` normal vectors per global head index, (H, count, columns) fp32: additional ones do not change the
+    first.
     """
     if _by_kernels(device):
         from megasparse.ops.random_kernels import normals
@@ -287,7 +294,7 @@ def rows_by_head(heads: range, count: int, device: torch.device) -> Tensor:
 
 
 def _mix_(x: Tensor, spare: Tensor | None = None) -> Tensor:
-    """Apply a bijection of 32-bit integers in place (C. Wellons' lowbias32), with wraparound. spare: buffer like x."""
+    """Apply a bijection of 32-bit integers in place (C. Wellons' lowbias32). spare: buffer like x."""
     shifted = torch.empty_like(x) if spare is None else spare
     for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B - 2**32), (16, 1)):
         torch.bitwise_right_shift(x, shift, out=shifted)

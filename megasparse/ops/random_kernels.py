@@ -17,13 +17,13 @@ _TURN = tl.constexpr(2 * math.pi / 2**32)
 
 
 @triton.jit
-def _key(low, high):
+def key_halves(low, high):
     """Return the two halves of the key as uint32."""
     return low.to(tl.uint32, bitcast=True), high.to(tl.uint32, bitcast=True)
 
 
 @triton.jit
-def _row_seed(number, low, high):
+def row_seed(number, low, high):
     """Return the mixed numbers of rows `number`, int64; low, high: the key's halves, uint32."""
     return mix(mix(number.to(tl.uint32) + low) ^ mix((number >> 32).to(tl.uint32) + high))
 
@@ -39,15 +39,15 @@ def _dropout(
     x, rows, stream, out, count, width, low, high, threshold, scale, SIGN: tl.constexpr, RELU: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Dropout with the draws of `ops.random.random_bits`; elements whose bits are at least `threshold` are kept. RELU:
-    apply to relu(x). stream: tensor to which SIGN times the result is added, or None.
+    """Dropout with the draws of `ops.random.random_bits`, kept from `threshold` on. RELU: apply to relu(x). stream:
+    tensor to which SIGN times the result is added, or None.
     """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = (row < count)[:, None] & (column < width)[None, :]
-    low, high = _key(low, high)
+    low, high = key_halves(low, high)
     number = tl.load(rows + row, mask=row < count, other=0)
-    bits = _bits_of(_row_seed(number, low, high)[:, None], column[None, :], high)
+    bits = _bits_of(row_seed(number, low, high)[:, None], column[None, :], high)
     offset = row.to(tl.int64)[:, None] * width + column[None, :]
     value = tl.load(x + offset, mask=inside, other=0)
     dropped = value.to(tl.float32) * tl.where(bits >= threshold, scale, 0.0)
@@ -70,8 +70,7 @@ def drop(
     in_place: bool = False,
 ) -> Tensor:
     """Return dropout(x) of x (B, L, E), or dropout(relu(x)), bit-identical to `ops.random` in torch. rows: (B, L)
-    int64. stream: tensor to which sign times the result is added. in_place: write the sum to the stream, which is
-    contiguous.
+    int64. stream: tensor to which sign times the result is added, with in_place overwritten.
     """
     x = x.contiguous()
     rows = rows.contiguous()
@@ -114,9 +113,9 @@ def _bits(rows, out, columns, low, high, first, count, COLUMNS: tl.constexpr):
     """Draw bits. rows: row numbers, or None for `count` rows per head from `first` on."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    low, high = _key(low, high)
+    low, high = key_halves(low, high)
     number = (first + row // count) * 65536 + row % count if rows is None else tl.load(rows + row)
-    seed = _row_seed(number, low, high)
+    seed = row_seed(number, low, high)
     tl.store(out + row * columns + column, _bits_of(seed, column, high), mask=column < columns)
 
 
@@ -145,23 +144,21 @@ def _draw_bits(out: Tensor, rows: Tensor | None, key: int, first: int, count: in
 
 @triton.jit(do_not_specialize=["first", "low", "high", "other_low", "other_high", "count"])
 def _normals(out, first, count, columns, low, high, other_low, other_high, COLUMNS: tl.constexpr):
-    """Draw normal numbers of (head, number) `program_id(0)`. low, high: key of the radius. other_low, other_high: key
-    of the angle.
-    """
+    """Draw normal numbers. low, high: key of the radius. other_low, other_high: key of the angle."""
     pair = tl.program_id(0)
     row = (first + pair // count).to(tl.int64) * 65536 + pair % count
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    low, high = _key(low, high)
-    other_low, other_high = _key(other_low, other_high)
-    radius = _bits_of(_row_seed(row, low, high), column, high).to(tl.float64)
-    angle = _bits_of(_row_seed(row, other_low, other_high), column, other_high).to(tl.float64)
+    low, high = key_halves(low, high)
+    other_low, other_high = key_halves(other_low, other_high)
+    radius = _bits_of(row_seed(row, low, high), column, high).to(tl.float64)
+    angle = _bits_of(row_seed(row, other_low, other_high), column, other_high).to(tl.float64)
     length = tl.sqrt(-2.0 * tl.log((radius + 2147483648.5) * _SCALE))
     number = length * tl.cos(angle * _TURN)
     tl.store(out + pair.to(tl.int64) * columns + column, number.to(tl.float32), mask=column < columns)
 
 
 def normals(key: int, heads: range, count: int, columns: int, device: torch.device) -> Tensor:
-    """Compute `ops.random.normal_by_head` in one launch, equal up to the rounding of float64 logarithms and cosines."""
+    """Compute `ops.random.normal_by_head` in one launch, equal up to rounding."""
     out = torch.empty(len(heads), count, columns, dtype=torch.float32, device=device)
     grid = (len(heads) * count, -(-columns // _LARGEST_COLUMNS))
     low, high = halves(derive(key, "radius"))

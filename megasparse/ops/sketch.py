@@ -14,7 +14,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megasparse.ops.operator import MOST_PAIRS, Function, Operator, counted, implementation, without_autocast
+from megasparse.ops.operator import (
+    MOST_PAIRS,
+    Function,
+    counted,
+    implementation,
+    operator,
+    wide_dtype,
+    without_autocast,
+)
 from megasparse.ops.random import derive, halves, random_bits
 
 KEYS = 1 << 11
@@ -70,7 +78,8 @@ class Noise(NamedTuple):
         return torch.tensor(seeds, dtype=torch.int32, pin_memory=pinned).to(device, non_blocking=True)
 
 
-def _sketched_attention(
+@operator(largest_width=WIDEST, most_rows=MOST_PAIRS)
+def sketched_attention(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool, key_mask: Tensor | None = None, segments: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Compute h_i = Σ_j α_ij v_j with α_ij = exp(q_i·k_j/√d − lse_i), one head (Smart Bird Eq. 1).
@@ -78,17 +87,9 @@ def _sketched_attention(
     q, k, v: (B, L, d). key_mask, segments: as in `bucketed_attention`. Returns h (B, L, d) and lse (B, L) in fp32 or
     wider; padding gets 0 and −∞.
     """
-    q, k, v = (x.to(torch.promote_types(q.dtype, torch.float32)) for x in (q, k, v))
+    q, k, v = (x.to(wide_dtype(q)) for x in (q, k, v))
     h, lse = _SketchedAttention.apply(q, k, v, _Sight(causal, key_mask, segments))
     return h, lse
-
-
-sketched_attention = Operator(
-    _sketched_attention,
-    kernels="megasparse.ops.sketch_kernels:sketched_attention",
-    largest_width=WIDEST,
-    most_rows=MOST_PAIRS,
-)
 
 
 @without_autocast
@@ -131,8 +132,7 @@ def chosen_keys(
 @torch.no_grad()
 def exact_projection(x: Tensor, weight: Tensor) -> Tensor:
     """Compute x·Wᵀ of x (B, L, E) and weight (d, E) in float64, (B, L, d); of (B, G, L, E) and (G, d, E), (B, G, L, d).
-    Each row is independent of the number of rows, so that equal tokens tie and are ordered by position; otherwise
-    decoding could choose other tokens than a full pass.
+    Each row is independent of the number of rows, so that equal tokens tie, in decoding as in a full pass.
     """
     several = x.dim() == 4 and x.shape[2] < _ROWS  # one product launches less than a kernel per sketch
     if weight.shape[-2] <= WIDEST and not several and implementation(x, _FLOATS, largest_width=None) == "triton":
@@ -248,9 +248,8 @@ def _scores(q: Tensor, k: Tensor, sight: _Sight, rows: slice, last: int) -> Tens
 
 
 class _ProductTile(NamedTuple):
-    """Products of some queries and keys, (B, T, C), in memory that the next tile overwrites.
-
-    rows: the queries. positions (T), keys (C): of queries and of keys, from first_query and first_key on.
+    """Products of some queries and keys, (B, T, C), in memory that the next tile overwrites. positions (T), keys (C):
+    of the queries `rows` and of keys, from first_query and first_key on.
     """
 
     products: Tensor
@@ -323,16 +322,24 @@ def drawn_keys(
     for tile in _product_tiles(q.double(), k.double(), sight, first_query, KEYS, len(noise.heads)):
         score = tile.products.mul_(q.shape[2] ** -0.5)
         log_p = _log_p(score, spec.sampling, None if lse is None else lse[:, tile.rows, None])
-        draws = _log_uniform(noise, tile.rows, tile.first_key // KEYS, len(tile.keys))  # (B, H, T, C)
-        ranks = _ranks(draws.add_(log_p.float()[:, None]), tile.keys)
+        rows = noise.rows[:, tile.rows]
+        u = torch.empty(len(rows), len(noise.heads), *score.shape[1:], device=rows.device)  # (B, H, T, C)
+        for head in range(len(noise.heads)):
+            bits = random_bits(noise.tile(head, tile.first_key // KEYS), rows, len(tile.keys))
+            u[:, head] = bits.bitwise_right_shift_(9)  # −2^22 … 2^22 − 1
+        log_u = u.add_((1 << 22) + 0.5).mul_(2.0**-23).log_()  # u is (n + ½)/2^23, n < 2^23
+        # int64 numbers in the order of the scores, then of falling position
+        bits = log_u.add_(log_p.float()[:, None]).add_(0.0).view(torch.int32)  # −0 becomes 0
+        bits ^= (bits >> 31).bitwise_and_(0x7FFFFFFF)
+        ranks = bits.long().bitwise_left_shift_(32).add_(_LOW - tile.keys)
         tile.hide(ranks, _NOTHING)
         best.add(tile, ranks, _NOTHING)
     return best.index
 
 
 def top_keys(q: Tensor, k: Tensor, count: int, sight: _Sight, first_query: int) -> Tensor:
-    """Compute `chosen_keys` without noise in tiles. Products are in float64, so that equal keys have equal ranks in
-    every tile; on a CPU in fp32 if these can be rounded as float64 ones, see `_top_products`.
+    """Compute `chosen_keys` without noise. Products are in float64, so that equal keys have equal ranks in every tile;
+    on a CPU in fp32 if these can be rounded as float64 ones, see `_top_products`.
     """
     best = _BestKeys(q, 1, count)
     if q.device.type != "cpu":
@@ -365,8 +372,8 @@ def _largest_errors(q: Tensor, k: Tensor) -> Tensor | None:
 def top_k(ranks: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """Return the `count` largest of the numbers (..., C), or all of them, and their indices, in falling order.
 
-    If C is large, only blocks whose maximum is among the `count` largest maxima are searched; block i contains every
-    n-th number from i on. Equal numbers may be replaced by each other.
+    If C is large, only blocks (every n-th number) whose maximum is among the `count` largest maxima are searched. Equal
+    numbers may be replaced by each other.
     """
     size = ranks.shape[-1]
     number = math.isqrt(size // count)
@@ -391,8 +398,8 @@ def _top_products(
     Only products that reach the K-th largest maximum of a row's blocks, or round to the same number, are ranked: about
     1.4·K of them. A rank includes its position, so that numbers are sorted, not pairs.
 
-    exact: None for float64 products; for fp32 ones the queries (B, T, d), the keys (B, C, d) and the largest errors
-    (B, T) of the products. Products whose rounding the error could change are computed again in float64.
+    exact: None for float64 products; for fp32 ones the queries (B, T, d), the keys (B, C, d) and the largest errors (B,
+    T) of products, to compute again in float64 those whose rounding the error could change.
     """
     numbers = products.numpy()
     size = products.shape[-1]
@@ -430,7 +437,8 @@ def rounded_ranks(products: Tensor, width: int, keys: Tensor) -> Tensor:
     return products.mul_(_STEPS * width**-0.5).round_().clamp_(-_LARGEST, _LARGEST).sub_(keys, alpha=_BEHIND)
 
 
-def _gathered_products(q: Tensor, k: Tensor, index: Tensor) -> Tensor:
+@operator(dtypes=_FLOATS, largest_width=None, differentiable=False)
+def gathered_products(q: Tensor, k: Tensor, index: Tensor) -> Tensor:
     """Return the products of each row of q (T, d) with the rows `index` (T, C) int64 of k (N, d): (T, C) float64."""
     step = max(1, _GATHERED_ELEMENTS // (index.shape[1] * k.shape[1]))
     parts = [
@@ -438,15 +446,6 @@ def _gathered_products(q: Tensor, k: Tensor, index: Tensor) -> Tensor:
         for x, rows in zip(q.split(step), index.split(step), strict=True)
     ]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-
-gathered_products = Operator(
-    _gathered_products,
-    kernels="megasparse.ops.sketch_kernels:gathered_products",
-    dtypes=_FLOATS,
-    largest_width=None,
-    differentiable=False,
-)
 
 
 def _log_p(score: Tensor, sampling: str, lse: Tensor | None) -> Tensor:
@@ -458,19 +457,3 @@ def _log_p(score: Tensor, sampling: str, lse: Tensor | None) -> Tensor:
     assert lse is not None
     minus_log_alpha = (lse - score).clamp_min_(0.0)  # negative only by rounding
     return minus_log_alpha.log_().mul_(-2.0 if sampling == "inverse_log_squared" else -1.0)
-
-
-def _log_uniform(noise: Noise, rows: slice, tile: int, keys: int) -> Tensor:
-    """Return log u, (B, H, T, C) fp32, of the first `keys` keys of a tile; u is one of 2^23 numbers (n + ½)/2^23."""
-    row_numbers = noise.rows[:, rows]
-    u = torch.empty(len(row_numbers), len(noise.heads), row_numbers.shape[1], keys, device=row_numbers.device)
-    for head in range(len(noise.heads)):
-        u[:, head] = random_bits(noise.tile(head, tile), row_numbers, keys).bitwise_right_shift_(9)  # −2^22 … 2^22 − 1
-    return u.add_((1 << 22) + 0.5).mul_(2.0**-23).log_()
-
-
-def _ranks(score: Tensor, keys: Tensor) -> Tensor:
-    """Return int64 numbers in the order of the fp32 scores; ties are ordered by falling position."""
-    bits = score.add_(0.0).view(torch.int32)  # −0 becomes 0
-    bits ^= (bits >> 31).bitwise_and_(0x7FFFFFFF)
-    return bits.long().bitwise_left_shift_(32).add_(_LOW - keys)

@@ -1,11 +1,11 @@
 """The sketch as Triton kernels, in fp32 for every input dtype. Memory O(L·(d + H·K)).
 
 A program processes a few rows, and its lanes columns: sums over columns stay in their lane until the end, so loops
-contain neither reductions nor shared memory. A sketch is too narrow for matrix instructions: its products are sums of d
-multiplications of separate coordinates. Vectors are stored as (B, d, L) fp32, queries multiplied by d^-½.
+contain neither reductions nor shared memory. A sketch is too narrow for matrix instructions. Vectors are stored as (B,
+d, L) fp32, queries multiplied by d^-½.
 
-A program that chooses keys is one warp with a few rows of one head. It stores their best keys and processes the others
-in order of position: a later key must exceed the worst stored one, which few do after the first tiles.
+A program that chooses keys is one warp with a few rows of one head, which processes keys in order of position: a key
+must exceed the worst stored one, which few do after the first tiles.
 """
 
 from typing import Any
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from megasparse.ops.kernels import launch, mix
 from megasparse.ops.operator import Function
+from megasparse.ops.random_kernels import key_halves, row_seed
 from megasparse.ops.sketch import KEYS, KeyChoiceSpec, Noise
 
 PADDING = tl.constexpr(-(1 << 31))
@@ -59,6 +60,13 @@ def sight(slots, documents, length, CAUSAL: tl.constexpr):
 
 
 @triton.jit
+def visible_pairs(keys, last, document, documents, length):
+    """Return the visibility of keys (C) to the queries of `sight`, (ROWS, C)."""
+    visible = keys[None, :] <= last[:, None]
+    return visible & (document[:, None] == document_of(keys, documents, length)[None, :])
+
+
+@triton.jit
 def nothing(WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     sums = ()
     for _ in tl.static_range(WIDTH):
@@ -87,8 +95,9 @@ def attend(
     q, k, v, documents, h, lse, length,
     WIDTH: tl.constexpr, CAUSAL: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Compute h (B, L, d) and lse (B, L) of a program's queries in two passes: the largest score, then the sums. (A
-    running maximum would cost a second exponential per pair, more than recomputing the scores.)"""
+    """Compute h (B, L, d) and lse (B, L) of a program's queries in two passes: the largest score, then the sums. A
+    running maximum would cost a second exponential per pair.
+    """
     batch = tl.program_id(1).to(tl.int64)
     first = (tl.num_programs(0) - 1 - tl.program_id(0)) * ROWS  # causal rows with most visible keys start first
     queries = first + tl.arange(0, ROWS)
@@ -105,8 +114,7 @@ def attend(
     for start in range(0, end, COLUMNS):
         keys = start + columns
         score = product(query, vectors(k, keys, length, WIDTH), WIDTH)
-        visible = keys[None, :] <= last[:, None]
-        visible &= document[:, None] == document_of(keys, documents, length)[None, :]
+        visible = visible_pairs(keys, last, document, documents, length)
         highest = tl.maximum(highest, tl.where(visible, score, -float("inf")))
     top = tl.max(highest, 1)
     top = tl.where(top == -float("inf"), 0.0, top)
@@ -115,8 +123,7 @@ def attend(
     for start in range(0, end, COLUMNS):
         keys = start + columns
         score = product(query, vectors(k, keys, length, WIDTH), WIDTH)
-        visible = keys[None, :] <= last[:, None]
-        visible &= document[:, None] == document_of(keys, documents, length)[None, :]
+        visible = visible_pairs(keys, last, document, documents, length)
         weight = tl.where(visible, tl.exp(score - top[:, None]), 0.0)
         total += weight
         sums = add(sums, weight, vectors(v, keys, length, WIDTH), WIDTH)
@@ -157,8 +164,7 @@ def grad_queries(
     for start in range(0, end, COLUMNS):
         keys = start + columns
         key = vectors(k, keys, length, WIDTH)
-        visible = keys[None, :] <= last[:, None]
-        visible &= document[:, None] == document_of(keys, documents, length)[None, :]
+        visible = visible_pairs(keys, last, document, documents, length)
         grad_weight = product(grad, vectors(v, keys, length, WIDTH), WIDTH)
         _, slope = slopes(product(query, key, WIDTH), visible, row_lse[:, None], grad_weight, offset[:, None])
         sums = add(sums, slope, key, WIDTH)
@@ -202,7 +208,7 @@ def grad_keys(
 
 @triton.jit(do_not_specialize=["count"])
 def project(x, weight, out, count, width_in, width, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Compute out (N, d) = x (N, E)·weightᵀ, weight (d, E), in float64, with the same summation order for each row."""
+    """Compute out (N, d) = x (N, E)·weightᵀ, weight (d, E), in float64, each row in the same order."""
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     output = tl.arange(0, WIDTH)
     total = tl.zeros([ROWS, WIDTH], tl.float64)
@@ -219,7 +225,7 @@ def project(x, weight, out, count, width_in, width, WIDTH: tl.constexpr, ROWS: t
 
 @triton.jit(do_not_specialize=["candidates"])
 def multiply(q, k, index, out, candidates, width, WIDTH: tl.constexpr, COLUMNS: tl.constexpr):
-    """Compute out (T, C) = q (T, d)·k[index] (T, C, d) in float64, with the same summation order for each pair."""
+    """Compute out (T, C) = q (T, d)·k[index] (T, C, d) in float64, each pair in the same order."""
     row = tl.program_id(0).to(tl.int64)
     coordinate = tl.arange(0, WIDTH)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -273,19 +279,10 @@ def ranked(score, SIGNED: tl.constexpr):
 
 
 @triton.jit
-def row_seeds(seeds, number):
-    """Return `ops.random._seeds` of rows, and the shift of columns. seeds: the two halves of the key."""
-    key_low = tl.load(seeds).to(tl.uint32, bitcast=True)
-    key_high = tl.load(seeds + 1).to(tl.uint32, bitcast=True)
-    low = number.to(tl.uint32) + key_low
-    high = (number >> 32).to(tl.uint32) + key_high
-    return mix(mix(low) ^ mix(high)), key_high
-
-
-@triton.jit
-def uniform(row, column):
-    """Return `ops.random.random_bits` as one of the 2^23 numbers (n + ½)/2^23, exactly."""
-    bits = mix(row[:, None] + column[None, :])
+def uniform(seeds, number, column):
+    """Return `ops.random.random_bits` as one of the 2^23 numbers (n + ½)/2^23, exactly. seeds: the key's halves."""
+    low, high = key_halves(tl.load(seeds), tl.load(seeds + 1))
+    bits = mix(row_seed(number, low, high)[:, None] + mix(column.to(tl.uint32) + high)[None, :])
     above_one = ((bits >> 9) ^ 0x400000) | 0x3F800000  # 1 + n/2^23; flips the top bit because random_bits is signed
     return above_one.to(tl.float32, bitcast=True) - 0.99999994039535522
 
@@ -293,7 +290,7 @@ def uniform(row, column):
 @triton.jit
 def insert(rank, keys, best, index, worst):
     """Replace each row's worst stored rank by the row's highest rank (ROWS, COLUMNS) if that is higher, and remove it
-    from `rank`. Among equal highest ranks the first is stored, among equal worst ranks the last is replaced.
+    from `rank`. Of equal highest ranks the first is stored, of equal worst ranks the last replaced.
     """
     highest = tl.max(rank, 1)
     beats = highest > worst
@@ -325,8 +322,8 @@ def choose(
     TILE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PLACES: tl.constexpr,
 ):  # fmt: skip
     """Compute out (B, H, Lq, K) int32 of a program's rows. numbers: (B, Lq) int64, row numbers. seeds: (H, tiles, 2)
-    int32, the halves of the keys of every head and tile of TILE keys, a multiple of COLUMNS; None without draws.
-    PLACES: K rounded up to a power of two. Avoid loops nested in branches: some assemblers miscompile them.
+    int32, the halves of the keys of every head and tile of TILE keys; None without draws. PLACES: K rounded up to a
+    power of two. Avoid loops nested in branches: some assemblers miscompile them.
     """
     tl.static_assert(TILE % COLUMNS == 0)
     batch = (tl.program_id(1) // HEADS).to(tl.int64)
@@ -359,15 +356,13 @@ def choose(
         keys = start + columns
         score = product(query, vectors(k, keys, length, WIDTH), WIDTH)
         score = rounded(score) if seeds is None else likelihood(score, row_lse[:, None], SAMPLING)
-        visible = keys[None, :] <= last[:, None]
-        visible &= document[:, None] == document_of(keys, documents, length)[None, :]
+        visible = visible_pairs(keys, last, document, documents, length)
         score = tl.where(visible, score, -float("inf"))
         rank = ranked(score, SIGNED)
         promising = tl.max((rank > worst[:, None]).to(tl.int32))
         if seeds is not None:  # noqa: SIM102  (a compile-time branch in Triton)
             if promising > 0:  # otherwise no draw could win, because u < 1
-                row, shift = row_seeds(seeds + start // TILE * 2, number)
-                u = uniform(row, mix((keys % TILE).to(tl.uint32) + shift))
+                u = uniform(seeds + start // TILE * 2, number, keys % TILE)
                 rank = ranked(score + tl.log(u) if SAMPLING == "raw" else score * u, SIGNED)
                 promising = tl.max((rank > worst[:, None]).to(tl.int32))
         while promising > 0:
@@ -391,8 +386,6 @@ def sketched_attention(
 
 
 class _Attention(Function):
-    """Stores q, k, v, h and lse; the backward recomputes α, by queries for ∂q and by keys for ∂k and ∂v."""
-
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool, documents: Tensor | None
@@ -437,10 +430,8 @@ def chosen_keys(
     q: Tensor, k: Tensor, spec: KeyChoiceSpec, noise: Noise | None, lse: Tensor | None = None,
     key_mask: Tensor | None = None, segments: Tensor | None = None, first_query: int = 0,
 ) -> Tensor:  # fmt: skip
-    """Compute `sketch.chosen_keys`. Any strides.
-
-    s is computed in fp32, for each pair by the same operations in the same order, so that equal keys tie in any tile,
-    and a row's choice does not depend on other rows.
+    """Compute `sketch.chosen_keys` in fp32, for each pair by the same operations in the same order, so that equal keys
+    tie, and a row's choice does not depend on other rows.
     """
     batch, queries, width = q.shape
     length = k.shape[1]
@@ -463,7 +454,7 @@ def chosen_keys(
 
 
 def _coordinates(x: Tensor, scale: float = 1.0) -> Tensor:
-    """Return x (B, L, d) as (B, d, L) fp32, times `scale`, so that warps read contiguous coordinates."""
+    """Return x (B, L, d) as (B, d, L) fp32, times `scale`."""
     return x.float().mul(scale).transpose(1, 2).contiguous()
 
 
@@ -476,7 +467,7 @@ def _documents(key_mask: Tensor | None, segments: Tensor | None) -> Tensor | Non
 
 
 def exact_projection(x: Tensor, weight: Tensor) -> Tensor:
-    """Compute `sketch.exact_projection` in one launch: it reads x once and does 2·d·E float64 operations per row."""
+    """Compute `sketch.exact_projection` in one launch."""
     rows = x.reshape(-1, x.shape[2])
     width = len(weight)
     out = torch.empty(len(rows), width, dtype=torch.float64, device=x.device)
@@ -489,7 +480,7 @@ def exact_projection(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def gathered_products(q: Tensor, k: Tensor, index: Tensor) -> Tensor:
-    """Compute `sketch.gathered_products` without storing the gathered rows; it moves 8·C·(d + 2) bytes per query."""
+    """Compute `sketch.gathered_products` without storing the gathered rows."""
     candidates = index.shape[1]
     width = q.shape[1]
     out = torch.empty(index.shape, dtype=torch.float64, device=q.device)

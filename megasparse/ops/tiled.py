@@ -6,15 +6,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megasparse.ops.operator import Function, remember_autocast
+from megasparse.ops.operator import Function, remember_autocast, wide_dtype
 
 
 def tiled(function: Callable[..., Tensor], inputs: Sequence[Tensor], weights: Sequence[Tensor], tiles: int) -> Tensor:
     """Compute `function(*inputs, *weights)` on `tiles` pieces of the inputs along dimension 1.
 
     inputs: (B, L, ...) each; `function` must be independent for each position of L. weights: passed whole to every
-    tile. Returns (B, L, ...). The backward recomputes each tile and returns a single gradient per weight, the sum over
-    tiles (in fp32): ZeRO 2 and 3 reduce a weight's gradient once it arrives, so one gradient per tile would be wrong.
+    tile. Returns (B, L, ...). The backward recomputes each tile and returns the sum over tiles (in fp32) of a weight's
+    gradient: ZeRO 2 and 3 reduce it once it arrives, so one gradient per tile would be wrong.
     """
     tiles = min(tiles, inputs[0].shape[1])
     if tiles <= 1:
@@ -59,7 +59,7 @@ class GradientSums:
     def __init__(self, weights: Mapping[str, Tensor]):
         self._all = weights
         self.weights = {name: w for name, w in weights.items() if w.requires_grad}
-        self._sums = {name: torch.zeros_like(w, dtype=_accumulator(w)) for name, w in self.weights.items()}
+        self._sums = {name: torch.zeros_like(w, dtype=wide_dtype(w)) for name, w in self.weights.items()}
         self._used: list[tuple[Tensor, Tensor]] = []
 
     def leaf(self, name: str, dim: int = 0, start: int = 0, count: int | None = None) -> Tensor:
@@ -83,8 +83,8 @@ class GradientSums:
         return self._sums[name]
 
     def take(self, outputs: Sequence[Tensor], grads: Sequence[Tensor], inputs: Sequence[Any]) -> tuple[Tensor, ...]:
-        """Return the gradients of `inputs`, None for the unused. Gradients of the leaves since the last `take` are
-        added to the sums.
+        """Return the gradients of `inputs`, None for the unused, and add those of the leaves since the last `take` to
+        the sums.
         """
         leaves = self._used
         self._used = []
@@ -103,7 +103,3 @@ class GradientSums:
 def pieces(tensors: Sequence[Tensor], tiles: int) -> list[tuple[Tensor, ...]]:
     """Split the tensors along dimension 1 into `tiles` pieces of nearly equal length."""
     return list(zip(*(torch.tensor_split(x, tiles, dim=1) for x in tensors), strict=True))
-
-
-def _accumulator(weight: Tensor) -> torch.dtype:
-    return torch.promote_types(weight.dtype, torch.float32)

@@ -48,17 +48,15 @@ class OptimizerSpec(ABC):
         """Build the optimizer over parameter groups, each with its weight decay, at learning rate 0."""
 
     def build_partitioned(self, groups: list[dict[str, Any]], settings: Settings) -> Optimizer:
-        """Build the optimizer for flat vectors that contain pieces of the weights, as in ZeRO 1 to 3.
-
-        The default, `build`, is right for an elementwise optimizer.
+        """Build the optimizer for flat vectors that contain pieces of the weights, as in ZeRO 1 to 3. The default is
+        right for an elementwise optimizer.
         """
         return self.build(groups, settings)
 
     @abstractmethod
     def initial_state(self, weight: Tensor) -> dict[str, Tensor]:
-        """Return the state that the optimizer would create for `weight` at its first step, before that step.
-
-        It contains the counter "step"; checkpoints store every other tensor under its name.
+        """Return the state that the optimizer would create for `weight` at its first step. Checkpoints store every
+        tensor except the counter "step" under its name.
         """
 
     def state_bytes(self, name: str, shape: Sequence[int]) -> int:
@@ -145,8 +143,8 @@ def build_optimizer(
     partitioned: True if it will update vectors that contain pieces of them, as under ZeRO 1 to 3. shapes: of the whole
     parameters, if these are already pieces. Raises ConfigError if the optimizer needs hidden matrices and finds none.
 
-    Its learning rate is 0: the engine sets it before every step. An engine that steps once to create its state (as
-    DeepSpeed does in some settings) thus changes no weight.
+    Its learning rate is 0 until the engine sets it: an engine that steps once to create its state (as DeepSpeed does)
+    changes no weight.
     """
     spec = OPTIMIZERS[config.name]
     hidden, tables, matrices, vectors = list[Tensor](), list[Tensor](), list[Tensor](), list[Tensor]()
@@ -204,7 +202,7 @@ def decay_start(steps: int, config: Settings) -> int:
 
 
 def state_tensors(state: dict[str, Any]) -> dict[str, Tensor]:
-    """Return the tensors of a weight's state that checkpoints store: all except the counter, stored once per run."""
+    """Return the tensors of a weight's state that checkpoints store: all except the counter."""
     return {kind: state[kind] for kind in sorted(state) if kind != "step"}
 
 

@@ -1,14 +1,13 @@
 """Muon (Jordan et al. 2024) for hidden matrices, AdamW for all other weights, at one learning rate.
 
-N-gram tables are updated without momentum (β1 = 0): a row without a gradient then keeps its weights, so that a sparse
-gradient costs time only for the rows in use.
+N-gram tables are updated without momentum (β1 = 0): a sparse gradient then costs time only for the rows in use.
 
-The update of a hidden matrix (n, m) is orthogonalised and scaled by 0.2·√max(n, m). It is then as large as an update of
-AdamW, so one learning rate and weight decay suit both (Liu et al. 2025, arXiv:2502.16982). torch.optim.Muon with
+The update of a hidden matrix (n, m) is orthogonalised and scaled by 0.2·√max(n, m), as large as an update of AdamW, so
+one learning rate and weight decay suit both (Liu et al. 2025, arXiv:2502.16982). torch.optim.Muon with
 `adjust_lr_fn="match_rms_adamw"` is the definition.
 
-Under ZeRO 1 to 3, ranks store pieces of matrices. The owner of a matrix receives the pieces of its update,
-orthogonalises the whole and returns the pieces. The momentum stays with the pieces.
+Under ZeRO 1 to 3, the owner of a matrix receives the pieces of its update, orthogonalises the whole and returns the
+pieces. The momentum stays with the pieces.
 """
 
 import math
@@ -44,9 +43,8 @@ Exchange = Callable[[list[Tensor], list[int]], list[Tensor]]
 def is_hidden(name: str, shape: Sequence[int]) -> bool:
     """Return True for hidden matrices: projections from activations to activations in attention and feed-forward.
 
-    Embeddings, n-gram tables and output heads are outside of blocks. A mechanism's own weights are excluded: hashes,
-    biases, convolutions and matrices over positions do not project activations, and those that do (sketches) stack
-    unrelated heads and learn from their own losses.
+    A mechanism's own weights are excluded: hashes, biases, convolutions and matrices over positions do not project
+    activations, and sketches stack unrelated heads and learn from their own losses.
     """
     return len(shape) == 2 and "mechanisms." not in name and re.search(r"(^|\.)blocks\.\d+\.", name) is not None
 
@@ -142,7 +140,7 @@ class Muon(AdamW):
                 weight.add_(update.to(weight.device), alpha=-group["lr"] * scale)
 
     def _step_tables(self, group: dict[str, Any]) -> None:
-        """Update tables. State: the mean squared gradient v, stored as v·β^−(step mod `period`), so that rows without a
+        """Update tables. The mean squared gradient v is stored as v·β^−(step mod `period`), so that rows without a
         gradient do not have to be decayed in every step.
         """
         beta, eps, rate = group["betas"][1], group["eps"], group["lr"]
@@ -216,7 +214,7 @@ def _rounds(matrices: Sequence[_Matrix]) -> Iterator[list[list[_Matrix]]]:
     """Yield the matrices of each owner, of one shape next to each other, a batch of every owner at a time.
 
     The owner is the least loaded of the ranks that store at least half of an even share of the matrix: under ZeRO 3 any
-    rank, under ZeRO 1 and 2 a rank that stores most of it already.
+    rank, under ZeRO 1 and 2 one that stores most of it.
     """
     ranks = len(matrices[0].spans) if matrices else 0
     loads, queues = [0] * ranks, [list[_Matrix]() for _ in range(ranks)]
@@ -226,22 +224,20 @@ def _rounds(matrices: Sequence[_Matrix]) -> Iterator[list[list[_Matrix]]]:
         loads[owner] += matrix.cost
         queues[owner].append(matrix)
     while any(queues):
-        yield [_taken(queue) for queue in queues]
-
-
-def _taken(queue: list[_Matrix]) -> list[_Matrix]:
-    """Remove and return a batch from the front of a queue."""
-    totals = accumulate(matrix.piece.size for matrix in queue)
-    count = max(1, sum(total <= BATCH for total in totals))
-    batch, queue[:] = queue[:count], queue[count:]
-    return batch
+        batches: list[list[_Matrix]] = []
+        for queue in queues:
+            totals = accumulate(matrix.piece.size for matrix in queue)
+            count = max(1, sum(total <= BATCH for total in totals))
+            batches.append(queue[:count])
+            del queue[:count]
+        yield batches
 
 
 def orthogonalise(matrices: Tensor) -> Tensor:
     """Move the singular values of matrices (K, n, m) towards 1 by Newton–Schulz iterations.
 
-    GPUs run them in bf16, as in torch; CPUs in fp32, because few of them multiply bf16 fast, and in bf16 the update
-    would depend on the order in which ranks sum gradients.
+    GPUs run them in bf16, as in torch; CPUs in fp32, because few multiply bf16 fast, and the update would depend on the
+    order in which ranks sum gradients.
     """
     a, b, c = COEFFICIENTS
     tall = matrices.shape[1] > matrices.shape[2]
@@ -254,9 +250,7 @@ def orthogonalise(matrices: Tensor) -> Tensor:
 
 
 def scratch_bytes(shapes: Sequence[Sequence[int]]) -> int:
-    """Return the peak bytes of temporaries of an update of matrices: a batch, and two iterates and two Gram matrices of
-    its largest stack, in fp32.
-    """
+    """Return the peak bytes of temporaries: a batch, and two iterates and two Gram matrices of its largest stack."""
     sizes = [math.prod(shape) for shape in shapes]
     stacks = [
         min(count, max(1, BATCH // math.prod(shape))) * (math.prod(shape) + min(shape) ** 2)

@@ -1,8 +1,8 @@
 """Adafactor on weights that are partitioned among ranks, as by ZeRO 1 to 3.
 
-A weight (A, R, C) is A matrices of R rows and C columns, stored row by row; A is 1 for a matrix. A rank's piece is any
-range of its numbers. Sums over rows, columns and whole weights are all-reduced; the row and column factors are small,
-so every rank stores all of them. Vectors store one second moment per number with their piece.
+A weight (A, R, C) is A matrices of R rows and C columns; A is 1 for a matrix. A rank's piece is any range of its
+numbers. Sums over rows, columns and whole weights are all-reduced; every rank stores all row and column factors.
+Vectors store one second moment per number with their piece.
 """
 
 import math
@@ -122,9 +122,8 @@ class PartitionedAdafactor(torch.optim.Optimizer):
     def _update_moments(
         self, state: dict[str, Tensor], pieces: Sequence[Piece], gradient: Tensor, weights: Tensor, share: float
     ) -> Tensor:
-        """Update the second moments by a share of the squared gradient. Returns the weights' sums of squares.
-
-        weights: (pieces,) local sums of squares, all-reduced together with the sums of rows and columns.
+        """Update the second moments by a share of the squared gradient. Returns the weights' sums of squares,
+        all-reduced together with the sums of rows and columns. weights: (pieces,) local sums.
         """
         if not _factored(pieces):
             state["variance"].lerp_(gradient.float().square(), share)
@@ -166,7 +165,7 @@ class PartitionedAdafactor(torch.optim.Optimizer):
 
 
 def _factored(pieces: Sequence[Piece]) -> bool:
-    """True if the pieces are of matrices. A vector in DeepSpeed contains either matrices or vectors."""
+    """True if the pieces are of matrices; a vector in DeepSpeed contains no others then."""
     return any(len(piece.shape) > 1 for piece in pieces)
 
 

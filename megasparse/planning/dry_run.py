@@ -32,22 +32,22 @@ class DryRun:
 
     parameters: int
     flops_per_step: float
-    """Model FLOPs of a complete step of `training.global_batch` sequences."""
+    """Of a complete step of `training.global_batch` sequences."""
     peak_bytes: int
     """Peak of the step, gradients and optimizer state included, and of longer windows of evaluation: GPU memory, or
-    growth of resident memory."""
+    growth of resident memory.
+    """
     seconds: float
-    """Duration of the step of one micro-batch: the median of warm steps."""
+    """The median of warm steps of one micro-batch."""
     ranks: int
     """Processes that this machine runs under torchrun: one per GPU or core, as many as share the batch evenly."""
     rank_seconds: float
     """Seconds of the step in such a process on one core."""
     loss: float
-    """Loss of the untrained model in nats per token."""
+    """Of the untrained model, in nats per token."""
     device: str
 
     def lines(self, config: Config) -> str:
-        """Return the report that --dry-run prints."""
         data, training = config.data, config.training
         micro_batches = training.steps * training.global_batch // training.micro_batch
         time_of = f"about {duration(self.seconds * micro_batches)} in one process"
@@ -78,14 +78,12 @@ def dry_run_report(config: Config, gpus: int | None = None) -> Iterator[str]:
 
 
 WARM_STEPS, MOST_SECONDS = 5, 20.0
-"""Warm steps to time, and seconds after which no further one starts; a step that takes so long needs no warming up."""
+"""Warm steps to time, and seconds after which no further one starts."""
 
 
 def dry_run(config: Config) -> DryRun:
-    """Run a few optimizer steps on a micro-batch of synthetic records, in this process on plain torch.
-
-    The first step, in which memory is allocated, is not timed, unless it takes more than MOST_SECONDS. Does not
-    need data and does not write files.
+    """Run a few optimizer steps on a micro-batch of synthetic records, in this process on plain torch. The first step,
+    in which memory is allocated, is not timed, unless it takes more than MOST_SECONDS.
     """
     ranks = start_ranks(config.run.model_copy(update={"engine": "torch"}))
     before = reset_peak(ranks.device)
@@ -153,10 +151,8 @@ def reset_peak(device: torch.device) -> int:
 
 def peak(device: torch.device) -> int:
     """Return the largest number of bytes in use since the reset."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    try:
-        status = Path("/proc/self/status").read_text()
-    except OSError:  # macOS, Windows
-        return peak_bytes(device)  # not on Linux, where it includes the peak of the parent process
-    return next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmHWM"))
+    if device.type != "cuda":
+        with contextlib.suppress(OSError):  # macOS, Windows; `peak_bytes` includes the parent process's on Linux
+            status = Path("/proc/self/status").read_text()
+            return next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmHWM"))
+    return peak_bytes(device)

@@ -29,19 +29,16 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 def model_flops_per_token(model: ModelConfig, sequence_length: int) -> float:
     """Return the FLOPs per token of one forward and backward pass, for the model FLOPs utilisation.
 
-    A matrix product counts 2 operations per weight and token in the forward and 4 in the backward: 6·(weights in
-    products). Attention adds 12·D per head and visible key (scores and values), averaged over queries. Recomputation,
-    masked scores inside a block, and elementwise work (sorting, sampling) are not counted. For an encoder–decoder the
-    result is the mean over the tokens of source and target.
-
-    Raises:
-        ConfigError: A mechanism does not count its FLOPs.
+    A matrix product counts 2 operations per weight and token in the forward and 4 in the backward. Attention adds 12·D
+    per head and visible key (scores and values), averaged over queries. Recomputation, masked scores inside a block,
+    and elementwise work are not counted. For an encoder–decoder the result is the mean over the tokens of source and
+    target. Raises ConfigError if a mechanism does not count its FLOPs.
     """
     return sum(passes.both for passes in flops_by_part(model, sequence_length).values())
 
 
 def known_flops_per_token(model: ModelConfig, sequence_length: int) -> tuple[float, float] | tuple[()]:
-    """Return model and hardware FLOPs per token; an empty tuple if a mechanism does not count them."""
+    """Return model and hardware FLOPs per token; empty if a mechanism does not count them."""
     try:
         hardware = sum(hardware_flops_by_part(model, sequence_length).values())
         return model_flops_per_token(model, sequence_length), hardware
@@ -146,12 +143,7 @@ def product_speed(precision: str) -> float:
 
 
 def warn_if_long(flops: float, precision: str, changes: Sequence[str], ranks: Ranks) -> None:
-    """Print a warning on rank 0 if a run on CPUs will take hours.
-
-    Args:
-        flops: FLOPs of all steps over all ranks.
-        changes: Changes to suggest for a shorter run.
-    """
+    """Print a warning on rank 0 if a run on CPUs will take hours. flops: of all steps over all ranks."""
     if ranks.rank != 0 or ranks.device.type != "cpu":
         return
     speed, local_flops = product_speed(precision), flops / ranks.world_size

@@ -44,8 +44,9 @@ def hardware(name: str, peak_tflops: float | None) -> Hardware:
     """Return the hardware with this name. Raises ConfigError for an unknown GPU without a peak."""
     gpu = next((gpu for key, gpu in GPUS.items() if key in name.upper()), None)
     if gpu is None and peak_tflops is None:
-        problem = f"{show(name)} is not one of {', '.join(GPUS)}"
-        raise ConfigError("--gpu", problem, "Also give --peak-tflops; other properties are taken from the A100")
+        raise ConfigError(
+            "--gpu", f"{show(name)} is not one of {', '.join(GPUS)}", "Also give --peak-tflops; the rest is an A100's"
+        )
     gpu = gpu or replace(GPUS["A100"], name=name)
     return gpu if peak_tflops is None else replace(gpu, peak=peak_tflops * 1e12)
 
@@ -62,7 +63,7 @@ def parse_bytes(option: str, text: str) -> int:
 
 
 def micro_batches(config: Config, gpus: int, per_node: int) -> int:
-    """Return the number of micro-batches per rank and step. Raises ConfigError if `gpus` does not divide them."""
+    """Return the micro-batches per rank and step. Raises ConfigError if `gpus` does not divide them."""
     training, sequence = config.training, config.parallel.sequence
     if gpus > per_node and gpus % per_node:
         hint = "Give a multiple of it, or another --gpus-per-node"

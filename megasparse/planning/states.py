@@ -2,7 +2,7 @@
 that a run fits.
 
 N trained weights, n ranks that partition the states, s bytes per weight (2 in bf16, else 4). Frozen weights are
-additional and may be quantised.
+additional.
 
     stage   weights   fp32 weights, moments   gradients read by the optimizer
     0       s·N       4·N in bf16, 8·N        4·N
@@ -20,11 +20,11 @@ from megasparse.errors import UserError
 from megasparse.training.ranks import Ranks
 
 LIVE_PARAMETERS = 10**9
-"""DeepSpeed's default of zero_optimization.stage3_max_live_parameters."""
+"""DeepSpeed's default of stage3_max_live_parameters."""
 BUCKET = 5 * 10**8
-"""DeepSpeed's default of zero_optimization.reduce_bucket_size, the size of a separate buffer."""
+"""DeepSpeed's default of reduce_bucket_size, the size of a separate buffer."""
 ERROR = 0.15
-"""Fraction by which a prediction may be too high: a run is an error only if it does not fit even then."""
+"""Fraction by which a prediction may be too high: a run that fits within it gets only a warning."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Zero:
 
     @staticmethod
     def of(engine: str, section: dict[str, Any], several_gpus: bool) -> "Zero":
-        """Read the ZeRO settings. engine: `run.engine`. section: `deepspeed` of the configuration."""
+        """Read the ZeRO settings of the section `deepspeed`. engine: `run.engine`."""
         zero = section.get("zero_optimization", {}) if engine == "deepspeed" else {}
         weights, optimizer = (
             (zero.get(f"offload_{kind}") or {}).get("device", "none") != "none" for kind in ("param", "optimizer")
@@ -57,23 +57,20 @@ class Zero:
 
 @dataclass(frozen=True)
 class States:
-    """Weights of a run. moments: bytes of the optimizer's state that ZeRO divides among ranks; factors: of the rest.
-    scratch: of its update.
+    """Weights of a run. largest, frozen_largest: numbers of the largest weight. moments: bytes of the optimizer's state
+    that ZeRO divides among ranks; factors: of the rest. rounded: True if the model's weights are bf16 and the optimizer
+    keeps fp32 weights. scratch: bytes of its update.
     """
 
     trained: int
     frozen: int
     largest: int
-    """Number of elements of the largest trained weight."""
     moments: int
     rounded: bool
-    """True if the model's weights are bf16 and the optimizer keeps fp32 weights."""
     scratch: int = 0
     factors: int = 0
     frozen_bytes: int = 0
-    """Bytes of the frozen weights."""
     frozen_largest: int = 0
-    """Number of elements of the largest frozen weight."""
 
     @property
     def size(self) -> int:
@@ -93,8 +90,8 @@ def building(states: States, zero: Zero, ranks: int) -> tuple[int, int]:
 
     Below ZeRO 3 the device stores all trained weights in fp32, read or drawn one at a time; frozen weights are rounded
     or quantised one at a time. Under ZeRO 3 they are rounded in CPU memory, and the device stores this rank's partition
-    and one complete weight at a time, also when DeepSpeed gathers weights to register hooks. Then DeepSpeed allocates
-    fp32 weights and gradients, but not moments; with offloading it allocates gradients twice.
+    and one complete weight, also when DeepSpeed gathers weights to register hooks. Then DeepSpeed allocates fp32
+    weights and gradients, but not moments; with offloading it allocates gradients twice.
     """
     frozen = states.frozen_bytes + 4 * states.frozen_largest
     if zero.stage < 3:
@@ -113,12 +110,8 @@ def building(states: States, zero: Zero, ranks: int) -> tuple[int, int]:
 
 
 def memory(states: States, zero: Zero, ranks: int, *, passing: int, again: int, accumulated: bool) -> Memory:
-    """Return the memory at the peak of a step on each of `ranks` ranks.
-
-    Args:
-        passing: Peak bytes of the pass of a micro-batch, gradients included.
-        again: The same without gradients.
-        accumulated: True if a step consists of several micro-batches.
+    """Return the memory at the peak of a step on each of `ranks` ranks. passing: peak bytes of the pass of a
+    micro-batch, gradients included; again: without them. accumulated: True if a step consists of several micro-batches.
     """
     number, shared = states.trained, ranks if zero.stage > 0 else 1
     has_masters, offloads = states.rounded or zero.stage > 0, zero.optimizer_offload
@@ -172,14 +165,7 @@ class MemoryPool:
 
 
 def require_fit(pools: Sequence[MemoryPool], ranks: Ranks, hint: str) -> None:
-    """Check that a step fits on every rank. Print a warning if the prediction is close to the limit.
-
-    Args:
-        hint: Changes to suggest if it does not fit.
-
-    Raises:
-        UserError: The first step does not fit on some rank; raised on all ranks.
-    """
+    """Raise UserError on all ranks if a step does not fit on one. Print a warning if it is close to the limit."""
     pool = max(pools, key=lambda pool: pool.peak / max(1, pool.available))
     too_large = ranks.any(pool.peak * (1 - ERROR) > pool.available)
     if pool.peak <= pool.available:

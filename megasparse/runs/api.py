@@ -81,8 +81,8 @@ def evaluate_split(
     limit: int | None = None,
     allow_leaking_attention: bool = False,
 ) -> tuple[dict[str, Any], str]:
-    """Return the result of `evaluate` and a summary of a few lines. Several ranks divide the windows and, with
-    `parallel.sequence`, the tokens of each window; all return the same result.
+    """Return the result of `evaluate` and a summary. Several ranks divide the windows and, with `parallel.sequence`,
+    the tokens of each window; all return the same result.
     """
     model, config, checkpoint, ranks = restore(directory, overrides)
     if isinstance(model, Causal) and not allow_leaking_attention:

@@ -32,14 +32,13 @@ class ArmRun(NamedTuple):
     folder: Path
     training: list[str]
     evaluations: dict[str, list[str]]
-    """"arm", or "arm; evaluation" if evaluations are named -> words of the command; the last is the result's path."""
+    """"arm", or "arm; evaluation" -> words of the command; the last is the result's path."""
 
 
 def load(name: str | Path, corpora: Sequence[str] | None = None) -> dict[str, dict[str, Any]]:
-    """Return corpus -> comparison for all corpora of a file or those in `corpora`; a single corpus is named "".
-
-    A corpus provides `prepare` and `wheels`, and settings (`set`) added to every arm. Every arm trains on the folder
-    that `prepare` writes, unless it sets `data.path`. Raises ConfigError if the file is not a comparison.
+    """Return corpus -> comparison for all corpora of a file or those in `corpora`; a single corpus is named "". A
+    corpus provides `prepare` and `wheels`, and settings (`set`) added to every arm. Every arm trains on the folder that
+    `prepare` writes, unless it sets `data.path`.
     """
     values, parts = read_values(name), {}
     choices = values.pop("corpora", {"": {}})
@@ -58,7 +57,6 @@ def load(name: str | Path, corpora: Sequence[str] | None = None) -> dict[str, di
 
 
 def chosen(names: Sequence[str] | None, choices: dict[str, Any], option: str) -> list[str]:
-    """Return the names, or all choices if none are given. Raises ConfigError for an unknown one."""
     for name in names or []:
         if name not in choices:
             hint = f"Choose from {', '.join(choices)}" if any(choices) else "Remove it: there is only one corpus"
@@ -70,11 +68,7 @@ def runs_of(
     comparison: dict[str, Any], output: Path, arms: Sequence[str] | None = None, seeds: Sequence[int] = (0,),
     overrides: Sequence[str] = (),
 ) -> list[ArmRun]:  # fmt: skip
-    """Return the runs of a comparison with folders in `output`, seed by seed.
-
-    arms: names of the arms to run; None runs all. overrides: `section.key=value` for all runs. Raises ConfigError for
-    an unknown arm or an invalid configuration.
-    """
+    """Return the runs of a comparison with folders in `output`, seed by seed."""
     names, runs = chosen(arms, comparison["arms"], "--arms"), []
     from megasparse.settings.load import Config, load_config, load_settings
 
@@ -97,10 +91,8 @@ def runs_of(
 
 
 def train_all(comparison: dict[str, Any], runs: Sequence[ArmRun], log: Path, jobs: int = 1) -> dict[str, list[Row]]:
-    """Train and evaluate unfinished runs, `jobs` at a time, each on one CPU thread.
-
-    log: file for the output of preparing the data. Returns label of `ArmRun.evaluations` -> one row per seed with
-    accuracy, loss, training seconds and seconds per step. Raises UserError if a command fails.
+    """Train and evaluate unfinished runs, `jobs` at a time, each on one CPU thread. Returns label of
+    `ArmRun.evaluations` -> one row per seed.
     """
     for wheel in comparison.get("wheels", []):
         fetch_wheel(**wheel)
@@ -131,7 +123,7 @@ def _train_and_evaluate(run: ArmRun) -> list[tuple[str, Row]]:
 
 
 def call(*words: object, log: Path) -> None:
-    """Run a subcommand of megasparse on one thread, with its output in `log`. Raises UserError if it fails."""
+    """Run a subcommand of megasparse on one thread, with its output in `log`."""
     command = [sys.executable, "-m", "megasparse", *map(str, words)]
     log.parent.mkdir(parents=True, exist_ok=True)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}  # the error is the last line
@@ -160,15 +152,12 @@ def table(results: dict[str, list[Row]]) -> list[str]:
 
 
 def spread(values: Sequence[float], digits: int = 3) -> str:
-    """Return mean ± standard deviation."""
     mean = f"{statistics.mean(values):.{digits}f}"
     return mean if len(values) == 1 else f"{mean} ± {statistics.stdev(values):.{digits}f}"
 
 
 def plot(output: Path, runs: Sequence[ArmRun]) -> None:
-    """Draw the held-out bits/token of every arm, the mean over its seeds and these faintly, into `output`/curves.svg.
-    Nothing is written if no arm evaluates held-out text.
-    """
+    """Draw the held-out bits/token of every arm, if any: the mean over its seeds and these faintly."""
     from megasparse.evaluation.outputs import COLOURS, new_figure, save_figure
 
     curves: dict[str, list[tuple[dict[int, float], float]]] = {}

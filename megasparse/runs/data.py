@@ -30,15 +30,11 @@ class RunData:
 
     tokenizer: Tokenizer
     evaluation: Index
-    """The folder of `data.path`."""
     mixture: list[tuple[Index, float]]
-    """Training folders and their weights: `data.mixture`, or only `data.path`."""
 
     @property
     def fingerprint(self) -> str:
-        """Digest of the training data: the folder's fingerprint, or for a mixture a SHA-256 over fingerprints and
-        weights. With the configuration it determines the order of the training tokens.
-        """
+        """Digest of the training data, of a mixture over fingerprints and weights."""
         if len(self.mixture) == 1:
             return self.mixture[0][0].fingerprint
         identity = [[index.fingerprint, weight] for index, weight in self.mixture]
@@ -46,7 +42,7 @@ class RunData:
 
 
 def with_tokenizer(config: Config) -> Config:
-    """Return the configuration of a run with the copy of its tokenizer in the run's folder if the file is missing."""
+    """Return the configuration with the copy of its tokenizer in the run's folder if the file is missing."""
     tokenizer = config.data.tokenizer
     if tokenizer in NAMED or Path(tokenizer).exists():
         return config
@@ -55,10 +51,7 @@ def with_tokenizer(config: Config) -> Config:
 
 
 def from_data(config: Config) -> Config:
-    """Return a configuration with the tokenizer stored with the shards and its vocabulary, unless they are set.
-
-    Raises ConfigError for a tokenizer that cannot be read.
-    """
+    """Return a configuration with the tokenizer of the shards and its vocabulary, unless they are set."""
     data, model = config.data, config.model
     copy = next(Path(data.path).glob("tokenizer.*"), None)
     if copy is not None and "tokenizer" not in data.model_fields_set:
@@ -70,10 +63,8 @@ def from_data(config: Config) -> Config:
 
 
 def open_data(config: Config) -> RunData:
-    """Open all folders that a run reads. Raises the errors of `open_folder`.
-
-    The folders of a mixture are sorted by fingerprint, so that the training data depends neither on their paths nor on
-    their order in the configuration.
+    """Open all folders that a run reads. The folders of a mixture are sorted by fingerprint: the training data depends
+    neither on their paths nor on their order.
     """
     tokenizer = build_tokenizer(config.data.tokenizer)
     evaluation = open_folder(config.data.path, config, tokenizer)
@@ -83,11 +74,8 @@ def open_data(config: Config) -> RunData:
 
 
 def open_folder(path: str | Path, config: Config, tokenizer: Tokenizer) -> Index:
-    """Open the index of a folder of shards, for the model and sequence length of a configuration.
-
-    Raises DataError as `Index.load`, and ConfigError if data.tokenizer, data.sequence_length,
-    evaluation.sequence_length, model.source.length, model.vocabulary, model.padding_token, model.document_separator,
-    model.masking.token or model.sentence_order does not fit the folder.
+    """Open the index of a folder of shards. Raises DataError as `Index.load`, and ConfigError if a key of data, model
+    or evaluation does not fit the folder.
     """
     index = Index.load(path, ShardCache(config.data.cache, int(config.data.cache_gb * GIGABYTE)))
     index.require_tokenizer(tokenizer)
@@ -99,7 +87,6 @@ def open_folder(path: str | Path, config: Config, tokenizer: Tokenizer) -> Index
 
 
 def _check_objectives(index: Index, model: ModelConfig, tokenizer: Tokenizer) -> None:
-    """Raise ConfigError if the model's objective needs other data or other ids of special tokens."""
     special, mask, order = tokenizer.special, model.masking.token, model.sentence_order
     ends = index.file.source.get(SEPARATOR, model.document_separator)
     if model.document_separator != ends:
@@ -123,7 +110,6 @@ def _check_objectives(index: Index, model: ModelConfig, tokenizer: Tokenizer) ->
 def training_batches(
     config: Config, run_data: RunData, ranks: Ranks, position: int, hooks: RunHooks
 ) -> TrainingBatches:
-    """Read this rank's batches from the global sample number `position` on. Raises the errors of TrainingBatches."""
     data, training = config.data, config.training
     return TrainingBatches(
         run_data.mixture, "train", sequence_length=data.sequence_length, seed=config.run.seed, start=position,
@@ -134,25 +120,18 @@ def training_batches(
 
 
 HELD_OUT = (5, 10, 20, 30)
-"""Percentages of the bytes to hold out, at the end; the first one that the last document fits into is used."""
+"""Percentages of the bytes to hold out, at the end; the first that the last document fits into is used."""
 
 SHARD = 64 << 20
-"""Bytes of text per shard, the default of megasparse prepare-data."""
 
 
 def with_texts(config: Config, texts: str, ranks: Ranks) -> Config:
-    """Return the configuration of a run on your own texts, which rank 0 prepares in RUN/data. Call it on all ranks.
+    """Return the configuration of a run on your own texts, which rank 0 prepares in RUN/data. All ranks call it.
 
-    Args:
-        config: Configuration of the run.
-        texts: File, folder or URL of text files (one document per file) or JSON lines with a field `text` or with
-            conversations, see `corpora.chats`; in a folder with both, the kind with more bytes is read. The last 5 % of
-            the bytes are held out, up to 30 % if the last document is long; if it is longer, all files form one running
-            text. Otherwise tokens attend only within their document. A folder of shards becomes `data.path` unchanged.
-        ranks: Ranks of the run.
-
-    Raises:
-        UserError: The texts cannot be prepared; raised on all ranks.
+    texts: file, folder or URL of text files (one document per file) or JSON lines with a field `text` or with
+    conversations; of both, the kind with more bytes is read. The last 5 % of the bytes are held out, up to 30 % if the
+    last document is long; if it is longer, all files form one running text. Otherwise tokens attend only within their
+    document. A folder of shards becomes `data.path` unchanged.
     """
     output, documents = Path(texts), False
     if not (output / INDEX_FILE).exists():
@@ -210,7 +189,7 @@ def _prepare(texts: str, config: Config, output: Path) -> bool:
 
 
 def _is_prepared(output: Path, settings: dict[str, Any]) -> bool:
-    """True if all shards are there, with these settings: rendering conversations again could take long."""
+    """True if all shards are there, with these settings: rendering conversations could take long."""
     try:
         earlier = Index.load(output).file.settings
     except DataError:

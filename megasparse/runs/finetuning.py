@@ -77,9 +77,7 @@ def finetune(
 
 
 def least_flops(task: TaskRun) -> float:
-    """Return FLOPs of products with weights over all steps, forward and backward, counted as in
-    `model_flops_per_token`; adapters and frozen weights are counted as if all weights were trained.
-    """
+    """Return FLOPs of products with weights over all steps, forward and backward, as if all weights were trained."""
     training = task.config.training
     modules = list(task.model.modules())
     embedded = {id(module.weight) for module in modules if isinstance(module, torch.nn.Embedding)}
@@ -93,9 +91,7 @@ def least_flops(task: TaskRun) -> float:
 
 
 def finetune_dry_run(config: FinetuneConfig) -> str:
-    """Run one step and one validation batch of the longest examples on plain torch, and return a report. Writes
-    nothing. Raises UserError if they do not fit into GPU memory.
-    """
+    """Run one step and one validation batch of the longest examples on plain torch, and return a report."""
     run = config.run.model_copy(update={"engine": "torch"})
     ranks = start_ranks(run)
     task = open_run(config, ranks.say)

@@ -55,10 +55,10 @@ def pretrain(
         PosixPath('runs/again')
     """
     config = with_tokenizer(config)
+    if start is not None or config.lora is not None:
+        from megasparse.hub import importing  # needs transformers
     if start is None and config.lora is not None:
-        from megasparse.hub.importing import require_base
-
-        require_base(config)
+        importing.require_base(config)
     if texts is None:  # open the data before starting the ranks
         config = from_data(config)
         data = open_data(config)
@@ -68,21 +68,13 @@ def pretrain(
         data = open_data(config)
     if start is not None:
         require_room(config, ranks)
-        from megasparse.hub.importing import resumed_from
-
-        resume = resumed_from(config, start, ranks)
-    base = None
-    if config.lora is not None:
-        from megasparse.hub.importing import base_digest
-
-        base = base_digest(config)
+        resume = importing.resumed_from(config, start, ranks)
+    base = None if config.lora is None else importing.base_digest(config)
 
     def model() -> Any:
         if config.lora is not None:
-            from megasparse.hub.importing import adapted
-
             zero = config.deepspeed.get("zero_optimization", {}) if config.run.engine == "deepspeed" else {}
-            built: Any = adapted(config, torch.device("cpu") if zero.get("stage") == 3 else ranks.device)
+            built: Any = importing.adapted(config, torch.device("cpu") if zero.get("stage") == 3 else ranks.device)
         else:
             built = deferred_model(config.model, config.run.seed)
         if config.model.masking.whole_words:
@@ -117,11 +109,7 @@ def pretrain(
 
 
 def require_room(config: Config, ranks: Ranks) -> None:
-    """Check the memory of a step on each GPU before any weight is allocated; do nothing on a CPU.
-
-    Raises:
-        UserError: The first step does not fit on some rank; raised on all ranks.
-    """
+    """Raise UserError on all ranks if a step does not fit some GPU, before any weight is allocated."""
     if ranks.device.type != "cuda":
         return
     from megasparse.planning.plan import pretraining_pools

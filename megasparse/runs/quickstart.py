@@ -1,6 +1,6 @@
 """The quickstart: prepare real text, train a small model, evaluate it and generate a sample, on any machine.
 
-Each step is an ordinary command and is printed before it runs. Finished steps are skipped when you run it again.
+Each step is an ordinary command, printed before it runs. Finished steps are skipped when you run it again.
 """
 
 import bz2
@@ -24,12 +24,11 @@ SHARDS = Path("data/quickstart")
 SMALL = ("training.steps=250", "evaluation.every=125", "checkpoint.every=125", "run.directory=runs/quickstart_small")
 """Settings that show all steps in two minutes; the model learns little."""
 SMALL_BYTES = 65536
-"""Held-out bytes that are then scored and compressed: one window."""
+"""Held-out bytes that are then scored and compressed."""
 ROWS = {
     "gzip -9": "gzip_", "bzip2 -9": "bzip2_", "xz -9": "xz_", "xz -9, primed": "primed_xz_",
     "this model": "", "its file": "file_",
 }  # fmt: skip
-"""Names and keys of the final comparison."""
 
 # The package gensim contains a Wikipedia dump in enwik8's format (6 MB) as test data. The platform tag is fixed, so
 # that every machine gets the same file.
@@ -52,7 +51,7 @@ Next:
 
 
 def quickstart(small: bool = False) -> None:
-    """Run every step. small: train for a minute only. Raises UserError if a step fails."""
+    """Run every step. small: train for a minute only."""
     run = Path("runs/quickstart_small" if small else "runs/quickstart")
     say("1/5  a sample of Wikipedia, as webdataset shards")
     wheel = fetch_wheel("gensim==4.4.0", WHEEL, WHEEL_SHA256, PLATFORM)
@@ -87,7 +86,7 @@ def quickstart(small: bool = False) -> None:
 
 
 def summarise(run: Path, text: Path) -> dict[str, float]:
-    """Write bits/dim of compressors, the model and the compressed file to RUN/summary.json, and return them."""
+    """Write bits/dim of compressors, the model and the compressed file to RUN/summary.json."""
     raw, packed = text.read_bytes(), text.with_name(f"{text.name}.msz")
     training = EvaluationStream(Index.load(SHARDS), "train")
     training_text = bytes(training.read(0, training.tokens).tolist())
@@ -105,7 +104,7 @@ def _xz(raw: bytes) -> bytes:
 
 
 def megasparse(*words: object) -> None:
-    """Print a command and run it. Raises UserError if it fails."""
+    """Print a command and run it."""
     command = shlex.join(["megasparse", *map(str, words)])
     print(f"$ {command}", flush=True)
     code = subprocess.run([sys.executable, "-m", "megasparse", *map(str, words)], check=False).returncode

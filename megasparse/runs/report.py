@@ -26,7 +26,7 @@ from megasparse.training.checkpoints.manifest import flatten, list_checkpoints
 HUGE = 1e300
 """Largest value accepted as a measurement; the square of a larger one is not finite."""
 MOST_CHARTS, MOST_ROWS, MOST_SHOWN, MOST_TEXT = 150, 200, 4, 3000
-"""Most charts per page, rows per table, samples or pictures per tag, and characters per text."""
+"""Most charts per page, rows per table, samples per tag, and characters per text."""
 PNG = b"\x89PNG\r\n\x1a\n"
 STYLE = (
     ":root{color-scheme:light dark}body{font:15px/1.5 system-ui,sans-serif;max-width:70rem;margin:1rem auto;"
@@ -44,8 +44,8 @@ STYLE = (
 
 
 class Run(NamedTuple):
-    """Contents of a run's folder. config, defaults: dotted key -> value. series: scalar -> (steps, values), NaN if not
-    finite. board: tag -> step -> text or PNG file of TensorBoard.
+    """Contents of a run's folder. config, defaults: dotted key -> value. series: scalar -> (steps, values). board: tag
+    -> step -> text or PNG file.
     """
 
     path: Path
@@ -58,7 +58,7 @@ class Run(NamedTuple):
 
 
 def read_run(path: Path) -> Run:
-    """Read the folder of a run in any state. Raises DataError if it is not a run or cannot be read."""
+    """Read the folder of a run in any state."""
     if not any((path / name).is_file() for name in ("config.json", "metrics.jsonl")):
         reason = "contains neither config.json nor metrics.jsonl" if path.is_dir() else "is not a folder"
         raise DataError(path, f"not a run: it {reason}", "Give the run.directory of a pretraining or fine-tuning run")
@@ -74,20 +74,19 @@ def read_run(path: Path) -> Run:
         series, events = read_series(path / "metrics.jsonl"), list(read_lines(path / "events.jsonl"))
         best, board = read_object(path / "best.json"), read_board(path / "tensorboard")
     except OSError as error:
-        reason = f"cannot be read ({error.strerror})"
-        raise DataError(error.filename or path, reason, "Make it readable, and try again") from None
+        raise DataError(error.filename or path, f"cannot be read ({error.strerror})", "Make it readable") from None
     return Run(path, flatten(config) if config else {}, flatten(defaults), series, events, best, board)
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file; an empty one if it cannot be read."""
+    """Return the JSON object in a file, if it can be read."""
     with suppress(OSError):
         return json_object(read_file(path))
     return {}
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the JSON objects of a JSONL file, skipping other lines; nothing if the file does not exist."""
+    """Yield the JSON objects of a JSONL file, if it exists, skipping other lines."""
     if not path.exists():
         return
     with open_file(path) as file:
@@ -110,7 +109,7 @@ def read_series(path: Path) -> dict[str, tuple[np.ndarray, np.ndarray]]:
 
 def read_board(folder: Path) -> dict[str, dict[int, str | bytes]]:
     """Return the texts and pictures in TensorBoard's files. Records of scalars, possibly millions, are not decoded;
-    unreadable records, such as the end of a file that is being written, are skipped.
+    unreadable ones are skipped.
     """
     from google.protobuf.message import DecodeError
     from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
@@ -136,7 +135,6 @@ def read_board(folder: Path) -> dict[str, dict[int, str | bytes]]:
 
 
 def page(runs: Sequence[Run]) -> str:
-    """Return the page's HTML: the held-out result, the losses and the speed of all runs, and the rest folded."""
     names = [run.path.resolve().name for run in runs]
     labels = names if len(set(names)) == len(names) else [str(run.path) for run in runs]
     title = escape(", ".join(labels))
@@ -171,7 +169,7 @@ def is_number(value: Any) -> TypeGuard[float]:
 
 
 def quantity(name: str, value: float) -> str:
-    """Return a number with separators of thousands, and a number of bytes with its unit. name: a scalar."""
+    """Return a number with separators of thousands, and a number of bytes with its unit."""
     if not name.endswith("bytes"):
         return f"{value:,.0f}" if 1000 <= abs(value) < 1e15 else f"{value:.4g}"
     power = min(int(math.log10(max(1, abs(value))) // 3), 4)
@@ -179,11 +177,11 @@ def quantity(name: str, value: float) -> str:
 
 
 MEASURES = {"bits_per_dim": "bits/dim", "bits_per_token": "bits/token", "loss": "nats/token"}
-"""Measures of `megasparse evaluate`, the first of which a result is shown in, and their units."""
+"""Measures of `megasparse evaluate`, the first of which is shown, and their units."""
 
 
 def held_out(runs: Sequence[Run], labels: Sequence[str]) -> str:
-    """Return the held-out results next to the compressors of the quickstart's summary.json, as bars."""
+    """Return the held-out results, next to the compressors of the quickstart, as bars."""
     bars: dict[str, dict[str, float]] = {}
     notes = []
     for label, run in zip(labels, runs, strict=True):
@@ -229,11 +227,10 @@ OTHERS = {
     "bzip2": "bzip2 -9",
     "file": "the model's compressed file",
 }
-"""Name in summary.json -> label."""
+"""Name in the quickstart's summary.json -> label."""
 
 
 def best_result(run: Run) -> dict[str, Any] | None:
-    """Return the result of `megasparse evaluate` in the run's folder of the last checkpoint and the most tokens."""
 
     def order(result: dict[str, Any]) -> list[float]:
         values = (result["protocol"].get("checkpoint_step"), result.get("dims"))
@@ -248,7 +245,7 @@ def best_result(run: Run) -> dict[str, Any] | None:
 
 
 def task_results(run: Run) -> Iterator[str]:
-    """Yield a line for each result of `megasparse evaluate --task` in the run's folder."""
+    """Yield a line for each result of `megasparse evaluate --task`."""
     for result in results(run):
         metrics = result.get("metrics")
         parts = []
@@ -266,7 +263,6 @@ def results(run: Run) -> list[dict[str, Any]]:
 
 
 LOSSES = {"train/loss": "train", "evaluation/loss": "validation"}
-"""Scalars of the first chart, and their labels."""
 
 
 def losses(runs: Sequence[Run], labels: Sequence[str]) -> str:
@@ -280,7 +276,6 @@ def losses(runs: Sequence[Run], labels: Sequence[str]) -> str:
 
 
 def speed(run: Run) -> Iterator[tuple[str, str]]:
-    """Yield the label and value of the steps done, and of the speed and memory if logged."""
     planned = run.config.get("training.steps")
     steps = max((int(steps[-1]) for steps, _ in run.series.values()), default=0)
     yield "steps", f"{steps:,} of {planned:,}" if isinstance(planned, int) and planned else f"{steps:,}"
@@ -298,13 +293,12 @@ def speed(run: Run) -> Iterator[tuple[str, str]]:
 
 
 def incident_steps(runs: Sequence[Run]) -> list[int]:
-    """Return the steps of a single run's incidents, which are marked in charts."""
     return [event["step"] for event in runs[0].events if type(event.get("step")) is int] if len(runs) == 1 else []
 
 
 def curves(runs: Sequence[Run], labels: Sequence[str]) -> str:
-    """Return a chart of each further scalar with a line for each run. Layers share a chart. A
-    scalar that is constant, or a multiple of an earlier one, gets a line of text.
+    """Return a chart of each further scalar, its layers included, with a line for each run. A scalar that is constant,
+    or a multiple of an earlier one, gets a line of text.
     """
     charts: defaultdict[str, set[str]] = defaultdict(set)
     for run in runs:
@@ -339,21 +333,19 @@ def curves(runs: Sequence[Run], labels: Sequence[str]) -> str:
 LEFT, RIGHT, TOP, BOTTOM = 56, 460, 8, 216
 """Edges of a chart's axes, in an SVG of 480 × 240 units."""
 BUCKETS = 200
-"""A longer line is drawn from the least and the largest value of each of this number of parts."""
+"""A longer line is drawn from the least and largest value of each of this number of parts."""
 
 
 def chart(title: str, lines: Sequence[tuple[str, tuple[np.ndarray, np.ndarray]]], marks: Sequence[int]) -> str:
-    """Return a figure with an SVG, in the page's text colour. lines: label and (steps, values) of each line."""
+    """Return a figure with an SVG, in the page's text colour. lines: label and (steps, values)."""
     from megasparse.evaluation.outputs import COLOURS
 
     lines = [(label, (steps[np.isfinite(values)], values[np.isfinite(values)])) for label, (steps, values) in lines]
-    bounds = [
-        (float(min(part.min() for part in parts if len(part))), float(max(part.max() for part in parts if len(part))))
-        for parts in zip(*(line for _, line in lines), strict=True)
-    ]
-    (left, right), (low, high) = (
-        (least, most if most > least else least + (abs(least) or 1)) for least, most in bounds
-    )
+    bounds = []
+    for numbers in map(np.concatenate, zip(*(line for _, line in lines), strict=True)):
+        least, most = float(numbers.min()), float(numbers.max())
+        bounds.append((least, most if most > least else least + (abs(least) or 1)))
+    (left, right), (low, high) = bounds
     across = lambda step: round(LEFT + (step - left) / (right - left) * (RIGHT - LEFT), 1)  # noqa: E731
     down = lambda value: round(BOTTOM - (value - low) / (high - low) * (BOTTOM - TOP), 1)  # noqa: E731
     parts, legend = [], []
@@ -377,7 +369,6 @@ def chart(title: str, lines: Sequence[tuple[str, tuple[np.ndarray, np.ndarray]]]
 
 
 def thinned(values: np.ndarray) -> list[int]:
-    """Return the indices of the points to draw."""
     if len(values) <= 2 * BUCKETS:
         return list(range(len(values)))
     edges = np.linspace(0, len(values), BUCKETS + 1).astype(int)
@@ -386,7 +377,6 @@ def thinned(values: np.ndarray) -> list[int]:
 
 
 def ticks(low: float, high: float) -> list[float]:
-    """Return three to seven round numbers between two bounds."""
     power = 10.0 ** math.floor(math.log10((high - low) / 3))
     step = next(power * factor for factor in (5, 2, 1) if power * factor <= (high - low) / 3)
     first = math.ceil(low / step)
@@ -394,7 +384,7 @@ def ticks(low: float, high: float) -> list[float]:
 
 
 def samples(run: Run) -> str:
-    """Return a few pictures or texts per tag of TensorBoard, evenly spread from the first to the last."""
+    """Return a few pictures or texts per tag, evenly spread from the first to the last."""
     parts = []
     for tag, entries in run.board.items():
         parts.append(f"<h3>{escape(tag)}</h3>")
@@ -428,7 +418,6 @@ def checkpoints(run: Run) -> str:
 
 
 def configuration(run: Run) -> str:
-    """Return a table of all settings, those that differ from the defaults first."""
     if not run.config:
         return "<p>config.json is missing or damaged.</p>"
     parts: dict[bool, list[list[str]]] = {True: [], False: []}
@@ -441,7 +430,7 @@ def configuration(run: Run) -> str:
 
 
 def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return an HTML table; cells must be escaped HTML."""
+    """Return an HTML table of escaped HTML."""
     lines = [f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in rows]
     head = f"<tr>{''.join(f'<th>{head}</th>' for head in heads)}</tr>" if heads else ""
     return f"<table>{head}{''.join(lines)}</table>"

@@ -8,7 +8,6 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from megasparse.config.files import ConfigFile, merge, parse_json, read_files
-from megasparse.config.finetuning import FinetuneConfig
 from megasparse.config.messages import as_config_error, dotted, show
 from megasparse.config.schema import Config, RunSettings
 from megasparse.errors import ConfigError
@@ -45,36 +44,19 @@ def load_settings(
 ) -> Settings:
     """Read, override and check the configuration of a run.
 
-    Args:
-        path: Path of a JSON file, all of whose keys are optional, or name of a shipped configuration. The key `extends`
-            names a configuration of the same kind that provides the missing values (files.py).
-        overrides: Texts of the form `section.key=value`, applied in order. The value is JSON or an unquoted text.
-        kind: `Config` or `FinetuneConfig`.
-        base: Values that apply to keys missing in all files, such as the model that a run starts from.
-        mechanisms: False returns the default attention and checks only other keys, with the rules of `check_run`. It
-            does not import the mechanisms, which is slow.
+    path: a JSON file, or name of a shipped configuration. overrides: texts of the form `section.key=value`, applied in
+    order; the value is JSON or an unquoted text. kind: `Config` or `FinetuneConfig`. base: values that apply to keys
+    missing in all files, such as the model that a run starts from. mechanisms: False returns the default attention and
+    checks only the rules of `check_run`, without the slow import of the mechanisms.
 
-    Raises:
-        ConfigError: A file, key, value or override is invalid. One line: the key, the value, the hint.
+    Raises ConfigError for an invalid file, key, value or override. One line: the key, the value, the hint.
     """
     files = read_files(path)
-    for file in files[1:]:
-        _check_kind(files[0], file, kind)
     try:
         values = merge(files if base is None else [*files, ConfigFile(files[-1].path, dict(base))])
         return build_settings(values, overrides, kind, mechanisms)
     except ConfigError as error:
         raise _with_file(error, files, overrides) from None
-
-
-def _check_kind(file: ConfigFile, base: ConfigFile, kind: type[RunSettings]) -> None:
-    """Raise ConfigError if `file` extends a configuration of another kind of run."""
-    kinds: dict[type[RunSettings], str] = {Config: "pretraining", FinetuneConfig: "fine-tuning"}
-    for other, name in kinds.items():
-        foreign = sorted(base.values.keys() & other.model_fields.keys() - kind.model_fields.keys())
-        if foreign:
-            problem = f"{base.path} is for {name} (it contains the section {show(foreign[0])}), not for {kinds[kind]}"
-            raise ConfigError(f"{file.path} extends", problem, "Extend a configuration of the same kind of run")
 
 
 def _with_file(error: ConfigError, files: Sequence[ConfigFile], overrides: Sequence[str]) -> ConfigError:
@@ -87,7 +69,6 @@ def _with_file(error: ConfigError, files: Sequence[ConfigFile], overrides: Seque
 
 
 def _keys(values: dict[str, Any], prefix: str = "") -> Iterator[str]:
-    """Yield the dotted key of each value and section."""
     for name, value in values.items():
         key = dotted([name], prefix)
         yield key
@@ -130,7 +111,7 @@ def _without_attention(value: Any) -> Any:
 
 
 def _set(values: dict[str, Any], override: str) -> None:
-    """Apply one `section.key=value`. Create missing sections; raise ConfigError if one of them is not a section."""
+    """Apply one `section.key=value`, creating missing sections."""
     key, equals, text = override.partition("=")
     parts = key.strip().split(".")
     if not equals or not all(parts):

@@ -1,7 +1,4 @@
-"""Encoded examples, their counts, and batches. B batch, L length.
-
-No example is dropped silently: truncated and empty inputs are counted, or raise an error.
-"""
+"""Encoded examples, their counts, and batches. B batch, L length."""
 
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
@@ -76,10 +73,9 @@ class ExampleCounts:
     kinds: dict[str, int] = field(default_factory=dict)  # number of examples by class, and other counts of a form
 
     def count_empty(self, problem: str, location: SourceLocation) -> None:
-        """Count an empty text. Raises DataError if the configuration treats these as errors."""
+        """Count an empty text. Raises DataError if the configuration forbids it."""
         if self.config.empty == "refuse":
-            hint = 'Remove it, or keep and count such examples: --set task.empty="keep"'
-            raise DataError(str(location), problem, hint)
+            raise DataError(location, problem, 'Remove it, or keep and count such examples: --set task.empty="keep"')
         self.empty, self.first_empty = self.empty + 1, self.first_empty or location
 
     def is_cut(self, length: int, location: SourceLocation) -> bool:
@@ -88,8 +84,7 @@ class ExampleCounts:
         if length <= self.limit:
             return False
         if self.config.too_long == "refuse":
-            problem = f"{length:,} tokens are more than {self.key} = {self.limit:,}"
-            raise DataError(str(location), problem, 'Raise it, or truncate such texts: --set task.too_long="cut"')
+            raise DataError(location, f"{length:,} tokens are more than {self.key} = {self.limit:,}", "Raise it")
         self.cut, self.first_cut = self.cut + 1, self.first_cut or location
         return True
 
@@ -151,7 +146,8 @@ class Inputs(Movable):
 
 def side_by_side(rows: Sequence[Any], limit: int | None = None, fill: int = 0) -> tuple[Tensor, Tensor]:
     """Stack rows of integers to (B, W) int64, padded with `fill`, W a multiple of 8, at most the limit, or without a
-    limit the longest row. Return lengths too."""
+    limit the longest row. Return lengths too.
+    """
     longest = max(map(len, rows))
     width = longest if limit is None else min(limit, -(-max(1, longest) // MULTIPLE) * MULTIPLE)
     table = np.full((len(rows), width), fill, dtype=np.int64)
@@ -176,9 +172,9 @@ def collate(examples: Sequence[EncodedExample], limit: int) -> Inputs:
 class ExampleBatches(Steps):
     """Endless iterator of `Step`s over examples in memory, epoch after epoch; each epoch contains every example once.
 
-    The i-th example is a pure function of (seed, i), and the ranks split each global batch, whatever their number.
-    Within a global batch, examples are sorted by length, so that micro-batches contain little padding; each example
-    keeps its global sample number, on which random draws depend. start: first sample number, a checkpoint's position.
+    The i-th example is a pure function of (seed, i), and the ranks split each global batch. Within a global batch,
+    examples are sorted by length, so that micro-batches contain little padding; each keeps its global sample number, on
+    which random draws depend. start: first sample number, a checkpoint's position.
     """
 
     def __init__(

@@ -70,8 +70,7 @@ class MegasparseBody(Backbone):
 class HuggingFaceBody(Backbone):
     """A transformers model without its head and pooler, whose attention may be replaced.
 
-    Its dropout uses torch's generators, seeded by step and samples in each pass, so that a resumed run draws the same
-    values.
+    Its dropout uses torch's generators, seeded by step and samples in each pass, so that a resumed run draws the same.
     """
 
     def __init__(self, model: Any, causal: bool, longest: int, activations: str = "stored"):
@@ -119,9 +118,7 @@ class HuggingFaceBody(Backbone):
         return states, auxiliary_loss(self.model)
 
     def checkpoint_layers(self, offload_to_cpu: bool) -> None:
-        """Recompute every layer in the backward pass. offload_to_cpu: store the layers' inputs in CPU memory. Raises
-        ConfigError if the model does not support it.
-        """
+        """Recompute every layer in the backward pass. offload_to_cpu: store the layers' inputs in CPU memory."""
         if not self.model.supports_gradient_checkpointing:
             problem = f"{type(self.model).__name__} does not support recomputation of its layers"
             raise ConfigError("start.activations", problem, 'Set it to "stored"')
@@ -141,7 +138,7 @@ def attention_settings(config: ModelConfig) -> dict[str, Any]:
 
 
 def add_adapters(body: Backbone, config: LoRAConfig, seed: int) -> None:
-    """Add adapters to a body. A new norm on the states is trained as well, because it is not pretrained."""
+    """Add adapters to a body. A new norm on the states, which is not pretrained, is trained as well."""
     norm, kinds = getattr(body, "norm", None), adapters.LINEAR
     if not isinstance(body, MegasparseBody):
         from transformers.pytorch_utils import Conv1D  # GPT-2's linear layers

@@ -1,9 +1,8 @@
 """Downstream tasks of one example per row, read from catalog.json: their files, columns, classes and metrics.
 
-Alternative names of columns and classes are separated by |: the official files' name, and the name in the dataset on
-the Hub. GLUE's folders are the ones that its official archive unpacks to; its test files lack public labels. Metrics
-are the benchmark's, in GLUE its main one first (LHA's paper reports accuracy for MRPC and QQP). NAME() is a function of
-FUNCTIONS. A task in a special format is a class, given as module:class in readers/.
+Alternative names of columns and classes are separated by |: the official files' name, and the Hub's. GLUE's test files
+lack public labels. Metrics are the benchmark's, in GLUE its main one first. NAME() is a function of FUNCTIONS. A task
+in a special format is a class, given as module:class in readers/.
 """
 
 import importlib
@@ -53,7 +52,8 @@ class Entry:
 
     files: Sequence[Mapping[str, Any]] = ({"train": "train.tsv", "validation": "dev.tsv", "test": "test.tsv"},)
     """Official files of each split, or alternatives, of which the first that exists is read. Files of the split "" are
-    split by position."""
+    split by position.
+    """
     rows: str = "tab_separated()"  # reader of a file, one of FUNCTIONS
     columns: Sequence[str] | None = None  # names of the columns; None if the files contain them
     mark: str = ""  # separator of the fields if it is not a tab
@@ -80,8 +80,7 @@ class RowTask(Task):
         self.configured = not entry.text
         self.text, self.label = (config.text, config.label) if self.configured else (entry.text, entry.label)
         if self.configured and entry.form == "texts" and len(self.text) != 1:
-            problem = f'{len(self.text)} names, but "{config.name}" reads one text'
-            raise ConfigError("task.text", problem, 'Use one: task.text=["NAME"]')
+            raise ConfigError("task.text", f'{len(self.text)} names, but "{config.name}" reads one', "Name one")
         if self.configured and self.label in self.text:
             raise ConfigError("task.label", f'"{self.label}" is also task.text', "Use different names")
         self.name, self.entry, self.metrics, self.form = config.name, entry, tuple(entry.metrics), entry.form
@@ -117,7 +116,7 @@ class RowTask(Task):
             print(f"{notice}: lines {', '.join(incomplete)}", file=sys.stderr)
 
     def example(self, row: dict[str, Any], location: SourceLocation, number: str) -> Example:
-        """Convert a row. number: index of the row. Raises DataError naming the location."""
+        """Convert a row. number: its index. Raises DataError naming the location."""
         inputs = tuple(self._input(row, column, location) for column in self.text)
         try:
             label = self._label(row, location)
@@ -135,11 +134,10 @@ class RowTask(Task):
                 return FUNCTIONS[column](row)
             except (KeyError, TypeError, ValueError, AttributeError) as error:  # a dataset has values of any type
                 missing = f"missing column {error}" if isinstance(error, KeyError) else str(error)
-                raise DataError(str(location), missing, HINT) from None
+                raise DataError(location, missing, HINT) from None
         value = field(row, column, location, "task.text" if self.configured else "")
         if not isinstance(value, str):
-            problem = f'{json.dumps(value, ensure_ascii=False)[:80]} in the column "{column}" is not a text'
-            raise DataError(str(location), problem, "Write a text in quotation marks")
+            raise DataError(location, f'{json_text(value)[:80]} in the column "{column}" is not a text', "Quote it")
         return value
 
     def _label(self, row: dict[str, Any], location: SourceLocation) -> Any:
@@ -161,7 +159,7 @@ class RowTask(Task):
             kind, hint = "similarity from 0 to 5", "Correct it"
             if self.configured:
                 kind, hint = "float32 number", "Write one, such as 3.5; or predict classes: --set task.labels=null"
-            raise DataError(str(location), f'"{text[:80]}" in the column "{name}" is not a {kind}', hint)
+            raise DataError(location, f'"{text[:80]}" in the column "{name}" is not a {kind}', hint)
         return number
 
 
@@ -171,26 +169,25 @@ def json_text(value: Any) -> str:
 
 
 def as_class(text: str) -> str:
-    """Return the name of a class: equal for labels that look alike, which may differ in invisible characters."""
+    """Return the name of a class, equal for labels that look alike but differ in invisible characters."""
     return re.sub(r"^[\s\u200b\ufeff]+|[\s\u200b\ufeff]+$", "", unicodedata.normalize("NFC", text))
 
 
 def label_text(value: Any, column: str, location: SourceLocation) -> str:
-    """Return the class that a label names: of JSON values the JSON, without quotation marks."""
+    """Return the class that a label names; of other JSON values than texts the JSON."""
     if value is None or isinstance(value, dict | list):
-        problem = f'{json_text(value)[:80]} in the column "{column}" is not a label'
-        raise DataError(str(location), problem, "Write a text, a number, true or false")
+        raise DataError(location, f'{json_text(value)[:80]} in the column "{column}" is not a label', "Write a text")
     if not (text := as_class(json_text(value))):
-        raise DataError(str(location), f'no label in the column "{column}"', "Write one, or remove the row")
+        raise DataError(location, f'no label in the column "{column}"', "Write one, or remove the row")
     return text
 
 
 class Table(RowTask):
-    """A CSV file (quoted as in RFC 4180) or TSV file (no quoting) with column names in its first line, a file of JSON
-    objects, one per line (.jsonl), or a Hugging Face dataset. The label column is optional.
+    """A CSV file (quoted as in RFC 4180), a TSV file (no quoting) with column names in its first line, JSON lines, or a
+    Hugging Face dataset. The label column is optional.
 
-    Labels are classes, given by their text (in JSON, numbers, true and false too; see `as_class`), read from the
-    training file if task.labels is null; or numbers to predict, if task.labels is []; or the answers of `text_table`.
+    Labels are classes, given by their text, read from the training file if task.labels is null; or numbers to predict,
+    if task.labels is []; or the answers of `text_table`.
     """
 
     source_is_file = True
@@ -224,7 +221,6 @@ class Table(RowTask):
             yield self.example(row, location, str(index))
 
     def _classes_of(self, file: Path) -> tuple[str, ...]:
-        """Return the labels in a file, sorted by number if all are numbers, else by text."""
         column = self.config.label
         names = {label_text(field(row, column, at, "task.label"), column, at) for at, row in table_rows(file)}
         if len(names) < 2:
@@ -237,12 +233,10 @@ class Table(RowTask):
 
 class ParallelText(RowTask):
     """A folder of files STEM.SOURCE and STEM.TARGET, each optionally with .gz; or a dataset with these columns.
-    `task.text` is the suffix of the source, `task.label` of the target: ["en"] and "de" translate English. The entry's
-    files are the stems of each split.
+    `task.text` is the suffix of the source, `task.label` of the target. The entry's files are the stems of each split.
 
     Files whose names start with test are test files: a single one is the split "test"; of several, each is a split
-    named by its stem. `read` takes the source's file, and finds the target's next to it. Without one, or for a file
-    with another suffix, examples are unlabelled.
+    named by its stem. Without a target's file next to it, the examples of a source's are unlabelled.
     """
 
     def __init__(self, config: "TaskConfig", entry: Entry):
@@ -276,8 +270,7 @@ class ParallelText(RowTask):
             splits["test"] = splits.pop(tests[0])
         if not splits:
             names = " or ".join(f"{stem}.{self.source}" for stem in self.stems)
-            hint = 'Set the suffixes of source and target: --set task.text=["en"] --set task.label=de'
-            raise DataError(folder, f"contains no file {names} (nor .gz)", hint)
+            raise DataError(folder, f"contains no file {names} (nor .gz)", "Set task.text and task.label to suffixes")
         return splits
 
     def rows(self, file: Path) -> Rows:
@@ -308,7 +301,8 @@ class ParallelText(RowTask):
 DIGITS = tuple("0123456789")
 TOKENS = (*DIGITS, "[MIN", "[MAX", "[MED", "[SM", "]")
 """Tokens of ListOps by id. Parentheses are redundant and omitted. Long Range Arena's published input pipeline also
-dropped every bracket, an error by its authors."""
+dropped every bracket, an error by its authors.
+"""
 
 
 def token_ids(row: dict[str, Any]) -> np.ndarray:
@@ -332,7 +326,7 @@ def sts_rows(file: Path) -> Rows:
         fields = line.split("\t") if isinstance(line, str) else []
         if fields and len(fields) not in (7, 9):
             problem = f"{len(fields)} fields instead of 7, or 9 with licences"
-            line = DataError(str(location), problem, HINT)
+            line = DataError(location, problem, HINT)
         elif fields:
             line = dict(zip(("score", "sentence1", "sentence2"), fields[4:7], strict=True))
         yield location, line
@@ -340,7 +334,8 @@ def sts_rows(file: Path) -> Rows:
 
 def xml_pairs(file: Path) -> Rows:
     """Read the <pair>s of an RTE challenge's XML file: attributes, and texts by element. Entity declarations are an
-    error, because with them a small file can expand to a large one."""
+    error, because with them a small file can expand to a large one.
+    """
     data = whole_bytes(file)
     try:
         if b"<!ENTITY" in data:
@@ -354,11 +349,11 @@ def xml_pairs(file: Path) -> Rows:
         location, texts = SourceLocation(file, number), {part.tag: part.text or "" for part in pair}
         wrong = len(texts) < len(pair) or any(len(part) for part in pair) or "id" not in pair.attrib
         problem = "a pair without an id, or with a repeated or nested element"
-        yield location, DataError(str(location), problem, HINT) if wrong else {**pair.attrib, **texts}
+        yield location, DataError(location, problem, HINT) if wrong else {**pair.attrib, **texts}
 
 
 def review_files(path: Path) -> Rows:
-    """Read one review per file: those in neg/ and pos/ by the numbers in their names, or a single one of them."""
+    """Read one review per file: those in neg/ and pos/ by the numbers in their names, or a single one."""
     files = [path]
     if path.is_dir():
         folders = [sorted((path / name).glob("*.txt"), key=lambda file: natural(file.name)) for name in ("neg", "pos")]
@@ -416,7 +411,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "joined_sentences()": lambda row: " ".join(map(str.strip, row["text"].split("<sssss>"))),
     "stripped_text()": lambda row: str(row["text"]).strip(),
 }
-"""Functions that catalog.json names: readers of files, and inputs and labels as functions of a row."""
+"""Functions that catalog.json names: readers of files, and inputs and labels of a row."""
 TASKS: dict[str, Entry | str] = {
     name: entry if isinstance(entry, str) else Entry(**entry)
     for name, entry in json.loads(read_file(Path(__file__).with_suffix(".json"))).items()

@@ -78,8 +78,7 @@ def to_hf(
     model = restore_task(path, ['training.precision="fp32"', 'run.device="cpu"'])
     task = model.form.task
     if task.form not in ("labels", "texts") or task.towers:
-        problem = f"transformers lacks a class for the inputs or outputs of {task.name}"
-        raise HubError(path, problem, "Use megasparse predict; classes, numbers and texts can be exported")
+        raise HubError(path, f"transformers lacks a class for {task.name}", "Use megasparse predict")
     merge_adapters(model.model)
     with appearing(output) as folder:
         write = _write_text_model if task.form == "texts" else _write_classifier
@@ -88,7 +87,7 @@ def to_hf(
 
 
 def merge_adapters(model: nn.Module) -> None:
-    """Add the products of LoRA adapters to the weights that they belong to, in place."""
+    """Add the products of LoRA adapters to their weights, in place."""
     for inner in [name for name, _ in model.named_modules() if name.endswith(".base_layer")]:
         name = inner.removesuffix(".base_layer")
         layer: Any = model.get_submodule(name)
@@ -154,7 +153,7 @@ def _write_text_model(model: Any, record: dict[str, Any], folder: Path) -> None:
 
 
 def _as_pretrained(model: Finetuned, record: dict[str, Any], shape: ModelConfig) -> Config:
-    """Return a run's configuration in the form of a pretraining run's, with the tokenizer in the run's folder."""
+    """Return a run's configuration as a pretraining run's, with the tokenizer in the run's folder."""
     name = record["tokenizer"]
     start = model.checkpoint.path.absolute().parents[1] / FOLDER
     tokenizer = name if name in NAMED else str(start / Path(name).name)
@@ -163,7 +162,7 @@ def _as_pretrained(model: Finetuned, record: dict[str, Any], shape: ModelConfig)
 
 def framed(files: Files, form: Form, typed: bool) -> Files:
     """Add a form's special tokens around a text, and around both texts of a pair, to a tokenizer, and a padding token
-    if it has none; the attention mask hides that from the model. typed: True if the model reads the types of segments.
+    if it has none. typed: True if the model reads the types of segments.
     """
     if FILE not in files:
         return files

@@ -42,7 +42,7 @@ def dropped(x: Tensor, rate: float, rng: RngContext, purpose: str) -> Tensor:
 
 
 class Form(ABC):
-    """Base class of the forms of tasks, selected by a task's `form`. N examples, B of them in a batch.
+    """Base class of the forms of tasks, selected by a task's `form`.
 
     Inputs are encoded in the format of pretrained models: [begin] A [separator], or [begin] A [separator] B
     [separator], if the tokenizer has these tokens; else A, or A, a line end and B.
@@ -92,7 +92,7 @@ class Form(ABC):
 
     def encode(self, examples: Iterable[Example]) -> Iterator[EncodedExample]:
         """Encode the examples of a split, and count them in `counts`. Raises DataError naming the location of an empty
-        or too long input, if the configuration treats these as errors.
+        or too long input, if the configuration forbids these.
         """
         self.reset()
         for example in examples:
@@ -202,7 +202,7 @@ def column(values: Sequence[Any]) -> np.ndarray:
 
 def cut(parts: list[np.ndarray], room: int) -> list[np.ndarray]:
     """Truncate the parts to `room` tokens in total, longest first, as Hugging Face's tokenizers do: the shorter of two
-    keeps up to half of the room, the longer one the rest; of equal parts the second is cut.
+    keeps up to half of the room; of equal parts the second is cut.
     """
     if len(parts) == 1:
         return [parts[0][:room]]
@@ -262,7 +262,7 @@ class TaskModel(nn.Module):
 
     def forward(self, inputs: Inputs, rng: RngContext) -> tuple[Tensor, dict[str, Any]]:
         """Return the objective, the mean cross-entropy or squared error plus auxiliary losses, and the statistics of
-        tasks/form.py, with weight 1 per example, and `accuracy` of classes. Without labels the loss is 0.
+        `Form.model`, with weight 1 per example, and `accuracy` of classes. Without labels the loss is 0.
         """
         labels, classes = inputs.labels, inputs.labels if self.outputs > 1 and rng.training else None
         scores, auxiliary = self.predicted(inputs, rng, classes)
@@ -303,7 +303,7 @@ class TaskModel(nn.Module):
 
 
 class LabelForm(Form):
-    """Cross-entropy of classes, or squared error of numbers. Answers are class numbers, or numbers."""
+    """Cross-entropy of classes, or squared error of numbers."""
 
     def check(self, body: Backbone) -> None:
         head, hint = self.config.head, 'Set it to "first" or "mean"'
@@ -375,7 +375,6 @@ class ChoiceForm(LabelForm):
                 raise ConfigError(f"head.{key}", f"{value!r}, but {self.task.name} does not pool", hint)
 
     def encoded(self, example: Example) -> EncodedExample:
-        """Encode an example. Raises DataError if question and candidates are too long."""
         question, candidates, texts = example.inputs
         begin, between, end = self.frame(2)
         separator = end if len(end) else between  # a single one, even if the tokenizer puts two between segments
@@ -386,8 +385,7 @@ class ChoiceForm(LabelForm):
         limit, location = self.task.config.max_length, example.location
         if first > limit:
             problem = f"question and {len(candidates)} candidates of {example.name} have {first:,} tokens"
-            hint = "Raise it, or remove the example: they are never truncated"
-            raise DataError(str(location), f"{problem}, more than task.max_length = {limit:,}", hint)
+            raise DataError(location, f"{problem}, more than task.max_length = {limit:,}", "Raise that")
         tokens = tokens[:limit] if self.counts.is_cut(len(tokens), location) else tokens
         sequences = (segments(tokens, first),)
         marks = np.maximum(ends[1:] - 1, 0)  # without separators, a candidate without tokens may end before the first

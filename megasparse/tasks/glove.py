@@ -1,8 +1,8 @@
 """Initial weights from the vectors of a GloVe file (Pennington et al. 2014). E width, V vocabulary, n vectors."""
 
-import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -10,73 +10,46 @@ from torch import Tensor, nn
 
 from megasparse.attention.contract import Attention
 from megasparse.errors import DataError
-from megasparse.files import open_file
 from megasparse.model.embedding import Embedding
-
-_LONGEST_LINE = 1 << 20  # bytes, more than in any GloVe file
+from megasparse.tasks.readers.rows import lines, parse_number, strict
 
 
 def read_glove(path: str | os.PathLike[str], words: Sequence[str]) -> tuple[Tensor, Tensor]:
     """Read the vectors (V, W) fp32 of `words` from a GloVe file, 0 for missing words, and a mask of words in it, (V,).
 
-    A line contains a word and W numbers, separated by single spaces; W follows from the first line. A word may contain
-    spaces. The first vector of a repeated word is used. Only lines of requested words are parsed. Raises DataError,
-    with the line number, for a different number of fields or a non-finite number; and if no word matches.
+    A line contains a word, possibly with spaces, and W numbers, separated by single spaces. The first vector of a
+    repeated word is used. Only lines of requested words are parsed. Raises DataError for a different number of fields
+    or a non-finite number; and if no word matches.
     """
     rows: dict[str, list[int]] = {}
     for row, word in enumerate(words):
         if word:
             rows.setdefault(word, []).append(row)
-    vectors: dict[int, list[float]] = {}
+    vectors: dict[int, list[float | None]] = {}
     width = 0
-    for number, line in _lines(path):
+    for location, line in strict(lines(Path(path))):
+        line = line.rstrip(" ")
         width = width or line.count(" ")
         word, *fields = line.rsplit(" ", width)
         if not width or len(fields) != width:
-            problem = f"line {number} contains {len(fields)} numbers after the word, but the first line {width}"
-            raise DataError(path, problem, "Give a GloVe text file, without a line of sizes before the vectors")
+            problem = f"{len(fields)} numbers after the word, but {width} in the first line"
+            raise DataError(location, problem, "Give a GloVe text file, without a line of sizes before the vectors")
         for row in rows.pop(word, []):
-            vectors[row] = _numbers(path, number, fields)
+            numbers = [parse_number(field) for field in fields]
+            if None in numbers:
+                raise DataError(location, f'"{fields[numbers.index(None)]}" is not a finite number', "Get it again")
+            vectors[row] = numbers
     if not vectors:
-        raise DataError(
-            path, f"none of the {len(words)} words is in it", "Check that it is in the tokenizer's language"
-        )
+        raise DataError(path, f"none of the {len(words)} words is in it", "Use one of the tokenizer's language")
     matrix, present = torch.zeros(len(words), width), torch.zeros(len(words), dtype=torch.bool)
     for row, vector in vectors.items():
         matrix[row], present[row] = torch.tensor(vector), True
     return matrix, present
 
 
-def _lines(path: str | os.PathLike[str]) -> Iterator[tuple[int, str]]:
-    """Yield the lines of a file with their numbers, starting at 1."""
-    if not os.path.isfile(path):
-        raise DataError(path, "there is no such file", "Give the path of a GloVe text file")
-    with open_file(path) as file:
-        for number, line in enumerate(iter(lambda: file.readline(_LONGEST_LINE), b""), start=1):
-            if len(line) == _LONGEST_LINE:
-                raise DataError(path, f"line {number} is longer than 1 MiB", "Give a GloVe text file, uncompressed")
-            try:
-                yield number, line.decode("utf-8").rstrip(" \r\n")
-            except UnicodeDecodeError as error:
-                raise DataError(path, f"line {number} is not UTF-8", "Give a GloVe text file, uncompressed") from error
-
-
-def _numbers(path: str | os.PathLike[str], line: int, fields: list[str]) -> list[float]:
-    numbers = []
-    for field in fields:
-        try:
-            numbers.append(float(field))
-        except ValueError:
-            numbers.append(math.nan)
-        if not math.isfinite(numbers[-1]):
-            raise DataError(path, f'line {line}: "{field}" is not a finite number', "Download the file again")
-    return numbers
-
-
 def pca(matrix: Tensor, components: int) -> Tensor:
-    """Return the directions of largest variance of n vectors (n, E), as orthonormal columns (E, components) in float64.
-
-    The largest coordinate of each is positive, so that the result is deterministic.
+    """Return the directions of largest variance of n vectors (n, E), as orthonormal columns (E, components) in float64,
+    the largest coordinate of each positive.
     """
     assert components <= matrix.shape[1], "there are no more directions than coordinates"
     centred = matrix.double() - matrix.double().mean(0)
@@ -89,13 +62,12 @@ def pca(matrix: Tensor, components: int) -> Tensor:
 @torch.no_grad()
 def initialise_from_glove(model: nn.Module, path: str | os.PathLike[str], words: Sequence[str]) -> int:
     """Initialise the token embeddings of a model from a GloVe file, and weights of mechanisms that start from words
-    (Smart Bird section 4.1) from the vectors' principal components. words: the word of each token, "" for tokens that
-    are not words. Returns the number of matched tokens.
+    (Smart Bird section 4.1) from the vectors' principal components. words: the word of each token, "" for none. Returns
+    the number of matched tokens.
 
     A table of width E takes the vectors if their width is E, their first E principal components if they are wider, and
     fills its first columns if they are narrower. Tokens without a vector keep their initial one, scaled to the
-    deviation of the others. The embeddings of a tiny Transformer are filled likewise; the projections of a sketch of
-    the layer's input start as principal directions.
+    deviation of the others. The projections of a sketch of the layer's input start as principal directions.
     """
     matrix, present = read_glove(path, words)
     file_vectors = matrix[present]

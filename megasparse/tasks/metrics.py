@@ -176,7 +176,6 @@ of stemmed words of the letters a to z and digits."""
 
 
 def require_metrics(names: Sequence[str]) -> None:
-    """Raise UserError if a library for these metrics is not installed."""
     for name in names:
         texts = "rouge_score" if name in ROUGE else "sacrebleu" if name in SACREBLEU else "sklearn"
         for library in (texts, "scipy"):

@@ -76,8 +76,7 @@ def restore_task(directory: str | Path, overrides: Sequence[str] = (), task: str
     checkpoint = Checkpoint.open(chosen_checkpoint(Path(directory)))
     settings = checkpoint.settings
     if not isinstance(settings, FinetuneConfig):
-        hint = "Evaluate it with megasparse evaluate --data, or fine-tune it first: megasparse finetune"
-        raise CheckpointError(checkpoint.path, "belongs to a pretrained model, without a task", hint)
+        raise CheckpointError(checkpoint.path, "belongs to a pretrained model", "Fine-tune it first, or use --data")
     trained = build_task(settings.task)
     changes = [] if task in (None, trained.name) else [f"task.name={json.dumps(task)}"]
     if changes and task == "table":
@@ -89,8 +88,7 @@ def restore_task(directory: str | Path, overrides: Sequence[str] = (), task: str
     chosen = build_task(config.task)
     traits = [(one.form, one.classes, one.towers, one.vocabulary) for one in (chosen, trained)]
     if traits[0] != traits[1]:
-        problem = f'"{chosen.name}" has other classes or inputs than "{trained.name}", the training task'
-        raise ConfigError("--task", problem, f"Use --task {trained.name}, or another task with the same classes")
+        raise ConfigError("--task", f'"{chosen.name}" has other classes or inputs', f"Use --task {trained.name}")
     run = Path(os.path.abspath(checkpoint.path)).parents[1]
     form = FORMS[chosen.form](chosen, config)
     body, tokenizer = body_of_run(run, settings.model_copy(update={"start": config.start}), form, checkpoint)
@@ -129,7 +127,7 @@ class TaskRun:
     validation: Sequence[EncodedExample]
 
     def batches(self, ranks: Ranks, position: int) -> Steps:
-        """Return this rank's steps from sample number `position` on. Raises ConfigError as `check_shares` does."""
+        """Return this rank's steps from sample number `position` on."""
         training = self.config.training
         check_shares(training.global_batch, training.micro_batch, ranks.world_size)
         kind: Any = TokenBatches if training.batch_unit == "tokens" else ExampleBatches
@@ -142,8 +140,8 @@ class TaskRun:
 def open_run(config: FinetuneConfig, say: Callable[[str], None]) -> TaskRun:
     """Read and encode the examples, and build the model. say: prints the counts of the examples.
 
-    Raises DataError naming file and line of a bad example; ConfigError, CheckpointError and HubError as `build_task`
-    and `open_start` do; UserError if a library for the metrics is missing.
+    Raises DataError naming file and line of a bad example; the errors of `build_task` and `open_start`; UserError if a
+    library for the metrics is missing.
     """
     task = build_task(config.task)
     require_metrics(task.metrics)
@@ -151,8 +149,7 @@ def open_run(config: FinetuneConfig, say: Callable[[str], None]) -> TaskRun:
     if metric not in task.metrics:
         raise ConfigError("evaluation.metric", f'"{metric}"', did_you_mean(metric, task.metrics))
     if config.training.batch_unit == "tokens" and task.form != "texts":
-        problem = f'"tokens" needs tasks whose answers are texts, unlike {task.name}'
-        raise ConfigError("training.batch_unit", problem, 'Set it to "examples"')
+        raise ConfigError("training.batch_unit", f'"tokens", but {task.name} writes no texts', 'Set it to "examples"')
     form = FORMS[task.form](task, config)
     train, validation = read_examples(task, config)
     start = open_start(config, form, form.sketch_labels(train))
@@ -202,7 +199,6 @@ def read_examples(task: Task, config: FinetuneConfig) -> tuple[list[Example], li
 
 
 def read_files(task: Task, files: Sequence[Path]) -> Iterator[Example]:
-    """Read the examples of all files of a split."""
     for file in files:
         yield from task.read(file)
 
@@ -212,8 +208,7 @@ def labelled(examples: Iterable[Example], name: str, source: str | Path) -> Iter
     example = None
     for example in examples:
         if example.label is None:
-            hint = "Use a labelled file; megasparse predict labels others"
-            raise DataError(str(example.location), "lacks a label to learn from or to compare with", hint)
+            raise DataError(example.location, "lacks a label", "Use a labelled file; megasparse predict labels others")
         yield example
     if example is None:
         raise DataError(source, f"contains no {name} examples", "Use files with examples")
@@ -259,10 +254,10 @@ def predict_examples(
     ranks: Ranks,
     pause: Callable[[], object] = lambda: None,
 ) -> list[Prediction]:
-    """Return the model's predictions for all examples, on every rank.
+    """Return the model's predictions for all examples, on every rank. They do not depend on the batch or rank of an
+    example.
 
-    score: a form's model in evaluation, or its engine. The ranks split the batches; each scores the same number.
-    Predictions do not depend on the batch or rank of an example. pause: called before each batch.
+    score: a form's model in evaluation, or its engine. The ranks split the batches. pause: called before each batch.
     """
     order = sorted(range(len(examples)), key=lambda i: -examples[i].length)
     size = config.evaluation.batch
@@ -283,7 +278,6 @@ def predict_examples(
 
 
 def answers(form: Form, examples: Sequence[EncodedExample], table: Sequence[Prediction]) -> list[Any]:
-    """Return the answers that metrics compare with labels."""
     return [form.answer(example, output.values) for example, output in zip(examples, table, strict=True)]
 
 
@@ -317,8 +311,7 @@ def predicted(model: Finetuned, examples: Sequence[EncodedExample]) -> list[Pred
     with torch.no_grad(), tqdm(total=total, desc="scoring", unit="batch", leave=False, disable=None) as bar:
         table = predict_examples(model.model, model.form, examples, model.config, model.ranks, bar.update)
     if not all(np.isfinite(output.values).all() for output in table):
-        hint = "Use an earlier checkpoint, or --set training.precision=fp32"
-        raise UserError(f"{model.checkpoint.path}: the predictions are not finite. {hint}")
+        raise UserError(f"{model.checkpoint.path}: the predictions are not finite. Use an earlier checkpoint, or fp32")
     return table
 
 
@@ -391,8 +384,7 @@ def _glue_table(rows: Sequence[Row]) -> str:
     for row in rows:
         name, text = row["name"], _text(row)
         if any(mark in f"{name}{text}" for mark in "\t\r\n"):
-            problem = f"{[name, text]} contains a tab or a line end, which a .tsv cannot contain"
-            raise DataError(_location(row), problem, "Write a .csv")
+            raise DataError(_location(row), f"{[name, text]} contains a tab or a line end", "Write a .csv")
         out += f"{name}\t{text}\n"
     return out
 
@@ -404,14 +396,11 @@ WRITERS = {".jsonl": _json_lines, ".json": _json_by_name, ".csv": _csv_table, ".
 def require_form(path: Path) -> None:
     """Raise ConfigError if the suffix is not in WRITERS."""
     if path.suffix not in WRITERS:
-        problem = f'"{path.suffix}" is not a known format of predictions: {path}'
-        raise ConfigError("--output", problem, f"Use a name that ends in {', '.join(WRITERS)}")
+        raise ConfigError("--output", f'"{path.suffix}" is not a format of predictions', f"Use {', '.join(WRITERS)}")
 
 
 def write_predictions(path: Path, rows: Sequence[Row]) -> None:
-    """Write a file in the format of its suffix. Raises DataError for a name that a .tsv cannot contain, or that a .json
-    would contain twice.
-    """
+    """Write a file in the format of its suffix. Raises DataError if the format cannot contain a name."""
     require_form(path)
     content = WRITERS[path.suffix](rows)
     with whole_file(path) as stream:
@@ -447,8 +436,7 @@ def evaluate_checkpoints(
     """
     paths = [chosen_checkpoint(Path(directory)).resolve() for directory in directories]
     if repeated := [path for number, path in enumerate(paths) if path in paths[:number]]:
-        hint = "Name each once: they are treated as independent runs"
-        raise ConfigError("--checkpoint", f"{repeated[0]} is given twice", hint)
+        raise ConfigError("--checkpoint", f"{repeated[0]} is given twice", "Name each once")
     runs: list[dict[str, Any]] = []
     first: Any = None
     for directory in directories:

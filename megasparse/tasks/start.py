@@ -113,8 +113,7 @@ def rebuild(run: Path, form: Any, checkpoint: Checkpoint) -> tuple[Backbone, Tok
 
             layers = depth(record["config"])
             if layers > (weights := len(checkpoint.manifest["tensors"].get("weight", {}))):
-                problem = f"contains {weights} weights, but the run's record {layers} layers"
-                raise CheckpointError(checkpoint.path, problem, COPY)
+                raise CheckpointError(checkpoint.path, f"contains {weights} weights, the record {layers} layers", COPY)
         return body_of(record, form.body), tokenizer
 
 
@@ -146,8 +145,7 @@ def _record_of(run: Path) -> Iterator[tuple[dict[str, Any], Tokenizer]]:
         name = record["tokenizer"]
         yield record, build_tokenizer(name if name in NAMED else str(folder / Path(name).name))
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        problem = f"cannot be read ({type(error).__name__})"
-        raise CheckpointError(folder / RECORD, problem, COPY) from None
+        raise CheckpointError(folder / RECORD, f"cannot be read ({type(error).__name__})", COPY) from None
 
 
 def body_of_run(run: Path, config: FinetuneConfig, form: Any, checkpoint: Checkpoint) -> tuple[Backbone, Tokenizer]:
@@ -164,8 +162,7 @@ def body_of_run(run: Path, config: FinetuneConfig, form: Any, checkpoint: Checkp
         body = open_start(config, form, int(labels[1]) if labels else 2).body
     except (CheckpointError, ConfigError, HubError) as error:
         key = "start.checkpoint" if config.start.checkpoint is not None else "start.huggingface"
-        problem = f"contains only adapters, and the weights that they belong to cannot be read ({error})"
-        raise CheckpointError(run, problem, f"Restore them, or set {key} to their folder") from None
+        raise CheckpointError(run, f"its pretrained weights cannot be read ({error})", f"Set {key}") from None
     add_adapters(body, config.lora, config.run.seed)
     return body, tokenizer
 
@@ -198,8 +195,7 @@ def _of_huggingface(config: FinetuneConfig, named: Path, form: Any, labels: int)
         body = _filled_body(config, foreign.config.model, form, labels, foreign.tensors, partial(HubError, folder))
         return Start(body, build_tokenizer(foreign.config.data.tokenizer), sha256)
     if form.two_sided:
-        hint = "Use such a checkpoint, or model instead of start"
-        raise HubError(folder, "is not a megasparse encoder-decoder, as the task needs", hint)
+        raise HubError(folder, "is not a megasparse encoder-decoder", "Use such a checkpoint, or `model`")
     require_tokenizer(folder)
     tokenizer = build_tokenizer(found_tokenizer(folder, None))
     body, record = _transformer(config, folder, labels)
@@ -207,7 +203,7 @@ def _of_huggingface(config: FinetuneConfig, named: Path, form: Any, labels: int)
 
 
 def _transformer(config: FinetuneConfig, folder: Path, labels: int) -> tuple[Backbone, dict[str, Any]]:
-    """Load a model that remains a transformers model, with its attention replaced if the configuration requests it."""
+    """Load a model that remains a transformers model, with its attention replaced on request."""
     from transformers import AutoModel
     from transformers.utils.logging import disable_progress_bar
 
@@ -257,8 +253,7 @@ def _megasparse_body(config: FinetuneConfig, model: ModelConfig, form: Any, labe
             changes["source"] = model.source.model_copy(update={"attention": attention})
     if start.activations is not None:
         if model.blocks == "reversible":
-            problem = f'"{start.activations}" is for ordinary blocks, but this model already recomputes its inputs'
-            raise ConfigError("start.activations", problem, "Set it to null")
+            raise ConfigError("start.activations", f'"{start.activations}" is for ordinary blocks', "Set it to null")
         changes["activations"] = start.activations
     model = model.model_copy(update=changes)
     body: Any = form.body(model)

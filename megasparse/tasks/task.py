@@ -1,8 +1,8 @@
 """Interface of downstream tasks: conversion of official files to examples, with a limit on malformed rows.
 
-Official files without splits are split by position, so that results are reproducible: of every ten examples of a file,
-the first belongs to the test split, the second to validation, the other eight to training. FILE#train, FILE#validation
-and FILE#test name these parts, on command lines too; FILE names the whole file.
+Official files without splits are split by position: of every ten examples of a file, the first belongs to the test
+split, the second to validation, the other eight to training. FILE#train, FILE#validation and FILE#test name these
+parts, on command lines too; FILE names the whole file.
 """
 
 import hashlib
@@ -71,8 +71,7 @@ class Example:
 class Task(ABC):
     """A downstream task. Most are rows of tasks/catalog.py; a task with files in a special format is a subclass.
 
-    `config` is completed from the training file, so that the task can be built without it; `warnings` are about
-    probable mistakes.
+    `config` is completed from the training file, so that the task can be built without it.
     """
 
     name: str
@@ -100,8 +99,7 @@ class Task(ABC):
         """Return the number of a class, given its name. Raises DataError naming the location."""
         assert self.classes is not None
         if label not in self.classes:
-            problem = f'"{label[:80]}" is not a label of {self.name}'
-            raise DataError(str(location), problem, did_you_mean(label, self.classes))
+            raise DataError(location, f'"{label[:80]}" is no label of {self.name}', did_you_mean(label, self.classes))
         return self.classes.index(label)
 
 
@@ -174,8 +172,7 @@ def chosen_files(task: Task, sources: Sequence[str], split: str | None) -> tuple
         return None, paths
     splits = task.files(folder) if len(paths) == 1 else {}
     if len(paths) > 1 or (task.source_is_file and splits == {"train": [folder]}):
-        hint = "Use files that the task can read, or one folder of official files or of a dataset"
-        raise DataError(folder, f"is a folder without splits of {task.name}, or one of several", hint)
+        raise DataError(folder, f"is a folder without splits of {task.name}, or one of several", "Give one")
     if split is None and not task.needs_labels:
         usual = [name for name in ("test", "validation") if name in splits]
         split = [*usual, *splits][0] if usual or len(splits) == 1 else "test"

@@ -18,19 +18,16 @@ from megasparse.training.run import RunResult, TrainingRun
 from megasparse.training.state import LoopState
 
 MAX_SKIPPED = 20
-"""Consecutive steps with a non-finite loss or gradient after which a run stops: such a run does not recover."""
+"""Consecutive skipped steps after which a run stops, because it does not recover."""
 
 
 def train(run: TrainingRun) -> RunResult:
     """Train from `run.start` to `config.training.steps`. Save every `config.checkpoint.every` steps and at the end.
 
     If `run.hooks` requests a stop on any rank, all ranks save and stop before the next step. An evaluation that a stop
-    interrupted is repeated when the run resumes. With `checkpoint.bucket`, return once the last checkpoint is uploaded.
-
-    Raises:
-        TrainingError: MAX_SKIPPED steps in a row were skipped.
-        StorageError: A checkpoint cannot be written.
-        DataError: This rank cannot read its data; the other ranks raise LostPeer.
+    interrupted is repeated when the run resumes. Raises TrainingError if MAX_SKIPPED steps in a row were skipped,
+    StorageError if a checkpoint cannot be written, DataError if this rank cannot read its data, LostPeer on the other
+    ranks.
     """
     config, saver, tracker, steps = run.config, run.saver, run.tracker, run.config.training.steps
     state = LoopState(run.start, run.selection)
@@ -92,8 +89,9 @@ def train(run: TrainingRun) -> RunResult:
     state.save(run.engine, saver)
     saver.finish()
     if saver.saved != state.step:
-        problem = f"the last step, {state.step}, is not saved"
-        raise StorageError(saver.directory, problem, "Repair the storage, then run the same command again to resume")
+        raise StorageError(
+            saver.directory, f"the last step, {state.step}, is not saved", "Repair the storage, then resume"
+        )
     saver.finish_uploads()
     tracker.say(_last_words(state, steps))
     return _result(run, state)
@@ -133,9 +131,8 @@ def _next_data(run: TrainingRun, source: Iterator[Step], step: int) -> Step | Ex
 
 
 def _agree(run: TrainingRun, data: Step | Exception) -> tuple[bool, bool]:
-    """Find out, in one small all-reduce, whether any rank should stop and whether any is writing a checkpoint.
-
-    Raises an error on all ranks together if the data of some rank failed.
+    """Find out, in one small all-reduce, whether any rank should stop, is writing a checkpoint, or could not read its
+    data, which raises an error on all ranks.
     """
     stopped = isinstance(data, WaitingStopped)
     failed = isinstance(data, Exception) and not stopped

@@ -28,7 +28,7 @@ from megasparse.training.stopping.watchdog import START
 
 POLL = 0.05
 MEETING_REPORT = 30.0
-"""Seconds to wait for the rendezvous before each rank prints that it is waiting."""
+"""Seconds at the rendezvous before each rank prints that it is waiting."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Ranks:
     world_size: int = 1
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     sequence: torch.distributed.ProcessGroup | None = None
-    """Group of consecutive ranks that split every sequence with this one; None without sequence parallelism."""
+    """Consecutive ranks that split every sequence with this one, if any."""
 
     @property
     def sequence_size(self) -> int:
@@ -48,7 +48,6 @@ class Ranks:
 
     @property
     def sequence_rank(self) -> int:
-        """Index of this rank in its sequence group."""
         return self.rank % self.sequence_size
 
     @property
@@ -62,10 +61,7 @@ class Ranks:
         return self.world_size // self.sequence_size
 
     def gather(self, value: Any, first_only: bool = False) -> list[Any]:
-        """Return the JSON values of all ranks, in rank order. Blocks until all ranks call it.
-
-        first_only: Send the values to rank 0 only; other ranks return an empty list.
-        """
+        """Return the JSON values of all ranks, in rank order; with `first_only` on rank 0 only. All ranks call it."""
         if self.world_size == 1:
             return [value]
         message = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(self.device)
@@ -103,7 +99,7 @@ class Ranks:
         return values
 
     def exchange(self, vectors: list[torch.Tensor], lengths: list[int]) -> list[torch.Tensor]:
-        """Send one vector to each rank. Return the vectors of these lengths that the ranks sent, on this device."""
+        """Send one vector to each rank. Return the vectors of these lengths that they sent, on this device."""
         if self.world_size == 1:
             return [vector.to(self.device) for vector in vectors]
         sent = torch.cat(vectors).to(self.device)
@@ -112,7 +108,7 @@ class Ranks:
         return list(received.split(lengths))
 
     def any(self, answer: bool) -> bool:
-        """True if `answer` is true on any rank. Blocks until all ranks have called it."""
+        """True if `answer` is true on any rank. All ranks call it."""
         return self.any_of(answer)[0]
 
     def any_of(self, *answers: bool) -> list[bool]:
@@ -121,38 +117,35 @@ class Ranks:
         return [count > 0 for count in counts.tolist()]
 
     def say(self, line: str) -> None:
-        """Print a line on rank 0's stderr."""
         if self.rank == 0:
             print(line, file=sys.stderr)
 
     def stop(self) -> None:
-        """Destroy the process group."""
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
 
 
 @dataclass(frozen=True)
 class RunHooks:
-    """Callbacks of a run. The defaults neither stop nor watch it."""
+    """Callbacks of a run. The defaults do nothing."""
 
     stop_wanted: Callable[[], bool] = lambda: False
     """True if this rank requests a save and stop. Ranks may learn of a request at different steps."""
     progress: Progress = silent
     """Called with the name of the next operation, equally often on all ranks; a hanging rank falls behind."""
     alive: Progress = silent
-    """Called with the current operation if the number of calls may differ between ranks, as for files."""
+    """Called with the current operation if the number of calls may differ between ranks."""
     trace_wanted: Callable[[], bool] = lambda: False
-    """True if a trace of the next steps was requested on this rank since the last call."""
+    """True if a trace of the next steps was requested since the last call."""
 
 
 class StopWanted(Exception):
-    """Raised on all ranks together to interrupt long work that may remain unfinished, such as evaluation."""
+    """Raised on all ranks together to interrupt long work that may remain unfinished."""
 
 
 def check_stop(hooks: RunHooks, ranks: Ranks, doing: str) -> None:
-    """Raise StopWanted on every rank if any of them should stop.
-
-    All ranks call it equally often, between parts of work that may remain unfinished, such as evaluation.
+    """Raise StopWanted on every rank if any of them should stop. All ranks call it equally often, between parts of work
+    that may remain unfinished.
     """
     hooks.progress(doing)
     if ranks.any(hooks.stop_wanted()):
@@ -160,23 +153,16 @@ def check_stop(hooks: RunHooks, ranks: Ranks, doing: str) -> None:
 
 
 def start_ranks(run: RunConfig, sequence: int = 1) -> Ranks:
-    """Join the process group of the launcher; without a launcher, make one of this process only.
-
-    Args:
-        run: The `run` section of the configuration.
-        sequence: Number of consecutive ranks that split a sequence.
-
-    Raises:
-        ConfigError: The device does not exist, `run.engine=torch` with several processes, `sequence` does not divide
-            the world size, or the rendezvous address is in use or unreachable.
+    """Join the process group of the launcher; without a launcher, make one of this process only. sequence: number of
+    consecutive ranks that split a sequence. Raises ConfigError for settings that do not fit the machine or the
+    launcher.
     """
     world_size = _world_size()
     if world_size % sequence:
         problem = f"{sequence} ranks per sequence do not divide the world size {world_size}"
         raise ConfigError("parallel.sequence", problem, "Start a multiple of it, or set it to a divisor")
     if run.engine == "torch" and world_size > 1:
-        problem = f'"torch" supports one process, but {world_size} were started'
-        raise ConfigError("run.engine", problem, 'Set run.engine="deepspeed"')
+        raise ConfigError("run.engine", f'"torch" supports one process, not {world_size}', 'Set run.engine="deepspeed"')
     device = _choose_device(run)
     if device.type == "cpu":
         os.environ["DS_ACCELERATOR"] = "cpu"
@@ -195,17 +181,18 @@ def start_ranks(run: RunConfig, sequence: int = 1) -> Ranks:
         os.environ.update(alone)
     if not torch.distributed.is_initialized():
         _meet(run, device)
-    rank = torch.distributed.get_rank()
-    return Ranks(rank, world_size, device, _sequence_groups(run, sequence, world_size)[rank // sequence])
+    rank, group = torch.distributed.get_rank(), None
+    for start in range(0, world_size, sequence) if sequence > 1 else ():  # all ranks make all groups, in order
+        made = torch.distributed.new_group(list(range(start, start + sequence)), timeout=_time_limit(run))
+        group = made if start <= rank < start + sequence else group
+    return Ranks(rank, world_size, device, group)
 
 
 def local_ranks(world_size: int) -> int:
-    """Return the number of ranks on this machine, which share its processors and memory."""
     return rank_variable("LOCAL_WORLD_SIZE", rank_variable("LOCAL_SIZE", world_size))
 
 
 def _world_size() -> int:
-    """Return the world size. Raises ConfigError if the launcher's variables are incomplete or not numbers."""
     size = rank_variable("WORLD_SIZE", 1)
     for name in ("RANK", "LOCAL_RANK"):
         if (rank := rank_variable(name, 0)) >= size:
@@ -216,14 +203,6 @@ def _world_size() -> int:
     return size
 
 
-def _sequence_groups(run: RunConfig, size: int, world_size: int) -> list[torch.distributed.ProcessGroup | None]:
-    """Make the groups of ranks [g·size, (g + 1)·size), in order on all ranks; None if size is 1."""
-    if size == 1:
-        return [None] * world_size
-    starts, limit = range(0, world_size, size), _time_limit(run)
-    return [torch.distributed.new_group(list(range(start, start + size)), timeout=limit) for start in starts]
-
-
 def _time_limit(run: RunConfig) -> timedelta:
     """Return the timeout of collective operations, much longer than the watchdog's."""
     return timedelta(seconds=max(3600.0, 20 * run.hang_timeout))
@@ -231,14 +210,11 @@ def _time_limit(run: RunConfig) -> timedelta:
 
 def _meet(run: RunConfig, device: torch.device) -> None:
     """Initialise the process group. The watchdog detects hangs, and can tell a slow save from a dead rank; the group's
-    own timeout is a fallback, much longer, after which NCCL dumps its flight recorder.
+    own timeout is a much longer fallback, after which NCCL dumps its flight recorder.
     """
     recorder = os.path.join(run.directory, "flight-recorder-rank-")
-    for name, value in (
-        ("TORCH_FR_BUFFER_SIZE", "2000"),
-        ("TORCH_NCCL_DUMP_ON_TIMEOUT", "1"),
-        ("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", recorder),
-    ):
+    recording = {"TORCH_FR_BUFFER_SIZE": "2000", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
+    for name, value in (recording | {"TORCH_NCCL_DEBUG_INFO_TEMP_FILE": recorder}).items():
         os.environ.setdefault(name, value)
     backend = "nccl" if device.type == "cuda" else "gloo"
     address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
@@ -258,8 +234,7 @@ def _meet(run: RunConfig, device: torch.device) -> None:
 
 
 def _loopback(limit: timedelta) -> dict[str, Any]:
-    """Return the arguments of init_process_group for a rendezvous on the loopback interface, unreachable from other
-    machines; empty for several nodes."""
+    """Return the arguments of a rendezvous on the loopback interface; empty for several nodes."""
     rank, size, port = rank_variable("RANK", 0), rank_variable("WORLD_SIZE", 1), rank_variable("MASTER_PORT", 0)
     if os.environ["MASTER_ADDR"] not in ("127.0.0.1", "localhost") and rank_variable("LOCAL_WORLD_SIZE", 0) != size:
         return {}
@@ -277,11 +252,11 @@ def _loopback(limit: timedelta) -> dict[str, Any]:
 
 
 def _name_of_this_start(store: torch.distributed.Store, rank: int, size: int) -> str:
-    """Agree on a name for this start of the ranks that no earlier start has used.
+    """Agree on a name for this start of the ranks that no earlier start has used: torchrun keeps one store across
+    restarts (torch 2.13), with the addresses of ranks that have died.
 
-    torchrun keeps one store across restarts (torch 2.13), so the store still contains the addresses of ranks that have
-    died, and new ranks would connect to them. Rank 0 proposes a name until every rank has answered it with a name of
-    this start, and each rank waits until its own name is confirmed.
+    Rank 0 proposes a name until every rank has answered it with a name of this start, and each rank waits until its own
+    name is confirmed.
     """
     name = uuid.uuid4().hex
     if rank == 0:
@@ -297,9 +272,7 @@ def _name_of_this_start(store: torch.distributed.Store, rank: int, size: int) ->
 
 @contextmanager
 def _patience(address: str, limit: float) -> Iterator[None]:
-    """Watch the rendezvous, before the watchdog starts: print a notice after half a minute, and exit with errors.HANG
-    after `limit` seconds (0: never).
-    """
+    """Watch the rendezvous, before the watchdog starts: print a notice, and exit with errors.HANG after `limit` s."""
     met, reported = threading.Event(), min(MEETING_REPORT, limit or MEETING_REPORT)
     name = f"rank {os.environ['RANK']} on {socket.gethostname()}"
     whom = f"for the {os.environ['WORLD_SIZE']} ranks to meet at {address}"

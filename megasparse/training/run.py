@@ -1,7 +1,7 @@
 """Setup of a training run, shared by pretraining and fine-tuning.
 
 `open_training` locks the run's folder, watches its ranks, finds the checkpoint to resume from, and opens model, data,
-engine, evaluation and tracker, in this order. It closes them in reverse order. `loop.train` runs the steps.
+engine, evaluation and tracker, in this order. `loop.train` runs the steps.
 """
 
 import os
@@ -36,8 +36,9 @@ from megasparse.training.stopping.signals import StopSignals
 from megasparse.training.stopping.watchdog import Watchdog, connect
 
 Evaluate = Callable[[int], Mapping[str, float | str | Tensor]]
-"""Map a step to scalars, and to texts and images for TensorBoard, by name; empty if no evaluation is due.
-Called after every step on every rank. May raise StopWanted, on all ranks together."""
+"""Map a step to scalars, and to texts and images for TensorBoard; empty if no evaluation is due. Called after every
+step on every rank. May raise StopWanted, on all ranks together.
+"""
 
 
 @dataclass(frozen=True)
@@ -48,9 +49,8 @@ class Recipe:
     make_rng: MakeRng
     build_model: Callable[[], nn.Module]
     initial: Initial | None = field(kw_only=True, default=None)
-    """Initial values of parameters on the meta device."""
     open_data: Callable[[int, RunHooks], Steps]
-    """Open this rank's steps, starting at a global sample number."""
+    """Open this rank's steps, from a global sample number on."""
     build_evaluation: Callable[[Engine, RunHooks], Evaluate | None] = lambda engine, hooks: None
     flops_per_token: tuple[float, float] | tuple[()] = ()
     """FLOPs per token of the model and of the hardware; empty if unknown."""
@@ -66,15 +66,13 @@ class TrainingRun:
     saver: Saver
     tracker: Tracker
     start: Checkpoint | None = None
-    """Checkpoint to resume from; None starts at step 0."""
     evaluate: Evaluate | None = None
     selection: Selection | None = None
-    """Tracks the best checkpoint, and ends training when it is exhausted."""
+    """Tracks the best checkpoint, and may end training."""
     stop_at: int | None = None
-    """Step after which to save and stop. Schedules still end at `training.steps`, so the run can resume exactly."""
+    """Step after which to save and stop, while schedules still end at `training.steps`."""
     hooks: RunHooks = field(default_factory=RunHooks)
     flops: tuple[float, ...] = ()
-    """FLOPs per token; see `Recipe.flops_per_token`."""
 
     @property
     def config(self) -> RunSettings:
@@ -90,24 +88,16 @@ class RunResult:
     """Progress of a run."""
 
     directory: Path
-    """The run's folder."""
     step: int
     """The last completed step, which is saved."""
     complete: bool
     """True if all steps are done or early stopping ended the run."""
 
 
-LONGEST = 1024
-"""Bytes of the lock file that are read, at most."""
-
-
 @contextmanager
 def run_lock(directory: Path, ranks: Ranks) -> Iterator[None]:
     """Keep other runs out of `directory`, which is created if necessary. All ranks call it; rank 0 holds the lock.
-
-    Without lock support in the file system, print a warning and continue.
-
-    Raises UserError, on every rank, if another run holds the lock or the folder cannot be created.
+    Without lock support in the file system, print a warning.
     """
     with ExitStack() as held:
         ranks.on_first_rank(lambda: _take(directory, held))
@@ -115,13 +105,14 @@ def run_lock(directory: Path, ranks: Ranks) -> Iterator[None]:
 
 
 def _take(directory: Path, held: ExitStack) -> None:
-    """Lock `directory` until `held` ends, and write the holder's name into the lock file. Raises ConfigError."""
+    """Lock `directory` until `held` ends, and write the holder's name into the lock file."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
         files = {path: path.lstat() for path in directory.iterdir() if not path.is_dir()}
     except OSError as error:
-        problem = f"{directory} cannot be created or read ({error.strerror})"
-        raise ConfigError("run.directory", problem, "Choose a writable folder") from None
+        raise ConfigError(
+            "run.directory", f"{directory} cannot be created or read ({error.strerror})", "Choose another"
+        ) from None
     for path, status in files.items():
         if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1:
             problem = f"{path} is a link or not a regular file, and the run would write to it"
@@ -131,7 +122,11 @@ def _take(directory: Path, held: ExitStack) -> None:
     try:
         lock = held.enter_context(FileLock(path))
     except BlockingIOError:
-        problem = f"{directory} is in use by another run ({_holder(path) or f'not named in {path}'})"
+        holder = ""
+        with suppress(OSError), open_file(path) as file:
+            holder = file.read(1024).decode(errors="replace")
+        holder = holder if holder and holder.isprintable() else f"not named in {path}"
+        problem = f"{directory} is in use by another run ({holder})"
         raise ConfigError("run.directory", problem, "Choose another run.directory, or stop that run first") from None
     except OSError as error:
         problem = f"{path} cannot be locked ({error.strerror})"
@@ -142,15 +137,6 @@ def _take(directory: Path, held: ExitStack) -> None:
         os.ftruncate(lock.descriptor, 0)
         write_at(lock.descriptor, f"host {socket.gethostname()}, pid {os.getpid()}, since {since}".encode(), 0)
         os.fsync(lock.descriptor)
-
-
-def _holder(path: Path) -> str:
-    """Return the holder's name from the lock file if it is one printable line, else ""."""
-    with suppress(OSError), open_file(path) as file:
-        text = file.read(LONGEST).decode(errors="replace")
-        if text and text.isprintable():
-            return text
-    return ""
 
 
 @contextmanager
@@ -165,19 +151,9 @@ def open_training(
     """Set up a run. All ranks call it together.
 
     The context holds the lock of `run.directory` and watches the ranks: a signal to one rank stops all of them, and a
-    rank that hangs ends the run.
-
-    Args:
-        recipe: The parts of the run.
-        ranks: The process group.
-        resume, allow_changed_config: See `find_start`.
-        stop_at: See `TrainingRun`.
-        signals: Signal handlers of the process. Without them (in a notebook) signals do not stop the run, and a single
-            process runs without a watchdog, which would also end the notebook.
-
-    Raises:
-        Exception: Errors of `run_lock`, `find_start` and `build_engine`.
-        MemoryShortage: Memory ran out, here or in the body of the context.
+    rank that hangs ends the run. Without `signals` (in a notebook) these do not stop the run, and a single process runs
+    without a watchdog, which would also end the notebook. Raises MemoryShortage if memory runs out, here or in the body
+    of the context.
     """
     config, hooks = recipe.identity.config, RunHooks()
     directory, launch = Path(config.run.directory), ranks.gather(uuid.uuid4().hex)[0]

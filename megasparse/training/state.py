@@ -1,4 +1,4 @@
-"""The part of the training loop's state that checkpoints store: step, position in the data, last loss, best value."""
+"""The part of the training loop's state that checkpoints store."""
 
 import json
 from collections.abc import Mapping
@@ -11,30 +11,25 @@ from megasparse.training.checkpoints.saving import Saver
 from megasparse.training.engines.contract import Engine
 
 KEPT = ("step", "value", "scalars", "without_better")
-"""Attributes of a Selection that checkpoints store."""
 
 
 class Selection:
-    """The best value so far of one scalar, and the step it was reached at. Checkpoints store it.
+    """The best value so far of one scalar, and the step it was reached at.
 
-    patience: end training after this many evaluations in a row without a better value; 0 disables. lower: True if lower
-    values are better.
+    patience: end training after this many evaluations in a row without a better value; 0 disables. scalars: of the
+    evaluation at the best step. without_better: evaluations since.
     """
 
     def __init__(self, scalar: str, patience: int = 0, lower: bool = False):
         self.scalar, self.patience, self.sign = scalar, patience, -1 if lower else 1
         self.step: int | None = None
-        """Step of the best value."""
         self.value: float | None = None
         self.scalars: dict[str, float] = {}
-        """All scalars of the evaluation at that step."""
         self.without_better = 0
-        """Evaluations since that step."""
 
     def note(self, step: int, scalars: Mapping[str, float]) -> bool:
-        """Record a step's scalars. Return True if they contain the best value so far (of equal values the first).
-
-        A step without an evaluation does not contain the scalar and changes nothing. NaN is worse than any number.
+        """Record a step's scalars, if it was evaluated. Return True if they contain the best value so far, of equal
+        values the first. NaN is worse than any number.
         """
         if (value := scalars.get(self.scalar)) is None:
             return False
@@ -47,18 +42,16 @@ class Selection:
 
     @property
     def exhausted(self) -> bool:
-        """True if the last `patience` evaluations did not improve the value."""
         return 0 < self.patience <= self.without_better
 
     def state(self) -> dict[str, Any]:
-        """Return the state that a checkpoint stores, as JSON."""
         return {"metric": self.scalar, **{name: getattr(self, name) for name in KEPT}}
 
     def write(self, file: Path) -> None:
         write_file(file, json.dumps(self.state(), indent=2) + "\n")
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Restore the result of `state`, unless it is empty or belongs to another scalar, which is not comparable."""
+        """Restore the result of `state`, unless it is empty or of another scalar, which is not comparable."""
         if state.get("metric") == self.scalar:
             for name in KEPT:
                 setattr(self, name, state[name])
@@ -71,24 +64,22 @@ class LoopState:
         state: dict[str, Any] = start.state if start else {}
         self.step = start.step if start else 0
         self.sequences = start.sequences if start else 0
-        """Position in the data."""
         self.pending: bool = state.get("evaluation_pending", False)  # a stop interrupted the evaluation of this step
         self.loss: float | None = state.get("loss")
         """Loss of the last step; None if it is not finite."""
         self.skipped_in_a_row: int = state.get("skipped_in_a_row", 0)
-        """Number of steps since the last applied one."""
+        """Steps since the last applied one."""
         self.selection = selection or Selection("")  # no scalar has this name
         self.selection.restore(state.get("selection") or {})
 
     @property
     def ended_early(self) -> str:
-        """Reason why the selection ended training; empty if it did not."""
+        """Reason why the selection ended training, if it did."""
         if not (best := self.selection).exhausted:
             return ""
         return f"{best.scalar} has not been better than at step {best.step} for {best.without_better} evaluations"
 
     def state(self) -> dict[str, Any]:
-        """Return the state that a checkpoint stores, as JSON."""
         selection = self.selection.state() if self.selection.scalar else None
         return {
             "loss": self.loss,

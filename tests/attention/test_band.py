@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from megasparse.attention.contract import AttentionContext, AttentionInputs, MechanismSpec
+from megasparse.attention.lha import LHAAttention, LHAAttentionConfig
 from megasparse.attention.lsh import LSHAttention, LSHAttentionConfig
 from megasparse.ops.bucketed_attention import Window
 from megasparse.ops.random import RngContext
@@ -76,20 +77,25 @@ def defined(heads, query_codes, key_codes, window, *, scale, exclude_self, count
         (True, True, 2, False),
     ],
 )
-def test_lsh_by_its_definition_with_the_key_of_the_token_or_of_the_previous_one(shifted, local, sinks, masked):
-    config = LSHAttentionConfig(chunk=WINDOW.chunk, buckets=8, shifted_keys=shifted, local=local, sinks=sinks)
-    mechanism, context = LSHAttention(config, spec()), AttentionContext(0, RngContext.evaluation(0, 2))
-    heads = random_heads(**(MASKS if masked else {}))
-    heads = heads._replace(k=F.normalize(heads.q, dim=-1))
-    codes = mechanism.assign(heads, context)[0]
-    key, key_codes = (torch.zeros_like(x) if shifted else x for x in (heads.k, codes))
-    for b, j in itertools.product(range(2), range(1, LENGTH if shifted else 1)):
-        if together(heads, b)[j - 1, j]:
-            key[b, :, j], key_codes[b, ..., j] = heads.k[b, :, j - 1], codes[b, ..., j - 1]
-    seen = [F.pad(x, (0, 0, 1, 0)) if local else x for x in (codes, key_codes)]
-    rule = {"scale": 1.0, "exclude_self": not shifted, "count_rounds": True, "sinks": sinks}
-    expected = defined(heads._replace(k=key), *seen, WINDOW, **rule)[0]
-    torch.testing.assert_close(mechanism(None, heads, context).out, expected)
+def test_hashes_by_their_definition_with_the_key_of_the_token_or_of_the_previous_one(shifted, local, sinks, masked):
+    settings = {"chunk": WINDOW.chunk, "shifted_keys": shifted, "local": local, "sinks": sinks}
+    context = AttentionContext(0, RngContext.evaluation(0, 2))
+    inputs = random_heads(**(MASKS if masked else {}))
+    for mechanism in (
+        LSHAttention(LSHAttentionConfig(buckets=8, **settings), spec()),
+        LHAAttention(LHAAttentionConfig(hash="random", **settings), spec()),
+    ):
+        heads = inputs._replace(k=F.normalize(inputs.q, dim=-1)) if mechanism.shared_qk else inputs
+        codes = mechanism.band_codes(heads, 0, context)[0]
+        key, key_codes = (torch.zeros_like(x) if shifted else x for x in (heads.k, codes))
+        for b, j in itertools.product(range(2), range(1, LENGTH if shifted else 1)):
+            if together(heads, b)[j - 1, j]:
+                key[b, :, j], key_codes[b, ..., j] = heads.k[b, :, j - 1], codes[b, ..., j - 1]
+        seen = [F.pad(x, (0, 0, 1, 0)) if local else x for x in (codes, key_codes)]
+        excludes_self = mechanism.shared_qk and not shifted
+        rule = {"scale": mechanism.rule["scale"], "exclude_self": excludes_self, "count_rounds": True, "sinks": sinks}
+        expected = defined(heads._replace(k=key), *seen, WINDOW, **rule)[0]
+        torch.testing.assert_close(mechanism(None, heads, context).out, expected)
 
 
 @pytest.mark.parametrize(

@@ -96,17 +96,17 @@ def test_a_match_followed_by_padding_is_ignored():
 
 def test_equal_ngrams_and_only_these_share_a_bucket():
     tokens = torch.tensor([[-1, 5, 6, 7, 8, 5, 6, 7, 9, 6, 7]])
-    codes = ngram_codes(tokens, 3, 1 << 15)[0].tolist()
+    codes = ngram_codes(tokens, [3], 1 << 15)[0, 0].tolist()
     assert codes[3] == codes[7] and len(set(codes)) == len(codes) - 1
-    pairs = ngram_codes(tokens, 2, 1 << 15)[0].tolist()
+    pairs = ngram_codes(tokens, [2], 1 << 15)[0, 0].tolist()
     assert pairs[3] == pairs[7] == pairs[10]
     pinned = [27, 34, 24, 40, 48, 35, 20, 40, 44, 39, 36]  # rows of trained tables
-    assert ngram_codes(tokens, 3, 50)[0].tolist() == pinned
+    assert ngram_codes(tokens, [3], 50)[0, 0].tolist() == pinned
 
 
 def test_buckets_are_filled_evenly():
     tokens = torch.arange(1 << 16)[None]
-    counts = torch.bincount(ngram_codes(tokens, 1, 1 << 10)[0].long(), minlength=1 << 10).double()
+    counts = torch.bincount(ngram_codes(tokens, [1], 1 << 10)[0, 0].long(), minlength=1 << 10).double()
     assert abs(counts.var() / counts.mean() - 1) < 0.2  # Poisson, as of random codes
 
 

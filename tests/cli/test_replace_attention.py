@@ -76,7 +76,7 @@ def test_a_text_is_cut_into_windows_that_hold_all_of_it(folder):
         (replace_attention, ["--attention", '{"kind": "lhaa"}'], 'Did you mean "lha"?'),
         (replace_attention, ["--attention", '{"kind": ["lsh"]}'], 'attention.kind: unknown mechanism ["lsh"]'),
         (replace_attention, ["--attention", '{"lha": {}}'], "error: attention: contains neither kind nor pattern"),
-        (replace_attention, ["--attention", '{"pattern": "lsh"}'], '"lsh" does not fit. It must be a list'),
+        (replace_attention, ["--attention", '{"pattern": "lsh"}'], '"lsh" does not fit. It must be a valid list'),
         (replace_attention, ["--attention", '{"kind": "lha"}', "--max-length", 0], "model.max_length: 0 does not fit"),
     ],
 )

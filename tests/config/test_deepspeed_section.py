@@ -63,11 +63,11 @@ def test_an_unknown_key_is_one_line_with_the_nearest(key, near):
     ("key", "value", "expected"),
     [
         ("zero_optimization", True, "an object {...}"),
-        ("zero_optimization.stage", 4, "0 or 1 or 2 or 3"),
-        ("zero_optimization.offload_param.device", "gpu", '"none" or "cpu" or "nvme"'),
+        ("zero_optimization.stage", 4, "0, 1, 2 or 3"),
+        ("zero_optimization.offload_param.device", "gpu", '"none", "cpu" or "nvme"'),
         ("zero_optimization.offload_param", "auto", "an object"),
-        ("zero_optimization.reduce_bucket_size", -1, "a whole number"),
-        ("zero_optimization.overlap_comm", "maybe", "true or false"),
+        ("zero_optimization.reduce_bucket_size", -1, "greater than"),
+        ("zero_optimization.overlap_comm", "maybe", "a valid boolean"),
     ],
 )
 def test_a_wrong_value_is_one_line_with_the_expected_type(key, value, expected):

@@ -96,7 +96,7 @@ def test_done_is_done(make_index, corpus, monkeypatch):
 def test_another_source_or_setting_is_rejected(make_index, corpus):
     folder = make_index(corpus).directory
     want = files(folder)
-    source = r"prepared with another source sha256 \w+ \(now \w+\)\. Choose another --output"
+    source = r"prepared with another source sha256 \w+ \(now \w+\)\. Choose another"
     refusal(lambda: make_index(corpus[::-1]), match=source)
     refusal(lambda: make_index(corpus, sample_bytes=50), match=r"another sample_bytes 100 \(now 50\)")
     refusal(lambda: make_index(corpus, split="90,5,5"), match=r"another split 100,0,0 \(now 90,5,5\)")

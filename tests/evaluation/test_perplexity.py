@@ -235,5 +235,5 @@ def test_windows_of_records_are_records(tmp_path):
     assert found.data_settings == {"record": 16, "sample_bytes": 64, "downsampling": "box"}
     assert (found.record, found.stride, found.split_bytes, found.split_words) == (16, 16, len(TEXT), len(WORDS))
     assert protocol_of(config, run, index, build_tokenizer("bytes"), "train", stride=8).stride == 8
-    with pytest.raises(ConfigError, match=r"--stride: 8 tokens would start windows inside .* 16 tokens\. Remove"):
+    with pytest.raises(ConfigError, match=r"--stride: 8 starts windows inside .* 16 tokens\. Remove"):
         protocol_of(config, run, records, build_tokenizer("bytes"), "train", stride=8)

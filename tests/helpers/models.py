@@ -61,6 +61,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "lsh shifted": ("lsh", {"shifted_keys": True, "local": True}),
     "lha linear, sinusoidal": ("lha", {"hash": "linear", "sinusoidal_positions": True}),
     "lha projected, normalized": ("lha", {"sinusoidal_positions": True, "project_positions": True, "normalize": True}),
+    "lha shifted": ("lha", {"shifted_keys": True, "local": True}),
     "lha random": ("lha", {"hash": "random"}),
     "lha top_k": ("lha", {"window": "top_k"}),
     "yoso expectation": ("yoso", {"expectation": True}),

@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from transformers import DynamicCache
 
 from megasparse.attention.heads import Padding
+from megasparse.errors import ConfigError
 from megasparse.evaluation.generate import BeamSettings, generate, search
 from megasparse.hub.modelling import (
     MegasparseConfig,
@@ -23,7 +24,16 @@ from megasparse.model.build import build_model
 from megasparse.ops.random import RngContext
 from tests.helpers.cases import together
 from tests.helpers.hub import SEED, decoder, encoder, made
-from tests.helpers.models import NGRAMS, by_path, causal_names, encoder_names, random_tokens, small_pair, strict_names
+from tests.helpers.models import (
+    BERT,
+    NGRAMS,
+    by_path,
+    causal_names,
+    encoder_names,
+    random_tokens,
+    small_pair,
+    strict_names,
+)
 
 LENGTH = 40
 
@@ -276,6 +286,37 @@ def test_a_missing_tied_embedding_is_reported(kind, tmp_path):
         assert missing <= info["missing_keys"] and bool(missing) == bool(info["missing_keys"])
 
 
+RESIZED = {
+    MegasparseForCausalLM: decoder("local", output_bias=True),
+    MegasparseForMaskedLM: encoder("full", **BERT),
+    MegasparseForSeq2SeqLM: small_pair(("local",)),
+}
+
+
+@together("kind", RESIZED)
+def test_resized_embeddings_keep_the_old_tokens(kind, tmp_path):
+    hf, pair = wrapped(kind, RESIZED[kind]), kind is MegasparseForSeq2SeqLM
+    vocabulary, tokens = hf.config.vocab_size, random_tokens(2, 9)
+
+    def logits(hf, tokens):
+        return hf(tokens, **({"decoder_input_ids": F.pad(tokens, (1, 0), value=258)} if pair else {})).logits
+
+    before = logits(hf, tokens)
+    embedding = hf.resize_token_embeddings(vocabulary + 1, pad_to_multiple_of=16)
+    rows = (vocabulary // 16 + 1) * 16
+    assert embedding is hf.get_input_embeddings() and len(embedding.weight) == hf.config.vocab_size == rows
+    torch.testing.assert_close(logits(hf, tokens)[..., :vocabulary], before)
+    hf.save_pretrained(tmp_path)
+    tokens[:, 3] = rows - 1
+    assert torch.equal(logits(kind.from_pretrained(tmp_path), tokens), logits(hf, tokens))
+    hf.resize_token_embeddings(vocabulary)
+    tokens[:, 3] = 3
+    torch.testing.assert_close(logits(hf, tokens), logits(wrapped(kind, RESIZED[kind]), tokens))
+    if pair:
+        with pytest.raises(ConfigError, match=r"model\.padding_token: 258 is outside model\.vocabulary"):
+            hf.resize_token_embeddings(200)
+
+
 def test_bad_inputs_are_rejected_in_one_line():
     hf = wrapped(MegasparseForCausalLM, decoder("local"))
     with pytest.raises(ValueError, match="128 tokens are more than the model's maximum of 127"):
@@ -337,7 +378,7 @@ def test_unsupported_arguments_are_errors_that_name_them(kind):
             hf(tokens, **pair)
         setattr(hf.config, name, False)
     assert hf.get_input_embeddings().weight.shape == (hf.config.vocab_size, hf.config.hidden_size)
-    for change in (hf.set_input_embeddings, hf.set_output_embeddings, hf.resize_token_embeddings):
+    for change in (hf.set_input_embeddings, hf.set_output_embeddings):
         with pytest.raises(NotImplementedError, match=change.__name__):
             change(torch.nn.Embedding(9, 32))
 

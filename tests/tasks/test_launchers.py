@@ -215,9 +215,9 @@ def test_incompatible_options_of_a_launcher_are_rejected(folder, capsys, tmp_pat
     assert "is an input file" in refused(capsys, evaluate, *tasks, "--json", folder / "test.csv")
     new = ["--source", folder / "test.csv", "--output"]
     assert "is an input file" in refused(capsys, predict, *there, *new, folder / "test.csv")
-    assert "is not a known format" in refused(capsys, predict, *there, *new, tmp_path / "x.xml")
+    assert "is not a format" in refused(capsys, predict, *there, *new, tmp_path / "x.xml")
     assert "--split: " in refused(capsys, predict, *there, "--text", "the mask", "--split", "test")
     checkpoint(encoder("full"), tmp_path / "pretrained")
     other = ["--checkpoint", tmp_path / "pretrained"]
-    assert "megasparse evaluate --data" in refused(capsys, evaluate, *tasks[2:], *other)
-    assert "megasparse evaluate --data" in refused(capsys, predict, *other, "--text", "the mask")
+    assert "or use --data" in refused(capsys, evaluate, *tasks[2:], *other)
+    assert "or use --data" in refused(capsys, predict, *other, "--text", "the mask")

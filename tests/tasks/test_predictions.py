@@ -90,7 +90,7 @@ def test_unrepresentable_predictions_are_rejected_and_the_old_file_stays(tmp_pat
     rows[1]["predicted"] = "a\tb"
     refusal(lambda: write_predictions(out, rows), match="contains a tab")
     for name in ("out.xml", "out"):
-        with pytest.raises(ConfigError, match=rf'"{Path(name).suffix}" is not a known format'):
+        with pytest.raises(ConfigError, match=rf'"{Path(name).suffix}" is not a format'):
             write_predictions(tmp_path / name, rows)
     rows = predictions(OF_NUMBERS, [encoded(name, 1.5, line) for line, name in enumerate("787")], [predicted(0.1)] * 3)
     refusal(lambda: write_predictions(tmp_path / "out.json", rows), match=r'^new\.csv:2: .*"7".*twice.*\.jsonl')

@@ -404,7 +404,7 @@ def test_a_restored_model_predicts_as_in_training(tmp_path, trained, name):
 
 def test_a_model_without_fine_tuning_is_rejected(tmp_path, trained):
     checkpoint(encoder("full"), tmp_path / "pretrained")
-    with pytest.raises(CheckpointError, match=r"belongs to a pretrained model.*megasparse evaluate --data"):
+    with pytest.raises(CheckpointError, match=r"belongs to a pretrained model.*or use --data"):
         restore_task(tmp_path / "pretrained")
     with pytest.raises(CheckpointError, match="contains no checkpoint"):
         restore_task(tmp_path)

@@ -15,6 +15,7 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
+from scipy import stats
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from megasparse.errors import ConfigError, DataError
@@ -188,9 +189,18 @@ def test_decoders_measure_nats_captured_attention_and_speed(plain, tmp_path, mon
     assert decoders.arm_of("taught=runs/taught@64") == decoders.Arm("taught", Path("runs/taught"), 64)
 
 
+def test_decoders_print_the_interval_over_texts_of_what_an_arm_loses():
+    nats = {"full": [3.0, 2.0, 2.5], "taught": [3.1, 2.02, 2.51]}
+    same = {"seed": 0, "trial": None, "keys": 8, "captured": 0.5, "seconds": 1.0}
+    rows = [{"arm": arm, "text": str(i), "nats": x, **same} for arm, texts in nats.items() for i, x in enumerate(texts)]
+    full, taught = (line.split(" | ")[4] for line in decoders.table(rows).splitlines()[2:])
+    interval = stats.ttest_rel(nats["taught"], nats["full"]).confidence_interval()
+    assert (full, taught) == ("", f"{interval.low:.4f} … {interval.high:.4f}")
+
+
 def test_folders_of_one_name_are_measured_each_with_its_own_keys(plain, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(decoders, "load_tokenizer", MagicMock())
-    monkeypatch.setattr(decoders, "_windows", lambda *_: [[*range(60)]])
+    monkeypatch.setattr(decoders, "_windows", lambda *_: [("a.txt", [*range(60)])])
     sketch = {"keys": 8, "sketch": "heads", "objective": "attention"}
     mixed = {"pattern": [{"full": 2, "smart_bird": 2}], "smart_bird": sketch}
     for parent, settings in (("a", mixed), ("b", mixed), ("c", {"kind": "ranked"})):

@@ -86,6 +86,7 @@ from megasparse.hub.checker import load_tokenizer
 from megasparse.hub.replace import ENTRY, load_plain, load_replaced, mechanisms, replace_attention, replacement_of
 from megasparse.hub.teaching import read_windows
 from megasparse.ops.sketch import KeyChoiceSpec, rounded_ranks
+from megasparse.tasks.metrics import t_interval
 from tools.bench.visible_keys import best_pairs, scored_pairs, seen_pairs, weights
 from tools.retrieval import TASKS, Haystack, scores, shares
 
@@ -280,22 +281,23 @@ def measured(
     planned = [(arm, seed, item) for arm in arms for seed in arm.seeds(seeds) for item in places]
     model, loaded = None, None
     for arm, seed, (number, trial) in tqdm(planned, unit="row", disable=None):
-        text = hashlib.sha256(json.dumps(first[number]).encode()).hexdigest()[:16]
+        name, tokens = first[number]
+        text = hashlib.sha256(json.dumps(tokens).encode()).hexdigest()[:16]
         attention = arm.attention
         if isinstance(attention, Path):
             attention = {"folder": str(attention), "page": arm.page, **replacement_of(attention)["attention"]}
-        row = {"arm": arm.name, "attention": attention, "seed": seed, "text": text, "trial": trial}
-        if any(all(old[name] == row[name] for name in KEYS) for old in rows):
+        row = {"arm": arm.name, "attention": attention, "seed": seed, "text": text, "file": name, "trial": trial}
+        if any(all(old[key] == row[key] for key in KEYS) for old in rows):
             continue
         if loaded != (arm, seed):
             model = None  # one at a time
             model, loaded = arm.model(plain, length, seed, device), (arm, seed)
         assert model is not None
         if trial is None:
-            rows.append(row | measure(model, torch.tensor([first[number]], device=device), arm.oracle, arm.page))
+            rows.append(row | measure(model, torch.tensor([tokens], device=device), arm.oracle, arm.page))
         else:
             task, _, haystack = trial.partition(" ")
-            asked = Haystack.draw(task, tokenizer, length, int(haystack), str(tokenizer.decode(first[0])))
+            asked = Haystack.draw(task, tokenizer, length, int(haystack), str(tokenizer.decode(tokens)))
             with attending(model, arm.oracle, arm.page):
                 rows.append(row | {"task": task, "scores": scores(model, tokenizer, asked, cached=not arm.oracle)})
         write_json(output, {**same, "threads": torch.get_num_threads(), "device": device.type, "rows": rows})
@@ -321,27 +323,32 @@ def kept_rows(path: Path, keys: Sequence[str], **same: Any) -> list[dict[str, An
     return rows
 
 
-def _windows(tokenizer: Any, texts: list[Path], length: int) -> list[list[int]]:
+def _windows(tokenizer: Any, texts: list[Path], length: int) -> list[tuple[str, list[int]]]:
+    """Return the name and the first window of every text."""
     texts_windows = []
     for path in [file for text in texts for file in (sorted(text.rglob("*.txt")) if text.is_dir() else [text])]:
         first = read_windows(tokenizer, [path], length)[0]
         if len(first) < length:
             raise DataError(path, f"{len(first)} tokens are fewer than --length {length}", "Give longer texts")
-        texts_windows.append(first)
+        texts_windows.append((path.name, first))
     if not texts_windows:
         raise DataError(texts[0], "contains no *.txt", "Give text files")
     return texts_windows
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Return a Markdown table of means over texts and seeds per arm, the range over seeds, and shares of answers."""
+    """Return a Markdown table of means over texts and seeds per arm, the range over seeds, the 95 % interval over texts
+    of the nats above the first arm's, and shares of answers.
+    """
     arms: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for row in rows:
         arms[row["arm"]].append(row)
     lines = [
-        f"| attention | keys per query | captured | nats per token | CPU seconds | {' | '.join(TASKS)} |",
-        "|---|---|---|---|---|" + "---|" * len(TASKS),
+        f"| attention | keys per query | captured | nats per token | above the first | CPU seconds"
+        f" | {' | '.join(TASKS)} |",
+        "|---|---|---|---|---|---|" + "---|" * len(TASKS),
     ]
+    first: dict[str, float] = {}
     for name, all_rows in arms.items():
         texts = [row for row in all_rows if row["trial"] is None]
         answered = shares(row for row in all_rows if row["trial"] is not None)
@@ -349,13 +356,21 @@ def table(rows: list[dict[str, Any]]) -> str:
             sum(row[key] for row in texts) / max(1, len(texts)) for key in ("keys", "captured", "seconds")
         )
         of_seed: dict[int, list[float]] = defaultdict(list)
+        of_text: dict[str, list[float]] = defaultdict(list)
         for row in texts:
             of_seed[row["seed"]].append(row["nats"])
+            of_text[row["text"]].append(row["nats"])
+        of_texts = {text: sum(values) / len(values) for text, values in of_text.items()}
+        first = first or of_texts
+        above = [nats - first[text] for text, nats in of_texts.items() if text in first]
+        interval = "{:.4f} … {:.4f}".format(*t_interval(above)) if len(above) > 1 and any(above) else ""
         means = [sum(values) / len(values) for values in of_seed.values()]
         spread = f" ({min(means):.3f} … {max(means):.3f})" if len(means) > 1 else ""
         nats = sum(means) / max(1, len(means))
         hits = " | ".join(answered.get(task, "") for task in TASKS)
-        lines.append(f"| {name} | {keys:.0f} | {captured:.3f} | {nats:.3f}{spread} | {seconds:.0f} | {hits} |")
+        lines.append(
+            f"| {name} | {keys:.0f} | {captured:.3f} | {nats:.3f}{spread} | {interval} | {seconds:.0f} | {hits} |"
+        )
     return "\n".join(lines)
 
 

@@ -3,7 +3,7 @@ r"""Check a GPU in minutes: kernels against their definitions, attention and tra
     python tools/bench/gpu_check.py --output results --seconds 330        # an H100 or H200
     python tools/bench/gpu_check.py --output more --skip results/results.jsonl   # remaining jobs, on another machine
     python tools/bench/gpu_check.py --only attention train                # jobs by prefixes of their names
-    python tools/bench/gpu_check.py --list                                # names and expected seconds
+    python tools/bench/gpu_check.py --list --seconds 900                  # the plan: what runs when, and what does not
     python tools/bench/gpu_check.py --small                               # on a CPU: tiny sizes, Triton's interpreter
 
 Every job runs in a separate process with a time limit; a crash is reported as a row, and the other jobs run. Jobs are
@@ -46,7 +46,7 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=600, metavar="N", help="limit of all jobs (%(default)s)")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="run jobs with these prefixes, also finished ones")
     parser.add_argument("--skip", type=Path, metavar="FILE", help="results.jsonl with jobs to skip")
-    parser.add_argument("--list", action="store_true", help="print the jobs and their expected seconds")
+    parser.add_argument("--list", action="store_true", help="print when each job would start, and its expected seconds")
     parser.add_argument("--small", action="store_true", help="on a CPU, in Triton's interpreter, at tiny sizes")
     parser.add_argument("--kernels-once", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args(words)
@@ -74,7 +74,7 @@ from megasparse.training.engines import build_engine
 from megasparse.training.ranks import start_ranks
 from megasparse.training.reporting.memory import available_bytes
 from tools.bench.attention import MECHANISMS, Case, Inputs, build, model_of, sdpa
-from tools.bench.jobs import RESULTS, Job, Report, compile_all, end_with_parent, gpu_facts, rows_of, run_jobs
+from tools.bench.jobs import RESULTS, Job, Report, compile_all, end_with_parent, gpu_facts, listing, rows_of, run_jobs
 from tools.bench.measuring import machine, mark, peak, reset_peak, seconds_between
 from tools.bench.operators import (
     EXACT,
@@ -450,8 +450,8 @@ FIRST = (
 """Operators used by the attention and training jobs."""
 LENGTHS = (4096, 8192, 16384, 65536)
 STEPS = {"as configured": 3, "all layers full": 1, "hashed layers full": 1}
-DECODERS = {"64K": (1 << 16, 32, 2, 120), "256K": (1 << 18, 32, 1, 320), "1M, 4 layers": (1 << 20, 4, 1, 450)}
-DECODERS["1M"] = 1 << 20, 32, 1, 3300
+DECODERS = {"64K": (1 << 16, 32, 2, 120), "256K, 8 layers": (1 << 18, 8, 1, 90), "1M, 2 layers": (1 << 20, 2, 1, 230)}
+DECODERS |= {"256K": (1 << 18, 32, 1, 320), "1M": (1 << 20, 32, 1, 3300)}
 """Tokens, layers, steps and the expected seconds of the jobs of a decoder of 8 billion weights."""
 
 
@@ -564,7 +564,7 @@ def main(words: Sequence[str] | None = None) -> None:
     if args.skip is not None and not args.skip.is_file():
         raise ConfigError("--skip", f"{args.skip} is not a file", "Give a results.jsonl of an earlier check")
     if args.list:
-        print("\n".join(f"{job.seconds:4g} s  {job.name}" for job in main_jobs + others))
+        print(listing(main_jobs + others, args.seconds))
         return
     if not args.small and not gpu_facts("compute_cap"):
         raise ConfigError(

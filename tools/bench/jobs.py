@@ -173,6 +173,21 @@ def run_jobs(jobs: Sequence[Job], output: Path, deadline: float) -> None:
         print("no time for", ", ".join(late), flush=True)
 
 
+def listing(jobs: Sequence[Job], seconds: float) -> str:
+    """Return a line for each job: when it starts if all take the expected time, its seconds and its name."""
+    lines, running, together, clock = [], list[float](), False, 0.0
+    for job in jobs:
+        while running and not (job.together and together and len(running) < TOGETHER):
+            clock = min(running)
+            running.remove(clock)
+        fits = clock + job.seconds <= seconds
+        if fits:
+            running.append(clock + job.seconds)
+            together = job.together
+        lines.append(f"{f'at {clock:.0f} s' if fits else 'no time':>9}  {job.seconds:4g} s  {job.name}")
+    return "\n".join(lines)
+
+
 def rows_of(path: Path) -> list[dict[str, Any]]:
     """Read rows, skipping a truncated last one."""
     lines = path.read_text().splitlines() if path.exists() else []

@@ -14,9 +14,8 @@ from megasparse.ops.random import derive, random_bits
 def random_blocks(blocks: Tensor, key: int, heads: range, global_blocks: int, total: int | None, count: int) -> Tensor:
     """Draw `count` distinct blocks (H, W, count) for each of `blocks` (W,), −1 if there are too few candidates.
 
-    Candidates exclude global blocks, the block itself and its neighbours, and, if `total` is None, later blocks; else
-    there are `total` blocks. heads: global head indices. Floyd's method: draw i adds one candidate, the last, which
-    also replaces a repetition.
+    Candidates exclude global blocks, the block itself and its neighbours, and, if `total` is None, later blocks. heads:
+    global head indices. Floyd's method: draw i adds one candidate, the last, which also replaces a repetition.
     """
     before = (blocks - 1 - global_blocks).clamp_min(0)  # (W,): number of candidates before the window
     after = (blocks + 2).clamp_min(global_blocks)  # (W,): first candidate after the window
@@ -63,6 +62,5 @@ class BigBirdAttention(BlockSparseAttention):
 
     def extra_blocks(self, blocks: Tensor, heads: int, causal: bool, context: AttentionContext) -> Tensor:
         key = derive(context.rng.seed, context.layer, "bigbird blocks")
-        numbers = range(context.head_offset, context.head_offset + heads)
         total = None if causal else self.blocks
-        return random_blocks(blocks, key, numbers, self.config.globals, total, self.config.random)
+        return random_blocks(blocks, key, context.heads(heads), self.config.globals, total, self.config.random)

@@ -6,12 +6,12 @@ import torch
 from torch import Tensor
 
 from megasparse.attention.contract import Attention, AttentionContext, AttentionInputs, AttentionOutput
-from megasparse.attention.documents import attend_each, documents
+from megasparse.attention.documents import attend_each, documents, padding_apart
 from megasparse.attention.flops import Flops, product
 from megasparse.config.attention import MechanismSection, mechanism
 from megasparse.config.section import Count, Positive
 from megasparse.ops.operator import at_least_fp32
-from megasparse.ops.random import normal
+from megasparse.ops.random import normal_by_head
 
 
 class ClusteredAttentionConfig(MechanismSection):
@@ -53,17 +53,15 @@ class ClusteredAttention(Attention):
         return cluster, scores.topk(min(self.config.keys, k.shape[2]), dim=-1).indices
 
     def forward(self, x: Tensor, inputs: AttentionInputs, context: AttentionContext) -> AttentionOutput:
-        head = torch.arange(context.head_offset, context.head_offset + inputs.q.shape[1], device=inputs.q.device)
-        rows = head[:, None] * (1 << 16) + torch.arange(self.config.bits, device=head.device)
-        lines = normal(context.rng.key(context.layer, "clustered signs"), rows, inputs.q.shape[3])
-        segments = inputs.segments
-        if segments is None and inputs.key_mask is not None:  # clusters depend on the number of queries
-            segments = torch.zeros_like(inputs.key_mask, dtype=torch.int64)
+        heads = context.heads(inputs.q.shape[1])
+        key = context.key("clustered signs")
+        lines = normal_by_head(key, heads, self.config.bits, inputs.q.shape[3], inputs.q.device)
+        inputs = padding_apart(inputs)  # clusters depend on the number of queries
 
         def assigned() -> list[tuple[Tensor, Tensor]]:
             return [
                 self.assign(document.take(inputs.q), document.take(inputs.k), lines)
-                for document in documents(inputs.key_mask, segments)
+                for document in documents(inputs.key_mask, inputs.segments)
             ]
 
         clusters = iter(context.recompute.keep(assigned))
@@ -89,7 +87,7 @@ class ClusteredAttention(Attention):
                 out = out + (again * of_cluster(v)).sum(3)
             return out.to(inputs.q.dtype)
 
-        return AttentionOutput(attend_each(inputs._replace(segments=segments), attend), None, {})
+        return AttentionOutput(attend_each(inputs, attend))
 
     def flops(self, length: int) -> Flops:
         """Scores and values of C centres, their mean, and of K keys per query; signs and their clusters."""

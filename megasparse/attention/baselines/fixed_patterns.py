@@ -29,7 +29,7 @@ class FixedPatternAttention(KeyValueAttention):
         """Return the tokens (H or 1, n) visible to a decoder's token at `position`, including itself."""
 
     def forward(self, x: Tensor, inputs: AttentionInputs, context: AttentionContext) -> AttentionOutput:
-        return AttentionOutput(attend_each(inputs, partial(self.attend, context=context)), None, {})
+        return AttentionOutput(attend_each(inputs, partial(self.attend, context=context)))
 
     def decode(
         self, x: Tensor, inputs: AttentionInputs, cache: KeyValueCache, position: int, context: AttentionContext
@@ -50,8 +50,8 @@ class BlockSparseAttention(FixedPatternAttention):
     first: int
 
     def extra_blocks(self, blocks: Tensor, heads: int, causal: bool, context: AttentionContext) -> Tensor | None:
-        """Return extra blocks (H, W, n) of `blocks` (W,), −1 for none, excluding neighbours and the `first` tokens;
-        in decoders only earlier blocks, equally many for each head. None if there are none. heads: H on this rank.
+        """Return extra blocks (H, W, n) of `blocks` (W,), −1 for none, excluding neighbours and the `first` tokens; in
+        decoders only earlier blocks, equally many for each head. None if there are none.
         """
         return None
 

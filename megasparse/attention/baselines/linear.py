@@ -13,7 +13,7 @@ from megasparse.config.attention import MechanismSection, mechanism
 from megasparse.config.section import Positive
 from megasparse.ops.normalize import unit_vectors
 from megasparse.ops.operator import at_least_fp32
-from megasparse.ops.random import normal
+from megasparse.ops.random import normal_by_head
 
 
 class LinearAttentionConfig(MechanismSection):
@@ -34,10 +34,9 @@ class LinearAttention(Attention):
     """
 
     def forward(self, x: Tensor, inputs: AttentionInputs, context: AttentionContext) -> AttentionOutput:
-        heads = range(context.head_offset, context.head_offset + inputs.q.shape[1])
-        rows = torch.tensor(heads, device=inputs.q.device)[:, None] * (1 << 16)
-        rows = rows + torch.arange(self.config.projections, device=rows.device)
-        lines = normal(context.rng.key(context.layer, "linear features"), rows, inputs.q.shape[3])  # (H, F/2, D)
+        heads = context.heads(inputs.q.shape[1])
+        key = context.key("linear features")
+        lines = normal_by_head(key, heads, self.config.projections, inputs.q.shape[3], inputs.q.device)  # (H, F/2, D)
 
         def features(x: Tensor) -> Tensor:
             if self.config.features == "elu":
@@ -48,18 +47,14 @@ class LinearAttention(Attention):
 
         def attend(inputs: AttentionInputs) -> Tensor:
             q = features(inputs.q)
-            k = features(inputs.k)
-            v = inputs.v.to(k.dtype)
-            if inputs.key_mask is not None:
-                real = inputs.key_mask[:, None, :, None]
-                k = k.masked_fill(~real, 0.0)
-                v = v.masked_fill(~real, 0.0)
+            k = inputs.without_padding(features(inputs.k))
+            v = inputs.without_padding(inputs.v.to(k.dtype))
             total = k.transpose(-1, -2) @ v  # (B, H, F, D)
             weight = q @ k.sum(2).unsqueeze(-1)  # (B, H, L, 1)
             keys = k.shape[2] if inputs.key_mask is None else inputs.key_mask.sum(-1).clamp_min(1).view(-1, 1, 1, 1)
             return (q @ total / torch.maximum(weight, weight.new_tensor(1e-3) * keys)).to(inputs.q.dtype)
 
-        return AttentionOutput(attend_each(inputs, attend), None, {})
+        return AttentionOutput(attend_each(inputs, attend))
 
     def flops(self, length: int) -> Flops:
         """Sums over keys and their products with queries, 4·D per feature; projections 2·D, of q and of k."""

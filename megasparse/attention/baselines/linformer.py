@@ -49,14 +49,12 @@ class LinformerAttention(Attention):
         keys, values = (side(inputs.k.shape[2], inputs.k.dtype) for side in (self.keys, self.values))
 
         def attend(inputs: AttentionInputs) -> Tensor:
-            k = inputs.k
-            v = inputs.v
             length = inputs.k.shape[2]
-            if inputs.key_mask is not None:
-                k, v = (x.masked_fill(~inputs.key_mask[:, None, :, None], 0.0) for x in (k, v))
-            return attend_to_all(inputs.q, keys[:, :length] @ k, values[:, :length] @ v, None, inputs.dropout)
+            k = keys[:, :length] @ inputs.without_padding(inputs.k)  # (B, H, P, D)
+            v = values[:, :length] @ inputs.without_padding(inputs.v)
+            return attend_to_all(inputs.q, k, v, None, inputs.dropout)
 
-        return AttentionOutput(attend_each(inputs, attend), None, {})
+        return AttentionOutput(attend_each(inputs, attend))
 
     def flops(self, length: int) -> Flops:
         """P projected keys, and the projections of keys and of values, 6·D each per projected key."""

@@ -1,7 +1,6 @@
 """Performer attention (Choromanski et al. 2020, FAVOR+). F features."""
 
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
 
@@ -50,8 +49,8 @@ class PerformerAttention(Attention):
         self.scale = spec.head_dim**-0.5
 
     def projection(self, q: Tensor, context: AttentionContext) -> Tensor:
-        key = context.rng.key(context.layer, "performer features")
-        heads = range(context.head_offset, context.head_offset + q.shape[1])
+        heads = context.heads(q.shape[1])
+        key = context.key("performer features")
         return orthogonal_projections(key, heads, self.config.features, q.shape[3], q.device)
 
     def forward(self, x: Tensor, inputs: AttentionInputs, context: AttentionContext) -> AttentionOutput:
@@ -62,12 +61,13 @@ class PerformerAttention(Attention):
                 return self._causal(inputs, projection, None)[0]
             return linear_attention(*inputs[:3], projection, scale=self.scale, key_mask=inputs.key_mask)
 
-        return AttentionOutput(attend_each(inputs, attend), None, {})
+        return AttentionOutput(attend_each(inputs, attend))
 
     def _causal(self, inputs: AttentionInputs, projection: Tensor, state: State | None) -> tuple[Tensor, State]:
         """Return the output, and the sums over the state's tokens and these. projection: (H, F, D)."""
-        rule: dict[str, Any] = {"scale": self.scale, "chunk": self.config.chunk, "key_mask": inputs.key_mask}
-        return causal_linear_attention(*inputs[:3], projection, state=state, **rule)
+        return causal_linear_attention(
+            *inputs[:3], projection, scale=self.scale, chunk=self.config.chunk, key_mask=inputs.key_mask, state=state
+        )
 
     def flops(self, length: int) -> Flops:
         """Features of q and of k, 6·D each per feature, and 12·D per feature instead of per key; causal: pairs inside a

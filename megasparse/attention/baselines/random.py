@@ -14,7 +14,6 @@ from megasparse.attention.contract import (
 from megasparse.attention.flops import Flops
 from megasparse.config.attention import MechanismSection, mechanism
 from megasparse.config.section import Positive
-from megasparse.ops.bucketed_attention import Window
 from megasparse.ops.random import random_bits
 
 
@@ -34,19 +33,17 @@ class RandomAttention(BandAttention):
 
     def __init__(self, config: RandomAttentionConfig, spec: MechanismSpec):
         super().__init__(config, spec)
-        self.window = Window("band", min(config.chunk, spec.max_length))
-        self.buckets = -(-spec.max_length // config.chunk)
         self.rule = {"scale": spec.head_dim**-0.5, "exclude_self": False, "count_rounds": False}
 
     def assign(self, inputs: AttentionInputs, first: int, context: AttentionContext) -> Tensor:
         """Return the bucket of every position from `first` on: (B, H, 1, L). Positions skip padding."""
         batch, count, length = inputs.q.shape[:3]
-        head = torch.arange(context.head_offset, context.head_offset + count, device=inputs.q.device)
+        head = torch.tensor(context.heads(count), device=inputs.q.device)
         position = torch.arange(first, first + length, device=inputs.q.device).expand(batch, -1)
         if inputs.key_mask is not None:
             position = (inputs.key_mask.cumsum(-1) - 1).clamp_min(0)
         rows = head[:, None] * (1 << 32) + position[:, None]  # (B, H, L)
-        bits = random_bits(context.rng.key(context.layer, "random bucket"), rows, 1)
+        bits = random_bits(context.key("random bucket"), rows, 1)
         return torch.remainder(bits, self.buckets).transpose(-1, -2)
 
     def index(self, x: Tensor, inputs: AttentionInputs, context: AttentionContext) -> IndexedTokens:
@@ -59,5 +56,4 @@ class RandomAttention(BandAttention):
         return self.attend(inputs, self.assign(inputs, 0, context), None, context.part)
 
     def flops(self, length: int) -> Flops:
-        work = self.spec.workload(length)
-        return work.pairs(work.band(self.window.chunk, shared_codes=True))
+        return self.band_flops(self.spec.workload(length).band(self.window.chunk, shared_codes=True), length)

@@ -7,15 +7,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megasparse.attention.band import BandAttention, check_band
+from megasparse.attention.band import BandAttention, BandSection, check_band
 from megasparse.attention.contract import AttentionContext, AttentionInputs, AttentionOutput, MechanismSpec
 from megasparse.attention.documents import Document, attend_in_clusters, clusters_by_document
 from megasparse.attention.flops import Flops
 from megasparse.attention.lha_hash import HashInputs, bucket_codes
-from megasparse.config.attention import MechanismSection, mechanism
+from megasparse.config.attention import mechanism
 from megasparse.config.schema import ModelConfig
-from megasparse.config.section import Count, Positive, Rate
-from megasparse.ops.bucketed_attention import Window
+from megasparse.config.section import Positive, Rate
 from megasparse.ops.cluster_attention import ClusterIndices
 from megasparse.ops.operator import at_least_fp32
 from megasparse.ops.random import derive, normal
@@ -23,18 +22,12 @@ from megasparse.ops.random import derive, normal
 _TILE_ELEMENTS = 1 << 22  # similarities at a time
 
 
-class RoutingAttentionConfig(MechanismSection):
+class RoutingAttentionConfig(BandSection):
     chunk: Positive = 64
     """Tokens per cluster; max_length/chunk centroids, rounded up."""
     window: Literal["band", "top_k"] = "band"
     """`band`: the last `chunk` tokens of the token's cluster, strictly causal. `top_k`: the paper's nearest tokens of
     each centroid. Later tokens can displace them: not strictly causal."""
-    local: bool = False
-    """With band only: add a local window to the clusters. Each head also attends to the last `chunk` tokens (in an
-    encoder on either side), in the same softmax. A key in both is included once."""
-    sinks: Count = 0
-    """With band only: first tokens of each document that all later ones (in an encoder all) attend to, in the same
-    softmax. They are excluded from clusters and window, so each is included once."""
     decay: Rate = 0.999
     """Decay of the centroids' moving average, per step."""
 
@@ -49,28 +42,20 @@ class RoutingAttention(BandAttention):
 
     Decoders need one cluster per token, so their keys are the queries, as in the paper: logits q·q/|q| as in Reformer,
     and in the band a token attends to itself only if no other key is visible. The centroids, a persistent buffer, are
-    updated once per step (`after_step`).
+    updated once per step.
     """
 
     centroids: Tensor
 
     def __init__(self, config: RoutingAttentionConfig, spec: MechanismSpec):
         super().__init__(config, spec)
-        self.window = Window("band", min(config.chunk, spec.max_length))
-        self.local = config.local
-        self.sinks = config.sinks
-        self.shares_pairs = config.window == "band"
-        self.buckets = -(-spec.max_length // config.chunk)
         self.shared_qk = spec.causal
         scale = 1.0 if self.shared_qk else spec.head_dim**-0.5
         self.rule = {"scale": scale, "exclude_self": self.shared_qk, "count_rounds": True}
         self.register_buffer("centroids", torch.zeros(spec.heads, self.buckets, spec.head_dim))  # (H, N, D)
         self._sums: Tensor | None = None  # (H, N, D + 1) float64: sum and count of the step's members
         if config.window == "top_k" and spec.causal:
-            self.leak = (
-                "later tokens can displace a centroid's nearest tokens; "
-                "attention.routing.window = band is strictly causal"
-            )
+            self.leak = "later tokens can displace the nearest; attention.routing.window = band is strictly causal"
 
     def initialise(self, seed: int, name: str) -> None:
         """Set random unit centroids, a pure function of seed, name and head."""
@@ -85,7 +70,7 @@ class RoutingAttention(BandAttention):
         routes = context.recompute.keep(lambda: self._decide(inputs, context))
         if self.config.window == "top_k":
             out, uncovered = attend_in_clusters(inputs, routes, self.rule["scale"], count_clusters=True)
-            return AttentionOutput(out, None, {"queries_in_no_cluster": uncovered})
+            return AttentionOutput(out, statistics={"queries_in_no_cluster": uncovered})
         queries, keys = (codes.unsqueeze(2) for codes in routes)
         return self.attend(inputs, queries, None if inputs.causal else keys, context.part)
 
@@ -112,7 +97,7 @@ class RoutingAttention(BandAttention):
         return clusters_by_document(inputs, lambda document: (nearest(queries, document), nearest(keys, document)))
 
     def _sides(self, inputs: AttentionInputs, context: AttentionContext) -> tuple[HashInputs, HashInputs]:
-        """Return the vectors to compare with the centroids: unit queries and unit keys, in a decoder the same."""
+        """Return the vectors to compare with the centroids: unit queries and keys, in a decoder the same."""
         q, k = (F.normalize(at_least_fp32(x), dim=-1) for x in (inputs.q, inputs.k))
         weights = (context.part.local_part(self.centroids, 0).transpose(1, 2),)  # (H, D, N)
         if inputs.causal:
@@ -127,7 +112,6 @@ class RoutingAttention(BandAttention):
     def _remember(
         self, inputs: AttentionInputs, queries: HashInputs, keys: HashInputs, context: AttentionContext
     ) -> None:
-        """Add unit queries and unit keys, except padding, to the sums of their nearest centroids."""
         if self._sums is None:
             shape = (*self.centroids.shape[:2], self.centroids.shape[2] + 1)
             self._sums = torch.zeros(shape, dtype=torch.float64, device=inputs.q.device)
@@ -135,14 +119,13 @@ class RoutingAttention(BandAttention):
         first = context.part.local_part(first, 0)
         for x, codes in zip((queries.inputs[0], keys.inputs[-1]), self._codes(queries, keys), strict=True):
             members = F.pad(x.double(), (0, 1), value=1.0)  # (B, H, L, D + 1)
-            if inputs.key_mask is not None:
-                members = members.masked_fill(~inputs.key_mask[:, None, :, None], 0.0)
+            members = inputs.without_padding(members)
             self._sums.flatten(0, 1).index_add_(0, (first + codes).flatten(), members.flatten(0, 2))
 
     @torch.no_grad()
     def after_step(self, applied: bool, sum_over_ranks: Callable[[Tensor], Tensor]) -> None:
         """Update the centroids, μ ← normalise(decay·μ + (1 − decay)·mean of the members), over queries and keys of all
-        micro-batches and ranks of the step. Do nothing if the step was not applied; keep centroids without members.
+        micro-batches and ranks of the step, if it was applied; keep centroids without members.
         """
         sums = self._sums
         self._sums = None
@@ -163,4 +146,4 @@ class RoutingAttention(BandAttention):
         chunk = self.config.chunk
         band = self.config.window == "band"
         keys = work.band(chunk, shared_codes=False) if band else work.clusters(self.buckets, chunk)
-        return work.pairs(keys) * (1 + self.local) + work.pairs(self.sinks) + Flops(codes)
+        return self.band_flops(keys, length) + Flops(codes)

@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megasparse.attention.contract import Attention, AttentionContext, AttentionInputs, AttentionOutput, MechanismSpec
-from megasparse.attention.documents import attend_each
+from megasparse.attention.documents import attend_each, padding_apart
 from megasparse.attention.flops import Flops, product
 from megasparse.config.attention import MechanismSection, mechanism
 from megasparse.config.section import Positive
@@ -56,10 +56,7 @@ class SinkhornAttention(Attention):
             out = weights @ torch.cat([v, sorted_v], dim=3)
             return out.flatten(2, 3)[:, :, :length]
 
-        segments = inputs.segments
-        if segments is None and inputs.key_mask is not None:  # the order of blocks depends on their number
-            segments = torch.zeros_like(inputs.key_mask, dtype=torch.int64)
-        return AttentionOutput(attend_each(inputs._replace(segments=segments), attend), None, {})
+        return AttentionOutput(attend_each(padding_apart(inputs), attend))  # the order depends on the number of blocks
 
     def _sorted(self, scores: Tensor) -> Tensor:
         for _ in range(self.config.iterations):

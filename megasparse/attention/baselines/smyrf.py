@@ -11,7 +11,7 @@ from megasparse.config.attention import MechanismSection, mechanism
 from megasparse.config.section import Positive
 from megasparse.ops.cluster_attention import ClusterAttentionSpec, ClusterIndices, cluster_attention
 from megasparse.ops.operator import at_least_fp32
-from megasparse.ops.random import normal
+from megasparse.ops.random import normal_by_head
 
 
 class SMYRFAttentionConfig(MechanismSection):
@@ -38,11 +38,10 @@ class SMYRFAttention(Attention):
 
     @torch.no_grad()
     def assign(self, inputs: AttentionInputs, context: AttentionContext) -> ClusterIndices:
-        rng = context.rng
-        device = inputs.q.device
-        head = torch.arange(context.head_offset, context.head_offset + inputs.q.shape[1], device=device)
-        rows = head[:, None] * (1 << 16) + torch.arange(self.rounds(rng), device=device)
-        lines = normal(rng.key(context.layer, "smyrf projection"), rows, inputs.q.shape[3] + 2)  # (H, R, D + 2)
+        heads = context.heads(inputs.q.shape[1])
+        width = inputs.q.shape[3] + 2
+        key = context.key("smyrf projection")
+        lines = normal_by_head(key, heads, self.rounds(context.rng), width, inputs.q.device)  # (H, R, D + 2)
 
         def clusters(document: Document) -> ClusterIndices:
             q, k = asymmetric(document.take(inputs.q), document.take(inputs.k))
@@ -59,7 +58,7 @@ class SMYRFAttention(Attention):
         if shard is not None:
             queries, keys = (x[:, :, shard[0] :: shard[1]] for x in (queries, keys))
         out, lse = cluster_attention(inputs.q, inputs.k, inputs.v, (queries, keys), spec, dropout=inputs.dropout)
-        return AttentionOutput(out, None, {}, None if shard is None else lse)
+        return AttentionOutput(out, lse=None if shard is None else lse)
 
     def flops(self, length: int) -> Flops:
         """Per round, one cluster and the projection of q and k, widened by two numbers, to one dimension."""
@@ -81,9 +80,7 @@ def asymmetric(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def equal_clusters(values: Tensor, size: int) -> Tensor:
-    """Sort tokens by values (B, H, R, n) and split them into clusters of `size`: (B, H, R·⌈n/size⌉, min(size, n)). In
-    E2LSH's (a·x + b)/r, only a·x affects the order.
-    """
+    """Sort tokens by values (B, H, R, n) and split them into clusters of `size`: (B, H, R·⌈n/size⌉, min(size, n))."""
     order = values.argsort(dim=-1, stable=True)
     size = min(size, order.shape[-1])
     return F.pad(order, (0, -order.shape[-1] % size), value=-1).unflatten(-1, (-1, size)).flatten(2, 3)

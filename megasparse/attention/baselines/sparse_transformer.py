@@ -5,6 +5,7 @@ from torch import Tensor
 
 from megasparse.attention.baselines.fixed_patterns import FixedPatternAttention, attention_of_clusters
 from megasparse.attention.contract import AttentionContext, AttentionInputs, AttentionOutput, MechanismSpec
+from megasparse.attention.documents import padding_apart
 from megasparse.attention.flops import Flops
 from megasparse.config.attention import MechanismSection, mechanism
 from megasparse.config.section import Positive
@@ -31,15 +32,17 @@ class SparseTransformerAttention(FixedPatternAttention):
         self.stride = config.stride or round(spec.max_length**0.5)
 
     def forward(self, x: Tensor, inputs: AttentionInputs, context: AttentionContext) -> AttentionOutput:
-        if inputs.key_mask is not None and inputs.segments is None:
-            # Separate padding: the window uses ranks and the stride positions, equal only without padding.
-            inputs = inputs._replace(segments=torch.zeros_like(inputs.key_mask, dtype=torch.int64))
-        return super().forward(x, inputs, context)
+        # The window uses ranks and the stride positions, equal only without padding.
+        return super().forward(x, padding_apart(inputs), context)
 
     def attend(self, inputs: AttentionInputs, context: AttentionContext) -> Tensor:
-        recent, recent_lse = self._recent(inputs)
         length = inputs.q.shape[2]
-        stride = min(self.stride, inputs.q.shape[2])
+        stride = min(self.stride, length)
+        # The other tokens nearer than S; the token itself is in the strided pattern.
+        spec = BucketedAttentionSpec(Window("band", self.stride), inputs.causal, inputs.q.shape[-1] ** -0.5)
+        recent, recent_lse = inputs.in_buckets(None, spec)
+        alone = torch.arange(length, device=inputs.q.device) < (length if stride == 1 else int(inputs.causal))
+        recent_lse = recent_lse.masked_fill(alone, -torch.inf)  # the operator returns the token's own value
         rows = -(-length // stride)
         token = torch.arange(rows * stride, device=inputs.q.device)
         token = token.masked_fill(token >= length, -1).view(rows, stride).T[None, None]  # (1, 1, S, L/S)
@@ -47,19 +50,6 @@ class SparseTransformerAttention(FixedPatternAttention):
         lse = torch.logaddexp(recent_lse, strided_lse)
         out = recent * torch.exp(recent_lse - lse).unsqueeze(-1) + strided * torch.exp(strided_lse - lse).unsqueeze(-1)
         return out.to(inputs.q.dtype)
-
-    def _recent(self, inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
-        """Attend to the other tokens nearer than S; the token itself is in the strided pattern."""
-        spec = BucketedAttentionSpec(Window("band", self.stride), inputs.causal, inputs.q.shape[-1] ** -0.5)
-        out, lse = inputs.in_buckets(None, spec)
-        no_visible_key = torch.arange(lse.shape[-1], device=lse.device) == 0
-        if self.stride == 1 or lse.shape[-1] == 1:
-            no_visible_key = torch.ones_like(no_visible_key)
-        elif not inputs.causal:
-            no_visible_key = torch.zeros_like(no_visible_key)
-        return out, lse.masked_fill(
-            no_visible_key, -torch.inf
-        )  # without other keys, the operator returns the token's own value
 
     def flops(self, length: int) -> Flops:
         """The last S positions (bidirectional: S on either side) and every S-th one."""

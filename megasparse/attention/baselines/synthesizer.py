@@ -35,14 +35,11 @@ class SynthesizerAttention(Attention):
 
         def attend(inputs: AttentionInputs) -> Tensor:
             scores = F.relu(inputs.q) @ weights[..., : inputs.q.shape[2]]  # (B, H, L, L)
-            v = inputs.v
             if inputs.key_mask is not None:
-                real = inputs.key_mask[:, None, None, :]
-                scores = scores.masked_fill(~real, torch.finfo(scores.dtype).min)
-                v = v.masked_fill(~real.transpose(-1, -2), 0.0)
-            return scores.softmax(-1) @ v
+                scores = scores.masked_fill(~inputs.key_mask[:, None, None, :], torch.finfo(scores.dtype).min)
+            return scores.softmax(-1) @ inputs.without_padding(inputs.v)
 
-        return AttentionOutput(attend_each(inputs, attend), None, {})
+        return AttentionOutput(attend_each(inputs, attend))
 
     def flops(self, length: int) -> Flops:
         return product(self.spec.heads * 4.0 * self.spec.head_dim * length)

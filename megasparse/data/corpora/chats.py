@@ -1,7 +1,7 @@
 """Conversations for decoders: rendered by the model's chat template, with a loss on the assistant's tokens only.
 
 A token in the shards is its id, plus a mark if it is not predicted (`files.UNSCORED`). Each conversation ends with the
-token that starts the next one, marked as `files.CONVERSATION_END`: the model reads it as the first token of a sequence.
+token that starts the next one, marked as `files.CONVERSATION_END`.
 """
 
 import json
@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import chain, groupby
+from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, ClassVar
@@ -26,8 +26,8 @@ from megasparse.data.corpora.corpus import (
     lines,
     option,
 )
-from megasparse.data.corpora.records import EMPTY, Records, RecordSource, Unfit
-from megasparse.data.corpora.source import Part, Source, read
+from megasparse.data.corpora.records import EMPTY, Records, Texts, Unfit
+from megasparse.data.corpora.source import Part, read
 from megasparse.data.corpora.tables import LONGEST_TEXT, SURROGATE, TOO_LONG, JsonLinesCorpus, json_object
 from megasparse.data.encoders import Encoded, PieceEncoder
 from megasparse.data.index_file import SEPARATOR
@@ -84,17 +84,12 @@ class Chats(JsonLinesCorpus):
     START = option("--start-token", type=int, metavar="ID", help=START_HELP)
     OPTIONS: ClassVar = SOURCE | MEMBER | SAMPLE | FILE | LENGTH | START | SPLIT_OPTION
 
-    def examine(
-        self, locations: Sequence[str], parts: Sequence[Part], settings: CorpusSettings, workers: int, **options: Any
-    ) -> RecordSource:
-        """Render all conversations once. Raises DataError if the model lacks a chat template."""
-        settings = {**settings, "deduplicate": False, "column": ""}
-        return RecordSource.examine(locations, parts, _renderer(settings), settings, workers, **options)
+    def texts(self, settings: CorpusSettings) -> Texts:
+        return _renderer(settings)
 
-    def about(self, source: Source, settings: CorpusSettings) -> dict[str, Any]:
-        """Return also the number of conversations that are cut, and `model.document_separator`. Report the numbers."""
+    def about(self, source: Any, settings: CorpusSettings) -> dict[str, Any]:
+        """Add the number of conversations that are cut, and `model.document_separator`, and report the numbers."""
         facts, length = super().about(source, settings), settings["length"]
-        assert isinstance(source, RecordSource)
         cut = sum(int((lengths > ChatEncoder.width * length).sum()) for lengths in source.lengths())
         report = f"{sum(facts['documents'].values()):,} conversations, of which {cut:,} are cut to {length:,} tokens"
         if left_out := facts["left_out"]:
@@ -107,12 +102,9 @@ class Chats(JsonLinesCorpus):
     def encoder(self, settings: CorpusSettings) -> "ChatEncoder":  # type: ignore[override]
         return ChatEncoder(settings["tokenizer"], settings["length"])
 
-    def splits(self, source: Source, settings: CorpusSettings) -> CorpusSplits:
-        """Return the splits, each with its records."""
-        assert isinstance(source, RecordSource)
+    def splits(self, source: Any, settings: CorpusSettings) -> CorpusSplits:
         filler = UNSCORED + _renderer(settings).start
-        texts = chain.from_iterable(map(source.texts, range(len(source.parts))))
-        for name, group in groupby(texts, key=itemgetter(0)):
+        for name, group in groupby(source.all_texts(), key=itemgetter(0)):
             yield name, [packed((np.frombuffer(text, "<u4") for _, text in group), settings["length"], filler)]
 
 
@@ -130,8 +122,8 @@ class ChatEncoder(PieceEncoder):
 
 
 def packed(conversations: Iterable[np.ndarray], length: int, filler: int) -> Iterator[bytes]:
-    """Yield records of `length` tokens. A conversation goes whole into the fullest record that has room for it; the
-    rest of a record is `filler`. Conversations longer than a record are cut at their end.
+    """Yield records of `length` tokens, whose rest is `filler`. A conversation goes whole into the fullest record that
+    has room for it; longer ones than a record are cut at their end.
     """
     records: list[tuple[int, list[np.ndarray]]] = []
 
@@ -153,7 +145,7 @@ def packed(conversations: Iterable[np.ndarray], length: int, filler: int) -> Ite
 
 
 def is_chat(record: Any) -> bool:
-    """True if the object of a line of JSON is a conversation, not a text. Merged tables contain null for other forms."""
+    """True if an object of JSON is a conversation, not a text. Merged tables contain null for other forms."""
     forms = ("messages",), ("conversations",), ("prompt", "completion")
     return isinstance(record, dict) and any(all(record.get(key) is not None for key in keys) for keys in forms)
 
@@ -170,7 +162,6 @@ def _renderer(settings: CorpusSettings) -> "Renderer":
 
 
 def _first_token(tokenizer: str) -> int:
-    """Return the first token of a tokenizer's texts: its `bos_token`, or `eos_token`. Raises ConfigError."""
     package = _chat_tokenizer(tokenizer)
     token = package.eos_token_id if package.bos_token_id is None else package.bos_token_id
     if token is None:
@@ -188,16 +179,15 @@ def _chat_tokenizer(file: str) -> Any:
         from tokenizers.processors import ByteLevel
         from transformers import PreTrainedTokenizerFast
     except ImportError:
-        hint = "Run: pip install -e '.[hf]'"
-        raise DataError("transformers", "it is not installed, which renders conversations", hint) from None
+        raise DataError("transformers", "it is not installed", "Run: pip install -e '.[hf]'") from None
     if Path(file).name != "tokenizer.json":
-        hint = "Name a pretrained decoder with --start, or its tokenizer.json"
-        raise ConfigError("data.tokenizer", f"{file} lacks a chat template, which conversations need", hint)
+        raise ConfigError("data.tokenizer", f"{file} lacks a chat template", "Name a decoder's tokenizer.json")
     try:
         tokenizer = PreTrainedTokenizerFast.from_pretrained(str(Path(file).parent), local_files_only=True)
     except Exception as error:  # transformers raises errors of any type
-        problem = f"{file} cannot be loaded with its settings ({one_line(str(error))})"
-        raise ConfigError("data.tokenizer", problem, "Copy the model's folder again") from None
+        raise ConfigError(
+            "data.tokenizer", f"{file} cannot be loaded ({one_line(str(error))})", "Copy it again"
+        ) from None
     tokenizer.backend_tokenizer.post_processor = ByteLevel(trim_offsets=False)
     return tokenizer
 
@@ -230,7 +220,7 @@ class Renderer:
                 except UnicodeEncodeError:
                     yield number, SURROGATE
                 except ConfigError as error:
-                    raise DataError(str(part), f"line {number}: {error.problem}", error.hint) from None
+                    raise DataError(part, f"line {number}: {error.problem}", error.hint) from None
 
     def tokens(self, line: bytes) -> bytes | Unfit:
         """Return the marked tokens, uint32. Raises Invalid, and ConfigError without a chat template."""
@@ -248,8 +238,7 @@ class Renderer:
         if not scored.any():
             raise Invalid("the chat template renders no answer", "use the model's own template")
         if ids.max() >= tokenizer.vocabulary:
-            problem = f"the chat template writes the token {ids.max()}, which {self.file} does not contain"
-            raise ConfigError("data.tokenizer", problem, "Copy the model's folder again")
+            raise ConfigError("data.tokenizer", f"{self.file} lacks its template's token {ids.max()}", "Copy it again")
         if ids[0] == self.start:
             ids, scored = ids[1:], scored[1:]
         marked = np.append(np.where(scored, ids, ids + UNSCORED), CONVERSATION_END + self.start)
@@ -293,8 +282,9 @@ class Renderer:
         except Invalid:
             raise
         except Exception as error:  # templates raise errors of any type
-            hint = "change the conversation to roles and contents that the template accepts"
-            raise Invalid(f"the chat template fails: {one_line(str(error))}", hint) from None
+            raise Invalid(
+                f"the chat template fails: {one_line(str(error))}", "use roles and contents that it accepts"
+            ) from None
         ids, first, end = _encoded(tokenizer, whole)
         scored = np.zeros(len(ids), dtype=bool)
         for start, stop in spans:
@@ -306,7 +296,7 @@ class Renderer:
 
 
 def _span(render: Callable[..., str], whole: str, number: int) -> tuple[int, int]:
-    """Return the characters of `whole` that the assistant's message of this number adds to the prompt before it.
+    """Return the characters of `whole` that the assistant's message of this number adds.
 
     If a template drops the reasoning of earlier answers, the rest is the end of the turn as rendered in last place.
     """
@@ -353,7 +343,7 @@ def _tools(record: Mapping[str, Any]) -> list[Any] | None:
 
 
 def _called(calls: Any) -> list[Any]:
-    """Return tool calls with their arguments as objects, which templates write as JSON, if they are JSON texts."""
+    """Return tool calls with arguments in JSON parsed, as templates expect them."""
     if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
         raise Invalid("its tool_calls are not a list of objects", "write the name and arguments of each call")
     parsed = []
@@ -367,7 +357,7 @@ def _called(calls: Any) -> list[Any]:
 
 
 def _turns(record: Mapping[str, Any]) -> list[dict[str, Any]] | None:
-    """Return ShareGPT's `conversations` as messages, after its `system` prompt if any."""
+    """Return ShareGPT's `conversations` as messages."""
     turns, system = record.get("conversations"), record.get("system")
     if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
         return None
@@ -400,8 +390,7 @@ def _messages(record: Mapping[str, Any]) -> list[dict[str, Any]]:
             raise Invalid(f"unknown role {one_line(repr(role), 40)}", f"use {', '.join(PRECEDING)}")
         if before not in PRECEDING[role]:
             position = f"follows one of the role {before}" if before else "is the first"
-            hint = "order the roles as system, user, assistant, user, ..."
-            raise Invalid(f"a message of the role {role} {position}", hint)
+            raise Invalid(f"a message of the role {role} {position}", "order the roles as system, user, assistant, ...")
         if isinstance(content, list):
             texts: list[Any] = [part.get("text") if isinstance(part, dict) else part for part in content]
             content = "".join(texts) if all(isinstance(text, str) for text in texts) else texts
@@ -410,8 +399,10 @@ def _messages(record: Mapping[str, Any]) -> list[dict[str, Any]]:
         if not (content or "").strip() and not message.get("tool_calls"):
             raise Invalid(f"a message of the role {role} is empty", "fill it, or remove the conversation")
         if (weight := message.get("weight")) not in (None, 0, 1) or (weight and role != "assistant"):
-            problem = f"weight {one_line(repr(weight), 40)} of a message of the role {role}"
-            raise Invalid(problem, "give answers the weight 0 or 1, and other messages none")
+            raise Invalid(
+                f"weight {one_line(repr(weight), 40)} of a message of the role {role}",
+                "give answers 0 or 1, others none",
+            )
         calls = {"tool_calls": _called(message["tool_calls"])} if message.get("tool_calls") else {}
         checked.append({**message, "content": content, **calls})
         before = role

@@ -32,11 +32,11 @@ encoder. Consume them in order: only one piece is in memory."""
 
 
 Options = dict[str, dict[str, Any]]
-"""Options of the command line, each with the settings of `ArgumentParser.add_argument`."""
+"""Options of the command line, with settings of `ArgumentParser.add_argument`."""
 
 
 def option(name: str, **settings: Any) -> Options:
-    """Return an option with settings of `ArgumentParser.add_argument`."""
+    """Return an option."""
     return {name: settings}
 
 
@@ -56,7 +56,7 @@ SPLIT_OPTION = split_option("of the bytes for each split, from first to last (de
 
 
 class Corpus(ABC):
-    """A kind of source that `megasparse prepare-data NAME` reads. The docstring of the class is in the command's help.
+    """A kind of source that `megasparse prepare-data NAME` reads; the docstring of a class is the command's help.
 
     A new corpus is a subclass and one line in `CORPORA`. Methods raise DataError for a damaged or unsuitable source,
     and ConfigError for settings that do not fit it.
@@ -69,12 +69,10 @@ class Corpus(ABC):
     KIND: ClassVar[Kind] = "stream"
     """How files are read: see `Source.open`."""
     OPTIONS: ClassVar[Options] = SOURCE | MEMBER | SAMPLE
-    """Options of the command."""
     SENTENCE_PAIRS: ClassVar[bool] = False
     """True if records are pairs of segments, so that a model can learn their order."""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """Add the corpus' options."""
         for name, settings in self.OPTIONS.items():
             parser.add_argument(name, **settings)
 
@@ -85,12 +83,12 @@ class Corpus(ABC):
         return Source.open(locations, member, downloads, self.KIND)
 
     def about(self, source: Source, settings: CorpusSettings) -> dict[str, Any]:
-        """Return further entries of index.json on the source. Called before anything is written."""
+        """Return further entries of index.json on the source, before anything is written."""
         return {}
 
     @abstractmethod
     def encoder(self, settings: CorpusSettings) -> PieceEncoder:
-        """Return the encoder that makes tokens of a piece, in several processes at once."""
+        """Return the encoder of pieces, used by several processes at once."""
 
     @abstractmethod
     def splits(self, source: Source, settings: CorpusSettings) -> CorpusSplits:
@@ -118,8 +116,7 @@ def as_bytes(settings: CorpusSettings) -> bool:
 def require_full(source: Source, counts: Mapping[str, int], amount: str) -> None:
     """Raise DataError naming an empty split. amount: size of the source, for the message."""
     if empty := [name for name, count in counts.items() if not count]:
-        problem = f"{amount} are too few to give {empty[0]} any"
-        raise DataError(source.name, problem, "Give more, or another --split, such as 100,0,0")
+        raise DataError(source.name, f"{amount} are too few to give {empty[0]} any", "Give more, or --split 100,0,0")
 
 
 def check_seed(seed: int) -> None:
@@ -135,8 +132,7 @@ def split_sizes(split: str, total: int) -> dict[str, int]:
     except (ValueError, ZeroDivisionError):
         shares = []
     if len(shares) != len(NAMES) or sum(shares) != 100 or min(shares) < 0 or shares[0] == 0:
-        problem = f'"{split}" is not three percentages that sum to 100, the first above 0'
-        raise ConfigError("--split", problem, "Write for example --split 90,5,5")
+        raise ConfigError("--split", f'"{split}" is not three percentages that sum to 100', "Write --split 90,5,5")
     stops = [int(total * sum(shares[: i + 1]) / 100) for i in range(len(shares))]
     sizes = {name: stop - start for name, start, stop in zip(NAMES, [0, *stops], stops, strict=False)}
     return {name: sizes[name] for name, share in zip(NAMES, shares, strict=True) if share}
@@ -170,7 +166,7 @@ class ByteStream:
         return b"".join(parts)
 
     def inside_character(self) -> bool:
-        """True if the next byte is a later one of a UTF-8 character."""
+        """True if the next byte continues a UTF-8 character."""
         return self._fill() and self._piece[self._offset] & 0xC0 == 0x80
 
     def _fill(self) -> bool:
@@ -205,8 +201,8 @@ LINE = re.compile(rb"\S[^\n]*")
 
 
 def lines(pieces: Iterable[bytes], longest: int) -> Iterator[tuple[int, bytes | None]]:
-    """Yield (number from 1 on, line without its end and leading white space) of each line that is not blank, and
-    of the last line in any case. A line of more than `longest` bytes is None. Blank lines take 1 ns per byte.
+    """Yield (number from 1 on, line without its end and leading white space) of each line that is not blank, and of the
+    last one in any case; None for more than `longest` bytes. Blank lines take 1 ns per byte.
     """
     number, parts, size = 1, list[bytes](), 0
     for piece in pieces:
@@ -252,8 +248,7 @@ def _border(text: bytes) -> int:
 class LineSample:
     """Sample of at most `size` bytes of a source in UTF-8: whole lines, evenly distributed; a pure function of it.
 
-    Every hundredth line is held out instead, up to `HELD_OUT_BYTES` bytes. Memory: a piece of up to 1 MiB, and the
-    lines held out. Raises DataError for bytes that are not UTF-8.
+    Every hundredth line is held out instead, up to `HELD_OUT_BYTES` bytes. Raises DataError unless all is UTF-8.
     """
 
     def __init__(self, source: Source, size: int):

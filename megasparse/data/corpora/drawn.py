@@ -20,12 +20,10 @@ class DrawnCorpus(Corpus):
     """Base of corpora whose sequences are drawn: a pure function of the settings."""
 
     LENGTH: ClassVar[int]
-    """Default bytes of a sequence."""
     LENGTH_HELP: ClassVar[str] = "of a sequence"
     SEQUENCES: ClassVar[int]
-    """Default number of training sequences."""
     HELD_OUT: ClassVar[int]
-    """Sequences of validation and of test, each."""
+    """Sequences of validation, and of test."""
 
     OPTIONS: ClassVar[Options] = {}
 
@@ -43,7 +41,7 @@ class DrawnCorpus(Corpus):
 
     @abstractmethod
     def draw(self, settings: CorpusSettings) -> Draw:
-        """Return a function that draws a sequence of `sample_bytes` bytes. Raises ConfigError for bad settings."""
+        """Return a function that draws a sequence of `sample_bytes` bytes."""
 
     def splits(self, source: Source, settings: CorpusSettings) -> CorpusSplits:
         draw, sequences, seed = self.draw(settings), settings["sequences"], settings["seed"]
@@ -75,8 +73,7 @@ class Duplication(DrawnCorpus):
     def draw(self, settings: CorpusSettings) -> Draw:
         length, symbols = settings["sample_bytes"], settings["symbols"]
         if length < 4 or length % 2:
-            hint = f"Take an even length of 4 or more, such as {max(4, length + length % 2)}"
-            raise ConfigError("--length", f"{length} is not twice the length of 0w", hint)
+            raise ConfigError("--length", f"{length} is not twice the length of 0w", "Take an even length of 4 or more")
         if not 1 <= symbols <= 255:
             raise ConfigError("--symbols", f"{symbols} symbols and the 0 do not fit a byte", "Give 1 to 255")
         return lambda words: 2 * bytes([0, *(1 + words.random_raw(length // 2 - 1) % symbols)])
@@ -102,8 +99,7 @@ class Recall(DrawnCorpus):
         if not 1 <= pairs <= self.KEYS**2:
             raise ConfigError("--pairs", f"{pairs} is no number of two-byte keys", f"Give 1 to {self.KEYS**2}")
         if length < 3 * pairs:
-            hint = f"Give {3 * pairs} or more, or fewer --pairs"
-            raise ConfigError("--length", f"{length} bytes do not hold {pairs} pairs of 3", hint)
+            raise ConfigError("--length", f"{length} bytes do not hold {pairs} pairs of 3", f"Give {3 * pairs} or more")
 
         def sequence(words: np.random.Philox) -> bytes:
             keys = np.argsort(words.random_raw(self.KEYS**2), kind="stable")[:pairs]

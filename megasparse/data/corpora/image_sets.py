@@ -1,7 +1,6 @@
 """CIFAR-10 and ImageNet at 64×64 pixels: the official archives, checked against published checksums, or image files."""
 
 import hashlib
-import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -25,7 +24,6 @@ IMAGE = 3 * SIDE * SIDE
 RECORD = 1 + IMAGE  # the label, then the planes
 RECORDS = 10_000  # of a batch
 BATCHES = (*(f"data_batch_{i}.bin" for i in range(1, 6)), "test_batch.bin")
-PICKLED = re.compile(r"\A(data_batch_[1-5]|test_batch)\Z")
 
 
 class Cifar10(Corpus):
@@ -50,7 +48,6 @@ class Cifar10(Corpus):
         return {"verified": verify_official(source, self.MD5)}
 
     def splits(self, source: Source, settings: CorpusSettings) -> CorpusSplits:
-        """Return train 45,000, validation 5,000 and test 10,000 images."""
         names = {name for name, _ in self._batches(source)}
         if not names:
             return images.labelled(source, images.hold_out(images.splits_by_folder(source), self.VALIDATION_EVERY))
@@ -67,7 +64,6 @@ class Cifar10(Corpus):
         return ((name, [stream]) for name, stream in streams.items())
 
     def _images(self, source: Source, ranges: Sequence[tuple[str, int, int]]) -> Iterator[bytes]:
-        """Yield the images start..stop of batches."""
         for name, start, stop in ranges:
             content = next(content() for batch, content in self._batches(source) if batch == name)
             planes = np.frombuffer(content, dtype=np.uint8).reshape(RECORDS, RECORD)[start:stop, 1:]
@@ -87,14 +83,10 @@ class Cifar10(Corpus):
 
 
 def _is_batch(name: str, shown: str, size: int) -> bool:
-    """Return True for a batch. Raises DataError for a pickled batch, and for one of another size."""
+    """True for a batch. Raises DataError for one of another size."""
     name = PurePosixPath(name).name
-    if PICKLED.match(name):
-        problem = "this batch is a pickle, which could run anything when it is read"
-        raise DataError(shown, problem, "Give the binary version, cifar-10-binary.tar.gz")
     if name in BATCHES and size != RECORDS * RECORD:
-        problem = f"this batch has {size:,} bytes, {RECORDS * RECORD:,} are expected"
-        raise DataError(shown, problem, "Get it again: it is damaged, or of another data set")
+        raise DataError(shown, f"this batch has {size:,} bytes, {RECORDS * RECORD:,} are expected", "Get it again")
     return name in BATCHES
 
 
@@ -105,7 +97,7 @@ ARRAY = "data.npy"
 
 
 NumberBatch = tuple[Path, str]
-"""(file, name) of a batch of images in an npz file or in a zip archive of them."""
+"""(file, name) of a batch in an npz file or in a zip archive of them."""
 
 
 class ImageNet64(Corpus):
@@ -145,15 +137,14 @@ class ImageNet64(Corpus):
             official = "pixelrnn"
         requested = settings["downsampling"]
         if official and requested not in (None, official):
-            problem = f'"{requested}" is not how these official files were made'
-            raise ConfigError("--downsampling", problem, f"Leave it out: they are {official}")
+            raise ConfigError("--downsampling", f'"{requested}", but these official files are {official}', "Omit it")
         if not official and not requested:
             problem = "the source does not say how its images were made small, and figures of the two differ"
             raise ConfigError("--downsampling", problem, "Give box (box filter, as the npz batches) or pixelrnn")
         return {"downsampling": official or requested, "verified": verified}
 
     def splits(self, source: Source, settings: CorpusSettings) -> CorpusSplits:
-        """Images whose folders name no split are divided by --split, as in the corpus `images`."""
+        """Divide images whose folders name no split by --split, as in the corpus `images`."""
         batches = self._batches(source)
         if not batches:
             if not (labels := images.shared_out(source, settings)):
@@ -175,20 +166,18 @@ class ImageNet64(Corpus):
         return ((name, [stream]) for name, stream in streams.items())
 
     def _batches(self, source: Source) -> list[NumberBatch]:
-        """Return the batches of numbers of a source, sorted. Raises DataError for pickled batches and other files."""
+        """Return the sorted batches of a source. Raises DataError for pickled ones and other files."""
         batches: list[NumberBatch] = []
         others: list[Part] = []
         for part in source.parts:
             name = PurePosixPath(part.name).name
             if PICKLED_NPZ.match(name):
-                problem = "this batch is a pickle, which could run anything when it is read"
-                raise DataError(str(part), problem, "Give the npz version: Imagenet64_*_npz.zip, or what is in it")
+                raise DataError(part, "this batch is a pickle, which could run anything", "Give the npz version")
             names = npz_batches(part.path) if name.endswith((".npz", ".zip")) else []
             batches += [(part.path, batch) for batch in names]
             others += [] if names else [part]
         if batches and others:
-            problem = "this is no npz batch, as others of the source are"
-            raise DataError(str(others[0]), problem, "Leave it out of --source")
+            raise DataError(others[0], "this is no npz batch, as others are", "Leave it out of --source")
         return sorted(batches, key=lambda batch: natural(_stem(batch)))
 
 
@@ -209,10 +198,7 @@ def _rows(batches: Sequence[NumberBatch], select: Callable[[np.ndarray], np.ndar
 
 
 def npz_batches(path: Path) -> list[str]:
-    """Return the names of the npz batches in a zip archive, none if it holds images; of an npz file its own.
-
-    Raises DataError if there is neither.
-    """
+    """Return the names of the npz batches in a zip archive, none if it holds images; of an npz file its own."""
     with reading(path), open_file(path) as file, ZipFile(file) as archive:
         names = archive.namelist()
     if ARRAY in names:
@@ -220,8 +206,7 @@ def npz_batches(path: Path) -> list[str]:
     batches = [name for name in names if name.endswith(".npz")]
     if not batches and not any(name.lower().endswith(images.SUFFIXES) for name in names):
         some = ", ".join(names[:3])
-        hint = "Give the npz version: batches without a suffix are pickles, which could run anything"
-        raise DataError(path, f"there is no npz batch here ({some})", hint)
+        raise DataError(path, f"there is no npz batch here ({some})", "Give the npz version: others are pickles")
     return batches
 
 
@@ -230,7 +215,7 @@ def npz_rows(path: Path, batch: str, numbers: int) -> Iterator[bytes]:
 
     Raises DataError for an array of another type (objects among them, which are pickled) or another D than `numbers`.
     """
-    shown = f"{os.fspath(path)}: {batch}" if batch != path.name else os.fspath(path)
+    shown = f"{path}: {batch}" if batch != path.name else str(path)
     with ExitStack() as stack:
         with reading(path):
             archive = stack.enter_context(ZipFile(stack.enter_context(open_file(path))))
@@ -255,7 +240,7 @@ def npz_rows(path: Path, batch: str, numbers: int) -> Iterator[bytes]:
 def verify_official(source: Source, published: Mapping[str, str]) -> list[str]:
     """Return the names of the official files. Raises DataError for another file of such a name.
 
-    published: md5 (32 digits) or sha256 by name of the file.
+    published: md5 or sha256 by name of the file.
     """
     verified = []
     for part in source.parts:
@@ -266,7 +251,8 @@ def verify_official(source: Source, published: Mapping[str, str]) -> list[str]:
             for piece in part.pieces():
                 digest.update(piece)
             if (hexdigest := digest.hexdigest()) != published[name]:
-                problem = f"its {kind} is {hexdigest[:12]}…, the official file's is {published[name][:12]}…"
-                raise DataError(str(part), problem, "Get it again; rename it if it is a file of your own")
+                raise DataError(
+                    part, f"its {kind} is {hexdigest[:12]}…, not {published[name][:12]}…", "Get it again, or rename it"
+                )
             verified.append(name)
     return verified

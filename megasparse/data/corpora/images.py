@@ -3,10 +3,8 @@
 A piece is the name of an image, a zero byte, and its encoded file; or, without a name, pixels with all red values
 first, as archives of arrays store them.
 
-Images in folders, tar and zip archives are recognised by their suffix; other files and hidden ones are left out.
-Nothing is extracted, no archive is held in memory. Names in archives are never used as paths.
-
-S side of an image.
+Images in folders, tar and zip archives are recognised by their suffix. Nothing is extracted, and no archive is held in
+memory. S side of an image.
 """
 
 import io
@@ -72,7 +70,7 @@ SPLIT_NAME = re.compile(r"\A(train|valid|val|test)(ing|ation)?([_.-]?[0-9][0-9x_
 
 
 class PixelEncoder(PieceEncoder):
-    """Pieces, as the file's head describes them, to S·S·3 tokens an image."""
+    """Encode pieces as S·S·3 tokens an image."""
 
     name = PixelTokenizer.name
     sha256 = PixelTokenizer.sha256
@@ -81,7 +79,6 @@ class PixelEncoder(PieceEncoder):
         self.side, self.record = side, 3 * side**2
 
     def encode(self, piece: bytes) -> Encoded:
-        """Raise DataError naming an image that is damaged, of another size, or has not just three colours."""
         name, _, content = piece.partition(b"\0")
         if name:
             tokens = np.frombuffer(decode(name.decode(), content, self.side), dtype=np.uint8)
@@ -102,8 +99,7 @@ def planar_piece(planes: bytes) -> bytes:
 
 
 def decode(name: str, content: bytes, side: int) -> bytes:
-    """Return the pixels of an image file: S·S·3 bytes. Images of other MODES are converted to RGB, with a notice,
-    and rotated by their EXIF orientation.
+    """Return the pixels of an image file, S·S·3 bytes, converted to RGB and rotated by their EXIF orientation.
 
     The size is checked before decoding: no file can allocate more than S·S pixels. Raises DataError for another size,
     transparency, other colours, more than 8 bits, damage.
@@ -123,15 +119,13 @@ def decode(name: str, content: bytes, side: int) -> bytes:
         raise
     except Exception as error:  # on a damaged file Pillow's readers raise whatever they stumble over
         problem = "no image of a known kind" if isinstance(error, Image.UnidentifiedImageError) else reason(error)
-        hint = f"Repair it or leave it out ({', '.join(FORMATS)} are read)"
-        raise DataError(name, f"cannot be decoded: {problem}", hint) from None
+        raise DataError(name, f"cannot be decoded: {problem}", f"Repair it ({', '.join(FORMATS)} are read)") from None
 
 
 def _check(name: str, image: Image.Image, content: bytes, side: int) -> None:
     if image.size != (side, side):
         width, height = image.size
-        hint = "Scale or crop it to that"
-        raise DataError(name, f"this image has {width}×{height} pixels, {side}×{side} are expected", hint)
+        raise DataError(name, f"this image has {width}×{height} pixels, {side}×{side} are expected", "Scale or crop it")
     mode = f"mode {image.mode}"
     if image.format == "PNG" and content[24] > 8:  # IHDR's bit depth: Pillow would cut RGB to 8 bits
         mode = DEEP
@@ -152,9 +146,9 @@ def _report_conversion(mode: str) -> None:
 
 class ImageFile(NamedTuple):
     name: str
-    """The file's path; in an archive, the archive's path, a colon and the member's name."""
+    """The file's path; in an archive, `ARCHIVE:MEMBER`."""
     folders: tuple[str, ...]
-    """Its folders in the archive, then those that `folders` returns for the file or archive."""
+    """Its folders in the archive, and what `folders` returns."""
     read: Callable[[], bytes]
     """Read the content; of an archive's member only before the next file is requested."""
 
@@ -162,8 +156,7 @@ class ImageFile(NamedTuple):
 def image_files(source: Source) -> Iterator[ImageFile]:
     """Yield every image of a source, in its order; an archive's in the order of the archive.
 
-    Raises DataError naming the file that is empty or cannot be read, and the member of an archive that is neither a
-    file nor a folder.
+    Raises DataError naming a file that is empty or cannot be read, or a member that is neither a file nor a folder.
     """
     for name in source.empty:
         if name.lower().endswith(SUFFIXES) or ARCHIVE.search(name):
@@ -196,10 +189,9 @@ def _members(path: Path, around: tuple[str, ...]) -> Iterator[ImageFile]:
         name = PurePosixPath(member.name)
         if member.isdir() or is_hidden(name.as_posix()):
             continue
-        shown = f"{os.fspath(path)}:{member.name}"
+        shown = f"{path}:{member.name}"
         if not member.isreg() or member.issparse():
-            problem = f"at byte {member.offset} this is neither a file nor a folder (a link, or a device)"
-            raise DataError(shown, problem, "Pack the files themselves")
+            raise DataError(shown, f"at byte {member.offset} this is neither a file nor a folder", "Pack the files")
         if name.suffix.lower() in SUFFIXES:
             yield ImageFile(shown, (*name.parent.parts, *around), read)
 
@@ -227,8 +219,8 @@ class TarHeader(tarfile.TarInfo):
 
 
 def members(path: Path, most: int = 1 << 26) -> Iterator[tuple[tarfile.TarInfo, Callable[[], bytes]]]:
-    """Yield every member of an archive, and a function that reads its first `most` bytes until the next is asked for,
-    if it is a regular file. TarFile's own iterator takes a broken header for the end, and holds all that it has seen.
+    """Yield every member of an archive, and a function that reads its first `most` bytes until the next is asked for.
+    TarFile's own iterator takes a broken header for the end, and holds all that it has seen.
     """
     with ExitStack() as stack:
         with reading(path):
@@ -266,8 +258,7 @@ def reading(path: Path) -> Iterator[None]:
     try:
         yield
     except (*UNREADABLE, ValueError, tarfile.TarError) as error:
-        hint = "Get it again: it is damaged or incomplete"
-        raise DataError(path, f"this archive cannot be read: {reason(error)}", hint) from None
+        raise DataError(path, f"this archive cannot be read: {reason(error)}", "Get it again") from None
 
 
 SHARED_OUT = {
@@ -295,18 +286,16 @@ class Images(Corpus):
         return PixelEncoder(settings["size"])
 
     def splits(self, source: Source, settings: CorpusSettings) -> CorpusSplits:
-        """Return the splits that have images; a piece is an image's file."""
         return labelled(source, shared_out(source, settings) or splits_by_folder(source))
 
 
 def splits_by_folder(source: Source) -> list[str]:
-    """Return the split of each image of a source, by its folders. Raises DataError for one whose folders name none."""
+    """Return the split of each image of a source by its folders. Raises DataError if one's name none."""
     labels = []
     for image in image_files(source):
         name = split_named(image.folders)
         if name is None:
-            problem = "no folder names the split of this image"
-            raise DataError(image.name, problem, "Move it below train, validation or test")
+            raise DataError(image.name, "no folder names the split of this image", "Move it below train, valid or test")
         labels.append(name)
     if not labels:
         kinds = ", ".join(SUFFIXES)
@@ -315,7 +304,6 @@ def splits_by_folder(source: Source) -> list[str]:
 
 
 def split_named(folders: Sequence[str]) -> str | None:
-    """Return the split that the first folder with such a name selects."""
     for folder in folders:
         if match := SPLIT_NAME.match(folder):
             return "validation" if match[1].lower().startswith("val") else match[1].lower()

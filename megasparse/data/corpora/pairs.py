@@ -88,17 +88,15 @@ class Pairs(Corpus):
                 del missing[name]
                 yield name, [map(b"".join, grouped((text for _, text in group), PIECE))]
             if missing:
-                hint = "Give more text, another --split, or check --documents"
-                raise DataError(source.name, f"no document begins in the part that is for {next(iter(missing))}", hint)
+                raise DataError(source.name, f"no document begins in the part for {next(iter(missing))}", "Give more")
 
         return grouped_by_split()
 
 
 class PairEncoder(PaddedEncoder):
-    """Pieces of documents to records. Each sentence is read with a space before it."""
+    """Encode documents as records. Each sentence is read with a space before it."""
 
     def __init__(self, tokenizer: str, length: int, seed: int):
-        """Raise ConfigError for a tokenizer without special tokens, a length below 5, a negative seed."""
         super().__init__(tokenizer)
         self._arguments = (tokenizer, length, seed)
         self.record, self.seed = length, seed
@@ -107,7 +105,7 @@ class PairEncoder(PaddedEncoder):
         check_seed(seed)
 
     def encode(self, piece: bytes) -> Encoded:
-        """Encode documents as sentences.py separates them, each cut by draws of (seed, its text)."""
+        """Encode documents, each cut by draws of (seed, its text)."""
         begin, separator, _, _ = self.special
         records = []
         for document in documents(piece):
@@ -129,7 +127,7 @@ class Words:
 
 
 def segments(sentences: Sequence[np.ndarray], room: int, words: Words) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Segments A and B of the records of a document, of up to `room` tokens together.
+    """Yield the segments A and B of a document's records, of up to `room` tokens together.
 
     sentences: tokens of each. Takes as many as fill the record at the document's mean length; if they do not fit, it
     drops the first or last, at random.
@@ -236,7 +234,6 @@ class Parallel(Corpus):
         return ParallelEncoder(settings["tokenizer"], settings["source_length"], settings["target_length"])
 
     def about(self, source: Source, settings: CorpusSettings) -> dict[str, Any]:
-        """Return the lines of each split."""
         source.require_text()
         files = _files(source, settings["roles"])
         lines_of: dict[str, int] = {}
@@ -256,7 +253,6 @@ class Parallel(Corpus):
         return {"lines": lines_of}
 
     def splits(self, source: Source, settings: CorpusSettings) -> CorpusSplits:
-        """One document a split; a piece is lines of the source and of the target in turn."""
         counts = self.about(source, settings)["lines"]
         files = _files(source, settings["roles"])
         apart = len({role.split()[0] for role in files}) > 1
@@ -268,8 +264,6 @@ class Parallel(Corpus):
 
 
 class ParallelEncoder(PaddedEncoder):
-    """Lines of the source and of the target in turn to records."""
-
     def __init__(self, tokenizer: str, source_length: int, target_length: int):
         super().__init__(tokenizer)
         self._arguments = (tokenizer, source_length, target_length)
@@ -304,7 +298,7 @@ def _sentence_lines(parts: Iterable[Part]) -> Iterator[bytes]:
         last = 0
         for number, line in lines(part.pieces(), PIECE):
             if line is None:
-                raise DataError(str(part), f"line {number} is longer than {PIECE:,} bytes", "Give a sentence a line")
+                raise DataError(part, f"line {number} is longer than {PIECE:,} bytes", "Give a sentence a line")
             yield from repeat(b"", number - last - 1)
             if line:
                 yield line.strip()
@@ -312,7 +306,6 @@ def _sentence_lines(parts: Iterable[Part]) -> Iterator[bytes]:
 
 
 def _pair_pieces(pairs: Iterable[tuple[bytes, bytes]]) -> Iterator[bytes]:
-    """Up to about 1 MiB of pairs at a time."""
     held: list[bytes] = []
     size = 0
     for first, second in pairs:

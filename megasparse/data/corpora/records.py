@@ -1,13 +1,13 @@
 """Texts in records of files (objects of JSON lines, rows of tables): each record is a document.
 
 All files are read once before anything is written, each by a worker process, for the lengths of the texts that are
-taken and, with --deduplicate, digests of 128 bits: 8 and 16 bytes of memory per text. A text belongs to the split that
-contains its first byte, or to the split of its file.
+taken and, with --deduplicate, digests of 128 bits. A text belongs to the split that contains its first byte, or to the
+split of its file.
 """
 
 import hashlib
 import json
-import re
+from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -32,11 +32,11 @@ from megasparse.data.corpora.corpus import (
     split_sizes,
     text_pieces,
 )
-from megasparse.data.corpora.source import Part, Source
+from megasparse.data.corpora.source import Part, Source, find_parts
 from megasparse.data.index_file import Split, public
 from megasparse.data.workers import Workers
 from megasparse.errors import ConfigError, DataError, SourceError, positive
-from megasparse.files import write_file
+from megasparse.files import syntax_hint, write_file
 
 MOST_DAMAGED = 0.01
 """Largest share of damaged records of a source."""
@@ -50,7 +50,7 @@ class Unfit(NamedTuple):
 
     reason: str
     damaged: bool = False
-    """The record is invalid; otherwise it is excluded by an option."""
+    """False if it is excluded by an option."""
     hint: str = "check the source and its column"
 
 
@@ -68,23 +68,21 @@ def json_hint(line: bytes) -> str:
     try:
         text = line.decode("utf-8-sig").strip()
     except UnicodeDecodeError:
-        return "the line is not UTF-8: convert the file, iconv -f latin1 -t utf-8"
+        return "The line is not UTF-8: convert the file, iconv -f latin1 -t utf-8"
     if text.startswith("["):
-        return "write the objects of an array one per line, as jq -c '.[]' does"
+        return "Write the objects of an array one per line, as jq -c '.[]' does"
     try:
         rest = text[json.JSONDecoder().raw_decode(text)[1] :]
     except json.JSONDecodeError as error:
-        if re.search(r",\s*\Z", text[: error.pos]) or re.match(r",\s*[}\]]", text[error.pos :]):
-            return "remove the comma before the closing bracket"
-        return "write texts and keys in double quotes" if text[error.pos :].startswith("'") else ONE_PER_LINE
+        return syntax_hint(text, error.pos) or ONE_PER_LINE
     except (ValueError, RecursionError):  # a number or a nesting that is too large
         return ONE_PER_LINE
     if "\r" in rest:
-        return "its lines end in CR: convert them, tr '\\r' '\\n'"
-    return "remove the comma at the end of each line" if rest.strip() == "," else ONE_PER_LINE
+        return "Its lines end in CR: convert them, tr '\\r' '\\n'"
+    return "Remove the comma at the end of each line" if rest.strip() == "," else ONE_PER_LINE
 
 
-ONE_PER_LINE = "write one object per line, as jq -c . does: {...}"
+ONE_PER_LINE = "Write one object per line, as jq -c . does: {...}"
 
 
 @dataclass(frozen=True)
@@ -99,7 +97,7 @@ class RecordReader:
     zeros: bool
     """Accept the byte 0 in texts."""
     copies: bool
-    """Take digests, by which copies are found."""
+    """Take digests, to find copies."""
 
     def read(self, number: int) -> Records:
         """Yield (position from 1 on, text or why it is left out) of a file's records."""
@@ -164,7 +162,6 @@ class RecordSource(Source):
     reader: RecordReader
     examined: tuple[Examined, ...]
     names: tuple[str, ...]
-    """Splits, in order."""
     splits: tuple[np.ndarray, ...]
     """Number in `names` of each fit text of a file, -1 for a copy: int8 (texts,)."""
     facts: Mapping[str, Any]
@@ -185,15 +182,14 @@ class RecordSource(Source):
     ) -> "RecordSource":
         """Read all files, in `workers` processes, and choose the texts that the corpus' settings ask for.
 
-        file_splits: split of each file, if files belong to splits. Raises ConfigError for contradictory settings and an
-        invalid --split; DataError for an unreadable file, more damaged records than MOST_DAMAGED, and if no text is
-        left.
+        file_splits: split of each file, if files belong to splits. Raises ConfigError for settings that do not fit;
+        DataError for an unreadable file, more damaged records than MOST_DAMAGED, and if no text is left.
         """
         least, most = settings.get("min_bytes") or 1, settings.get("max_bytes") or float("inf")
         if least > most:
             raise ConfigError("--min-bytes", f"{least} is above --max-bytes {most}", "Give a smaller one")
-        copies = bool(settings["deduplicate"])
-        reader = RecordReader(tuple(parts), texts, settings["column"], least, most, not as_bytes(settings), copies)
+        copies, column = bool(settings.get("deduplicate")), settings.get("column", "")
+        reader = RecordReader(tuple(parts), texts, column, least, most, not as_bytes(settings), copies)
         with Workers(reader.examine, min(workers, len(parts)), task_pieces=1) as pool:
             numbers = (str(number).encode() for number in range(len(parts)))
             files = list(tqdm(pool.map(numbers), "reading the source", len(parts), unit="file", disable=None))
@@ -203,8 +199,8 @@ class RecordSource(Source):
             part, first = next((part, file) for part, file in zip(parts, files, strict=True) if file.first_damaged)
             position, unfit = first.first_damaged or (0, EMPTY)
             share = f"{damaged:,} of {records:,} records are damaged"
-            hint = f"Up to {MOST_DAMAGED:.0%} are left out; {unfit.hint}"
-            raise DataError(str(part), f"{share}, the first is record {position} here: {unfit.reason}", hint)
+            hint = f"Up to {MOST_DAMAGED:.0%} are left out: {unfit.hint}"
+            raise DataError(part, f"{share}, the first is record {position} here: {unfit.reason}", hint)
         lengths = np.concatenate([file.lengths for file in files])
         is_copy = np.full(len(lengths), copies)
         if copies:  # of each content the first is none
@@ -249,19 +245,23 @@ class RecordSource(Source):
         if whole.digest() != self.examined[number].sha256:
             raise SourceError(str(self.parts[number]), "it changed while it was read", UNCHANGED)
 
+    def all_texts(self) -> Iterator[tuple[str, bytes]]:
+        """Yield (split, text) of all files."""
+        return chain.from_iterable(map(self.texts, range(len(self.parts))))
+
     def lengths(self) -> list[np.ndarray]:
         """Return the bytes of each text of each file, without copies."""
         return [file.lengths[splits >= 0] for file, splits in zip(self.examined, self.splits, strict=True)]
 
     def left_out(self) -> dict[str, int]:
-        """Return the records by the reason for which they are left out."""
+        """Return the number of records left out, by reason."""
         counts = _by_reason(self.examined)
         if copies := sum(int((splits < 0).sum()) for splits in self.splits):
             counts[COPY] = copies
         return dict(sorted(counts.items()))
 
     def documents(self) -> dict[str, int]:
-        """Return the number of documents of each split."""
+        """Return the number of documents by split."""
         counts = np.bincount(np.concatenate(self.splits) + 1, minlength=1 + len(self.names))[1:]
         return dict(zip(self.names, counts.tolist(), strict=True))
 
@@ -270,6 +270,8 @@ class RecordCorpus(TextCorpus):
     """Base of corpora of records; each text is a document with the tokenizer's separator after it."""
 
     DOCUMENTS = True
+    SUFFIXES: ClassVar[Sequence[str]]
+    """Suffixes of the files of a folder."""
 
     OPTIONS: ClassVar = {
         **TOKENIZER,
@@ -278,20 +280,31 @@ class RecordCorpus(TextCorpus):
         **option("--deduplicate", action="store_true", help="leave out exact copies of earlier texts"),
     }
 
-    def about(self, source: Source, settings: CorpusSettings) -> dict[str, Any]:
-        """Return numbers of records, documents of each split, and reasons."""
-        assert isinstance(source, RecordSource)
+    @abstractmethod
+    def texts(self, settings: CorpusSettings) -> Texts:
+        """Return a function that reads the records of a file."""
+
+    def open(
+        self, locations: Sequence[str], member: str | None, downloads: Path, settings: CorpusSettings, workers: int
+    ) -> RecordSource:
+        parts = find_parts(locations, member, downloads, self.KIND, self.SUFFIXES)
+        return self.examine(locations, parts, settings, workers, member=member)
+
+    def examine(
+        self, locations: Sequence[str], parts: Sequence[Part], settings: CorpusSettings, workers: int, **options: Any
+    ) -> RecordSource:
+        """Read all files once, see `RecordSource.examine`."""
+        return RecordSource.examine(locations, parts, self.texts(settings), settings, workers, **options)
+
+    def about(self, source: Any, settings: CorpusSettings) -> dict[str, Any]:
         counts = source.documents()
         require_full(source, counts, f"{sum(counts.values())} documents")
         left_out = source.left_out()
         records = sum(counts.values()) + sum(left_out.values())
         return {**source.facts, "records": records, "documents": counts, "left_out": left_out}
 
-    def splits(self, source: Source, settings: CorpusSettings) -> CorpusSplits:
-        """Return the splits, each with its texts in the order of the files."""
-        assert isinstance(source, RecordSource)
-        texts = chain.from_iterable(map(source.texts, range(len(source.parts))))
-        for name, group in groupby(texts, key=itemgetter(0)):
+    def splits(self, source: Any, settings: CorpusSettings) -> CorpusSplits:
+        for name, group in groupby(source.all_texts(), key=itemgetter(0)):
             yield name, (text_pieces([text]) for _, text in group)
 
 
@@ -304,11 +317,7 @@ QUANTILES = (0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
 
 
 def write_report(source: RecordSource, shards: Mapping[str, Split], path: Path) -> dict[str, Any]:
-    """Write the report of a source and of its splits in shards, and return it. It depends on nothing but the two.
-
-    It counts files, records, documents and bytes, the records left out by reason, the lengths of documents (see
-    `_lengths`), of each split its documents, bytes and tokens, and of each file its records and documents.
-    """
+    """Write the report of a source and of its splits in shards, and return it. It depends on nothing but the two."""
     lengths, counts, splits = source.lengths(), source.documents(), {}
     for name, split in shards.items():
         size = {"documents": counts[name], "bytes": split.raw_bytes or 0, "tokens": split.tokens}

@@ -7,7 +7,6 @@ import fnmatch
 import gzip
 import hashlib
 import lzma
-import os
 import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -38,8 +37,7 @@ def arrow() -> Any:
     try:
         import pyarrow
     except ImportError:
-        hint = "Run: pip install -e '.[arrow]'"
-        raise DataError("pyarrow", "it is not installed, which reads .zst, Parquet and Arrow files", hint) from None
+        raise DataError("pyarrow", "it is not installed", "Run: pip install -e '.[arrow]'") from None
     return pyarrow
 
 
@@ -56,9 +54,7 @@ UNREADABLE = (
     UnicodeDecodeError,
 )
 """Exceptions for a file that is missing, damaged, encrypted, or compressed in an unknown way."""
-INTACT = "Check that it is complete and of the kind its name says"
 CONVERT = "If it is Latin-1, convert it: iconv -f latin1 -t utf-8"
-LONG_WINDOW = "Its window is over 128 MiB: unpack it with zstd -d --long=31"
 EXTRACT = "Extract its text first"
 DOCUMENTS = (".docx", ".xlsx", ".pptx", ".odt", ".ods", ".epub")
 """Suffixes of documents that are zip archives."""
@@ -78,14 +74,14 @@ class Part:
     """One file of a source, or one member of a zip archive, as `Source.open` found it."""
 
     path: Path
-    """Path on disk of the file, or of the archive."""
+    """The file, or the archive."""
     member: str | None
     name: str
-    """Path below its location, with slashes: `train/1.txt`; the name of a file that is the location."""
+    """Path below its location, `train/1.txt`; for a file that is the location, its name."""
     raw: bool
     """Neither decompressed nor opened as an archive."""
     size: int = 0
-    """Bytes of its content, as `pieces` yields it."""
+    """Bytes of its content."""
     crc32: int = 0
     not_utf8: int | None = None
     """Offset of the first byte that is not UTF-8; None if all are, or if `raw`."""
@@ -93,7 +89,7 @@ class Part:
     """Offset of the first byte 0; None without such a byte, or if `raw`."""
 
     def __str__(self) -> str:
-        return os.fspath(self.path) if self.member is None else f"{os.fspath(self.path)}: {self.member}"
+        return str(self.path) if self.member is None else f"{self.path}: {self.member}"
 
     def pieces(self) -> Iterator[bytes]:
         """Yield the content, up to 1 MiB at a time. Raises DataError if it changed since `Source.open`."""
@@ -102,7 +98,7 @@ class Part:
             crc32 = zlib.crc32(piece, crc32)
             yield piece
         if crc32 != self.crc32:
-            raise SourceError(str(self), "it changed while it was read", "Leave it alone and run the command again")
+            raise SourceError(self, "it changed while it was read", "Leave it alone and run the command again")
 
 
 @dataclass(frozen=True)
@@ -132,7 +128,7 @@ class Source:
         kind: Kind = "stream",
         parts: Sequence[Part] | None = None,
     ) -> "Source":
-        """Find (or download into `downloads`) every file, and read all of it once to know its size and digests.
+        """Find (or download into `downloads`) every file, and read it once for its size and digests.
 
         kind: "stream", one stream of bytes (an archive of several files requires `member`); "files", separate files and
         members of archives; "raw", files without decompression. parts: use these of `find_parts`. Raises DataError for
@@ -174,14 +170,12 @@ class Source:
         return chain.from_iterable(part.pieces() for part in self.parts)
 
     def require_text(self, zeros: bool = True) -> None:
-        """Raise DataError naming file and offset unless all is UTF-8, and without byte 0 if not `zeros`."""
+        """Raise DataError unless all is UTF-8, without byte 0 if not `zeros`."""
         for part in self.parts:
             if part.not_utf8 is not None:
-                hint = f"{CONVERT}; as one stream of bytes the corpus `text` takes it as it is"
-                raise DataError(str(part), f"byte {part.not_utf8:,} is not UTF-8", hint)
+                raise DataError(part, f"byte {part.not_utf8:,} is not UTF-8", f"{CONVERT}; or use the corpus `text`")
             if part.zero is not None and not zeros:
-                problem = f"byte {part.zero:,} is 0, which stands between documents"
-                raise DataError(str(part), problem, "Remove it: no text has it")
+                raise DataError(part, f"byte {part.zero:,} is 0, which stands between documents", "Remove it")
 
 
 def find_parts(
@@ -226,7 +220,7 @@ def is_hidden(name: str, marks: str | tuple[str, ...] = ".") -> bool:
     return any(part.startswith(marks) for part in name.split("/"))
 
 
-def report_left_out(location: str, count: int, left_out: Sequence[str], reason: str) -> None:
+def report_left_out(location: object, count: int, left_out: Sequence[str], reason: str) -> None:
     """Print the number of files that are read, and the files left out, if any."""
     if left_out:
         some = ", ".join(map(one_line, left_out[:3])) + (", …" if len(left_out) > 3 else "")
@@ -237,7 +231,7 @@ def _parts(file: Path, name: str, member: str | None, kind: Kind) -> Iterator[Pa
     """Yield the file, or the members of a zip archive."""
     if kind == "raw" or not _is_archive(file):
         if member is not None:
-            raise ConfigError("--member", f"{os.fspath(file)} is not a zip archive", "Leave --member out")
+            raise ConfigError("--member", f"{file} is not a zip archive", "Leave --member out")
         yield Part(file, None, name, kind == "raw")
         return
     if file.suffix.lower() in DOCUMENTS:
@@ -252,7 +246,7 @@ def _parts(file: Path, name: str, member: str | None, kind: Kind) -> Iterator[Pa
         members = _members(file, members, member)
     hidden = [] if member is not None else [name for name in members if is_hidden(name, ZIP_HIDDEN)]
     chosen = [name for name in members if member is not None or not is_hidden(name, ZIP_HIDDEN)]
-    report_left_out(str(file), len(chosen), hidden, "they are hidden")
+    report_left_out(file, len(chosen), hidden, "they are hidden")
     yield from (Part(file, name, name, False) for name in chosen)
 
 
@@ -326,11 +320,11 @@ def _require_text(part: Part, start: bytes) -> None:
             hint = "Unpack it: .gz, .bz2, .xz, .zst and .zip are read as they are if their names end so"
             coding = kind[8:14].lower()  # of "text in UTF-16"
             hint = f"Convert it: iconv -f {coding} -t utf-8" if "UTF" in kind else EXTRACT if "PDF" in kind else hint
-            raise DataError(str(part), f"this is {kind}, not plain text", hint)
+            raise DataError(part, f"this is {kind}, not plain text", hint)
     even, odd = (start[first:512:2].count(0) for first in (0, 1))
     if len(start) > 16 and not min(even, odd) and 2 * max(even, odd) > len(start[1:512:2]):
         problem = "every second byte is 0, as in UTF-16"
-        raise DataError(str(part), problem, f"Convert it: iconv -f utf-16{'le' if odd else 'be'} -t utf-8")
+        raise DataError(part, problem, f"Convert it: iconv -f utf-16{'le' if odd else 'be'} -t utf-8")
 
 
 def refuse_bomb(what: Part | Path | str, size: int, compressed: int) -> None:
@@ -338,12 +332,13 @@ def refuse_bomb(what: Part | Path | str, size: int, compressed: int) -> None:
     if size > max(BOMB_BYTES, BOMB_RATIO * compressed):
         problem = f"its {compressed:,} bytes unfold to {BOMB_RATIO} times as many and more, too many for a corpus"
         hint = "If you trust it, unpack it yourself; write the texts of Parquet and Arrow files to .jsonl files"
-        raise DataError(str(what), problem, hint)
+        raise DataError(what, problem, hint)
 
 
 def _unreadable(what: Part | Path, error: Exception) -> DataError:
-    hint = LONG_WINDOW if "too much memory" in str(error) else INTACT
-    return DataError(str(what), f"cannot be read: {reason(error)}", hint)
+    return DataError(
+        what, f"cannot be read: {reason(error)}", "Check that it is complete and of the kind its name says"
+    )
 
 
 def reason(error: Exception) -> str:
@@ -352,7 +347,7 @@ def reason(error: Exception) -> str:
 
 
 def _members(file: Path, names: list[str], member: str | None) -> list[str]:
-    """Return the member of that name, all that match it as a pattern, or without a name the only one."""
+    """Return the member of that name, all that match the pattern, or without a name the only one."""
     if member is None and len(names) == 1:
         return names
     if member is None:

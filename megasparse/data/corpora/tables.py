@@ -24,7 +24,16 @@ from megasparse.data.corpora.corpus import (
     option,
     split_option,
 )
-from megasparse.data.corpora.records import EMPTY, NOT_UTF8, RecordCorpus, Records, RecordSource, Unfit, json_hint
+from megasparse.data.corpora.records import (
+    EMPTY,
+    NOT_UTF8,
+    RecordCorpus,
+    Records,
+    RecordSource,
+    Texts,
+    Unfit,
+    json_hint,
+)
 from megasparse.data.corpora.source import (
     DECOMPRESS,
     Part,
@@ -60,20 +69,12 @@ class JsonLinesCorpus(RecordCorpus):
     HELP = "JSON lines: a field of each is a document"
     EXAMPLE = "--source crawl/ --field text --min-bytes 200 --deduplicate --split 98,1,1 --output data/crawl"
 
+    KIND, SUFFIXES = "files", JSON_SUFFIXES
     FIELD = option("--field", dest="column", default="text", metavar="NAME", help="(default: %(default)s)")
     OPTIONS = SOURCE | MEMBER | SAMPLE | FIELD | RecordCorpus.OPTIONS | SPLIT_OPTION
 
-    def open(
-        self, locations: Sequence[str], member: str | None, downloads: Path, settings: CorpusSettings, workers: int
-    ) -> RecordSource:
-        parts = find_parts(locations, member, downloads, "files", JSON_SUFFIXES)
-        return self.examine(locations, parts, settings, workers, member=member)
-
-    def examine(
-        self, locations: Sequence[str], parts: Sequence[Part], settings: CorpusSettings, workers: int, **options: Any
-    ) -> RecordSource:
-        """Read all files once, see `RecordSource.examine`."""
-        return RecordSource.examine(locations, parts, json_texts, settings, workers, **options)
+    def texts(self, settings: CorpusSettings) -> Texts:
+        return json_texts
 
 
 class Parquet(RecordCorpus):
@@ -86,13 +87,11 @@ class Parquet(RecordCorpus):
     HELP = "Parquet files: a column of texts, each a document"
     EXAMPLE = "--source crawl/ --column text --min-bytes 200 --split 98,1,1 --output data/crawl"
 
+    KIND, SUFFIXES = "raw", (".parquet",)
     OPTIONS = SOURCE | SAMPLE | COLUMN | RecordCorpus.OPTIONS | SPLIT_OPTION
 
-    def open(
-        self, locations: Sequence[str], member: str | None, downloads: Path, settings: CorpusSettings, workers: int
-    ) -> RecordSource:
-        parts = find_parts(locations, member, downloads, "raw", [".parquet"])
-        return RecordSource.examine(locations, parts, parquet_texts, settings, workers)
+    def texts(self, settings: CorpusSettings) -> Texts:
+        return parquet_texts
 
 
 class HuggingFace(RecordCorpus):
@@ -107,17 +106,21 @@ class HuggingFace(RecordCorpus):
 
     HELP = "a dataset's folder, as datasets or the Hub's client leave it: a column of texts"
     EXAMPLE = "--source ~/.cache/huggingface/datasets/NAME/default/0.0.0/REVISION --column text --output data/name"
+    KIND = "raw"
     SUFFIXES = (".arrow", ".parquet", *(name for name in JSON_SUFFIXES if name.startswith(".jsonl")))
 
     FOLDER = option("--source", nargs=1, required=True, metavar="DIR_OR_URL", help="a folder, or hf://...@REVISION")
     SHARES = split_option("of the training part's bytes for each split (default: its own, or 90,5,5 of its only)")
     OPTIONS = SAMPLE | COLUMN | RecordCorpus.OPTIONS | FOLDER | SHARES
 
+    def texts(self, settings: CorpusSettings) -> Texts:
+        return dataset_texts
+
     def open(
         self, locations: Sequence[str], member: str | None, downloads: Path, settings: CorpusSettings, workers: int
     ) -> RecordSource:
         (location,) = locations
-        parts = find_parts(locations, None, downloads, "raw", self.SUFFIXES)
+        parts = find_parts(locations, None, downloads, self.KIND, self.SUFFIXES)
         # `datasets` keeps results of map and filter next to the dataset
         files = [part for part in parts if not PurePosixPath(part.name).name.startswith(("cache-", "tmp"))]
         if not files:
@@ -136,7 +139,7 @@ class HuggingFace(RecordCorpus):
         report_left_out(location, len(parts), others, f"they are of no split of {', '.join(chosen)}")
         facts = {"revision": revision(location), "other_files": others}
         splits = [of_split[part] or "" for part in parts] if len(chosen) > 1 else ()
-        return RecordSource.examine(locations, parts, dataset_texts, settings, workers, file_splits=splits, facts=facts)
+        return self.examine(locations, parts, settings, workers, file_splits=splits, facts=facts)
 
 
 # The texts of a file
@@ -175,7 +178,6 @@ def parquet_texts(part: Part, column: str) -> Records:
 
 
 def dataset_texts(part: Part, column: str) -> Records:
-    """Yield the texts of a file of any of the formats that a dataset has."""
     suffix = PurePosixPath(part.path.name).suffix.lower()
     if suffix == ".arrow":
         return _from_values(part, _arrow_values(part.path, column))
@@ -221,7 +223,7 @@ def _parquet_values(path: Path, column: str) -> Iterator[bytes | None]:
 
 
 def _arrow_values(path: Path, column: str) -> Iterator[bytes | None]:
-    """Yield the values of a column of texts in an Arrow file, of the stream or the file format, None for null."""
+    """Yield the values of a column, None for null, of an Arrow file of the stream or the file format."""
     pyarrow = arrow()
     with _reading(path), open_file(path) as file:
         file.seek(8 if file.read(6) == b"ARROW1" else 0)  # the file format is a stream between two frames
@@ -245,7 +247,7 @@ def _require_texts(path: Path, schema: Any, column: str) -> None:
 
 
 def _is_text(kind: Any) -> bool:
-    """True for a type of texts, and the type of a column of nulls."""
+    """True for texts, and for a column of nulls."""
     names = ("string", "large_string", "string_view", "binary", "large_binary", "binary_view", "null")
     return any(getattr(arrow().types, f"is_{name}")(kind) for name in names)
 
@@ -271,7 +273,6 @@ def _values(column: Any) -> Iterator[bytes | None]:
 
 @contextmanager
 def _reading(path: Path) -> Iterator[None]:
-    """Convert exceptions of pyarrow for a damaged file to DataError."""
     try:
         yield
     except (arrow().ArrowException, OSError, MemoryError, ValueError, LookupError) as error:
@@ -296,7 +297,7 @@ def split_of(name: str) -> str | None:
 
 
 def revision(location: str) -> str | None:
-    """Return the commit of the Hub that a dataset is from, as its URL, its path or its description states it."""
+    """Return the commit of the Hub that a dataset is from, as its URL, path or description states it."""
     if named := REVISION.search(location) or REVISION.search(str(Path(location).resolve())):
         return named[0]
     for info in sorted(Path(location).glob(f"**/{INFO}")):
@@ -321,8 +322,7 @@ def _require_one(location: str, parts: Sequence[Part]) -> None:
         roots.add("/".join(folder for folder in folders if folder.lower() not in SPLIT_NAMES) or ".")
     if len(roots) > 1:
         some = ", ".join(sorted(roots)[:5])
-        hint = "Give the folder of one; the corpora parquet and jsonl take any files together"
-        raise DataError(location, f"files are in {len(roots)} folders ({some}), as of several configurations", hint)
+        raise DataError(location, f"files of several configurations, in {len(roots)} folders ({some})", "Give one")
 
 
 def _require_all(parts: Sequence[Part]) -> None:
@@ -334,5 +334,4 @@ def _require_all(parts: Sequence[Part]) -> None:
     for (name, count), numbers in groups.items():
         if len(numbers) < count:
             first = next(number for number in range(count) if number not in numbers)
-            problem = f"{len(numbers)} of its {count} files are here, not number {first}"
-            raise DataError(name, problem, "Get the dataset again")
+            raise DataError(name, f"{len(numbers)} of its {count} files are here, not number {first}", "Get it again")

@@ -1,6 +1,5 @@
 """Corpora of text: any files, enwik8, BookCorpus, PG-19 and WikiText-103. White space separates reference words."""
 
-import csv
 import hashlib
 import re
 from collections import Counter
@@ -53,7 +52,7 @@ class Text(TextCorpus):
         if documents or not as_bytes(settings):
             source.require_text(zeros=not (documents and as_bytes(settings)))
         elif part := next((part for part in source.parts if part.not_utf8 is not None), None):
-            report_line(str(part), f"byte {part.not_utf8:,} is not UTF-8, so it is read as bytes. {CONVERT}")
+            report_line(part, f"byte {part.not_utf8:,} is not UTF-8, so it is read as bytes. {CONVERT}")
         starts = list(accumulate((part.size for part in source.parts), initial=0))[:-1]
         if not documents:
             require_full(source, sizes, f"{source.total_bytes} bytes")
@@ -76,11 +75,10 @@ class Enwik8(TextCorpus):
     SPLITS: ClassVar = {"train": 90_000_000, "validation": 5_000_000, "test": 5_000_000}
 
     def splits(self, source: Source, settings: CorpusSettings) -> CorpusSplits:
-        """With other tokenizers than bytes a border inside a character moves to its end."""
+        """Cut by byte. With other tokenizers than bytes a border inside a character moves to its end."""
         official = sum(self.SPLITS.values())
         if source.total_bytes != official:
-            hint = "Give the official enwik8 or enwik8.zip; a part of it can be prepared as the corpus `text`"
-            raise DataError(source.name, f"enwik8 has {official:,} bytes, this has {source.total_bytes:,}", hint)
+            raise DataError(source.name, f"enwik8 has {official:,} bytes, this {source.total_bytes:,}", "Get it again")
         if source.md5 != self.MD5:
             raise DataError(source.name, f"md5 is {source.md5}, enwik8's is {self.MD5}", "Download it again")
         streams = cut(source.pieces(), self.SPLITS, whole_characters=not as_bytes(settings))
@@ -101,22 +99,16 @@ class BookCorpus(TextCorpus):
     KIND = "files"
     OPTIONS = TextCorpus.OPTIONS | SPLIT_OPTION
     DOCUMENTS = True
-    SHORT = 10_000
-    """Mean bytes per book, below which a warning is printed."""
     EMPTY_LINE = re.compile(rb"(?m)^[ \t\r\f\v]*\n")
 
     def about(self, source: Source, settings: CorpusSettings) -> dict[str, Any]:
-        """Return the number of books of each split, none of running text. Report books that look like paragraphs."""
+        """Return the number of books of each split, none of running text."""
         source.require_text(zeros=not as_bytes(settings))
         sizes = split_sizes(settings["split"], source.total_bytes)
         books = self._counts(source, sizes)
         if not books:
             report_line(source.name, "no empty line is between books, one running text is split")
-        elif (mean := source.total_bytes // books.total()) < self.SHORT:
-            problem = f"{books.total():,} books of {mean:,} bytes in the mean: an empty line ends a book"
-            hint = "Where it ends a paragraph, prepare the corpus text with --documents: each file is a book"
-            report_line(source.name, f"{problem}. {hint}")
-        if books:
+        else:
             require_full(source, {name: books[name] for name in sizes}, f"{books.total()} books")
         return {"books": dict(books)}
 
@@ -155,46 +147,29 @@ class PG19(TextCorpus):
     """PG-19 (Rae et al. 2020): books of Project Gutenberg from before 1919, in folders train/, validation/ (or valid/)
     and test/.
 
-    Each file NNN.txt is a book (NNN is its number) and a document. index.json lists title and date of each book if
-    metadata.csv (number, title, date, link) is in the source. No checksums are published: `official` means that the
-    numbers of books are the published ones. White space separates reference words; the published counts are
-    1,973,136,207, 3,007,061 and 6,966,499.
+    Each file NNN.txt is a book and a document. No checksums are published: `official` means that the numbers of books
+    are the published ones. White space separates reference words; the published counts are 1,973,136,207, 3,007,061
+    and 6,966,499.
     """
 
-    HELP = "PG-19: a book a file in train/, validation/ and test/, with metadata.csv"
+    HELP = "PG-19: a book a file in train/, validation/ and test/"
     EXAMPLE = "--source deepmind-gutenberg/ --output data/pg19"
     KIND = "files"
     DOCUMENTS = True
     OFFICIAL: ClassVar = {"train": 28_602, "validation": 50, "test": 100}
-    METADATA = "metadata.csv"
-    MOST_METADATA = 1 << 26  # bytes: the official file has 3 million
 
     def about(self, source: Source, settings: CorpusSettings) -> dict[str, Any]:
-        """Return numbers of books, and titles and dates."""
         source.require_text(zeros=not as_bytes(settings))
-        books = self._books(source)
-        counts = {name: len(parts) for name, parts in books.items()}
-        facts: dict[str, Any] = {"books": counts, "official": counts == self.OFFICIAL}
-        metadata = next((part for part in source.parts if PurePath(part.name).name == self.METADATA), None)
-        others = [part.name for part in source.parts if ".txt" not in part.name and part is not metadata]
+        counts = {name: len(parts) for name, parts in self._books(source).items()}
+        others = [part.name for part in source.parts if ".txt" not in part.name]
         report_left_out(source.name, sum(counts.values()), others, "they are no books")
-        if metadata:
-            rows = self._rows(metadata)
-            with_metadata = sum(number in rows for parts in books.values() for number in parts)
-            if not with_metadata:
-                raise DataError(str(metadata), "it has none of the books", "Give the one that belongs to them")
-            facts["with_metadata"] = with_metadata
-            facts["titles"] = {
-                name: [[number, *rows.get(number, (None, None))] for number in parts] for name, parts in books.items()
-            }
-        return facts
+        return {"books": counts, "official": counts == self.OFFICIAL}
 
     def splits(self, source: Source, settings: CorpusSettings) -> CorpusSplits:
         for name, books in self._books(source).items():
             yield name, (text_pieces(part.pieces()) for part in books.values())
 
     def _books(self, source: Source) -> dict[str, dict[int, Part]]:
-        """Return the books of each official split that is there, by number."""
         books: dict[str, dict[int, Part]] = {name: {} for name in NAMES}
         for part in source.parts:
             path = part.path if part.member is None else PurePath(part.member)
@@ -202,33 +177,14 @@ class PG19(TextCorpus):
                 continue
             split, number = SPLIT_NAMES.get(path.parent.name), path.name.partition(".")[0]
             if split is None or not (number.isascii() and number.isdigit()):
-                problem = "this is not a book of PG-19, which are train/NNN.txt, validation/NNN.txt and test/NNN.txt"
-                raise DataError(str(part), problem, "Leave it out; the corpus `text` with --documents takes any files")
+                raise DataError(part, "this is not a book of PG-19, {train,validation,test}/NNN.txt", "Leave it out")
             for other, parts in books.items():
                 if int(number) in parts:
-                    problem = f"the book {number} is in {other} as well ({parts[int(number)]})"
-                    raise DataError(str(part), problem, "Keep one of the two")
+                    raise DataError(part, f"the book {number} is in {other} as well ({parts[int(number)]})", "Keep one")
             books[split][int(number)] = part
         if not any(books.values()):
-            problem = "there is no train/NNN.txt, validation/NNN.txt or test/NNN.txt"
-            raise DataError(source.name, problem, "Check --source")
+            raise DataError(source.name, "there is no {train,validation,test}/NNN.txt", "Check --source")
         return {name: dict(sorted(parts.items())) for name, parts in books.items() if parts}
-
-    def _rows(self, part: Part) -> dict[int, tuple[str, str]]:
-        """Return title and date by number of the book."""
-        if part.size > self.MOST_METADATA:
-            raise DataError(str(part), f"{part.size:,} bytes are too many for metadata", "Give the official file")
-        lines = b"".join(part.pieces()).decode().splitlines()
-        rows: dict[int, tuple[str, str]] = {}
-        try:
-            for line, row in enumerate(csv.reader(lines, strict=True), 1):
-                if len(row) < 3 or not row[0].strip().isdecimal():
-                    problem = f"row {line} is not a book's number, title and date"
-                    raise DataError(str(part), problem, "Give the official file, or leave it out")
-                rows[int(row[0])] = (row[1], row[2])
-        except csv.Error as error:
-            raise DataError(str(part), f"it is not CSV: {error}", "Give the official file, or leave it out") from None
-        return rows
 
 
 class WikiText103(TextCorpus):
@@ -236,7 +192,7 @@ class WikiText103(TextCorpus):
 
     Each official split is one stream of lines. Ends of lines are reference words, too, as in the word perplexities of
     the literature (245,569 words in the test split). SHA-1 checksums are those of gluonnlp.data.WikiText103 and
-    WikiText103Raw, numbers of lines those of torchtext.datasets.WikiText103.
+    WikiText103Raw.
     """
 
     HELP = "WikiText-103: wiki.train.tokens, wiki.valid.tokens and wiki.test.tokens, or the official zip"
@@ -244,7 +200,6 @@ class WikiText103(TextCorpus):
     KIND = "files"
     LINE_ENDS = True
     FILE = re.compile(r"(?:.*/)?wiki\.(train|valid|test)\.(tokens|raw)", re.DOTALL)
-    LINES: ClassVar = {"train": 1_801_350, "validation": 3_760, "test": 4_358}
     SHA1: ClassVar = {
         "tokens": {
             "train": "b7497e2dfe77e72cfef5e3dbc61b7b53712ac211",
@@ -259,43 +214,35 @@ class WikiText103(TextCorpus):
     }
 
     def about(self, source: Source, settings: CorpusSettings) -> dict[str, Any]:
-        """Return the kind of the files, and if all three are official. A file with the official number of lines but
-        another checksum is an error.
-        """
+        """Return the kind of the files, and if all three are official."""
         source.require_text()
         kind, files = self._files(source)
         others = [part.name for part in source.parts if part not in files.values()]
         report_left_out(source.name, len(files), others, "they are no splits of WikiText-103")
-        official = 0
+        digests = {}
         for name, part in files.items():
-            digest, lines = hashlib.sha1(usedforsecurity=False), 0
+            digest = hashlib.sha1(usedforsecurity=False)
             for piece in part.pieces():
                 digest.update(piece)
-                lines += piece.count(b"\n")
-            sha1, published = digest.hexdigest(), self.SHA1[kind][name]
-            if lines == self.LINES[name] and sha1 != published:
-                problem = f"its sha1 is {sha1}, the official file's is {published}"
-                raise DataError(str(part), problem, "Download it again")
-            official += sha1 == published
-        return {"kind": kind, "official": official == len(NAMES)}
+            digests[name] = digest.hexdigest()
+        return {"kind": kind, "official": digests == self.SHA1[kind]}
 
     def splits(self, source: Source, settings: CorpusSettings) -> CorpusSplits:
         for name, part in self._files(source)[1].items():
             yield name, [text_pieces(part.pieces())]
 
     def _files(self, source: Source) -> tuple[str, dict[str, Part]]:
-        """Return "tokens" or "raw", and the file of each split that is there."""
+        """Return "tokens" or "raw", and the file of each split."""
         parts: dict[str, dict[str, Part]] = {kind: {} for kind in self.SHA1}
         for part in source.parts:
             if match := self.FILE.fullmatch(part.name):
                 name, files = SPLIT_NAMES[match[1]], parts[match[2]]
                 if name in files:
-                    raise DataError(str(part), f"{files[name]} is the same split", "Give one of the two")
+                    raise DataError(part, f"{files[name]} is the same split", "Give one of the two")
                 files[name] = part
         kinds = [kind for kind, files in parts.items() if files]
         if len(kinds) != 1:
             problem = "there are both .tokens and .raw files" if kinds else "there is no wiki.train.tokens"
-            hint = "Give wiki.train, wiki.valid and wiki.test, all .tokens or all .raw, or the official zip"
-            raise DataError(source.name, problem, hint)
+            raise DataError(source.name, problem, "Give wiki.train, wiki.valid and wiki.test of one kind")
         files = parts[kinds[0]]
         return kinds[0], {name: files[name] for name in NAMES if name in files}

@@ -35,7 +35,7 @@ _LINES = re.compile("[^\n]*\n|[^\n]+")
 
 
 def alphabet() -> list[str]:
-    """Return the characters that byte-level tokenizers (GPT-2) write bytes as: Latin-1 if printable, else U+0100 on."""
+    """Return the characters that byte-level tokenizers write bytes as: Latin-1 if printable, else U+0100 on."""
     shown = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = (byte for byte in range(256) if byte not in shown)
     replaced = {byte: chr(256 + number) for number, byte in enumerate(others)}
@@ -52,10 +52,10 @@ def raw(piece: str) -> bytes:
 
 class HuggingFaceTokenizer(Tokenizer):
     """Tokens of a text, without a prefix, suffix or truncation. No text becomes a special token: the first name of one
-    in a text, as of a chat template, is reported on stderr.
+    in a text is reported on stderr.
 
-    Byte-level tokenizers are lossless: invalid UTF-8 and other text that would change is encoded byte by byte. BERT's
-    drops case, accents, white space and unknown words. Special tokens decode to no text.
+    Byte-level tokenizers are lossless: text that would change is encoded byte by byte. BERT's drops case, accents,
+    white space and unknown words. Special tokens decode to no text.
     """
 
     name = "huggingface"
@@ -130,8 +130,8 @@ class HuggingFaceTokenizer(Tokenizer):
         return (self._table[self._known(token)] for token in tokens)
 
     def word_starts(self) -> "Tensor":
-        """Return the starts of words: tokens without BERT's ## or, in other tokenizers, with white space before them.
-        All tokens if the tokenizer marks neither.
+        """Return the starts of words: tokens without BERT's ## or, in other tokenizers, with white space before them;
+        all tokens if the tokenizer marks neither.
         """
         import torch
 
@@ -159,12 +159,11 @@ class HuggingFaceTokenizer(Tokenizer):
         except BaseException as error:  # a panic of `tokenizers`, as of a regex that backtracks too long
             if isinstance(error, KeyboardInterrupt | SystemExit):
                 raise
-            problem = f"cannot encode a text of {len(text):,} characters ({error})"
-            raise damaged(self.file, problem, "Use another tokenizer: its pattern does not suit the text") from None
+            raise damaged(self.file, f"cannot encode {len(text):,} characters ({error})", "Use another one") from None
         return ids
 
     def _checked(self, text: str) -> list[int]:
-        """Return tokens that decode to the text exactly; if its own do not, those of its lines, or of their bytes."""
+        """Return tokens that decode to the text exactly; else those of its lines, or of their bytes."""
         tokens, expected = self._ids(text), text.encode()
         if b"".join([self._table[token] for token in tokens]) == expected:
             return tokens
@@ -182,9 +181,7 @@ class HuggingFaceTokenizer(Tokenizer):
         return token
 
     def _lossy_pieces(self, tokens: Iterable[int]) -> Iterator[bytes]:
-        """Yield the text that each token adds, decoded with the last tokens that added some; a character of several
-        tokens comes with the last.
-        """
+        """Yield the text that each token adds, decoded with the last tokens that added some."""
         special = set(self._special_ids.values())
         context, waiting = list[int](), list[int]()
         before = text = ""

@@ -128,7 +128,7 @@ def _load(file: Path, data: bytes) -> tuple[Any, list[bytes]]:
 
 
 def _require_lossless(file: Path, model: Any) -> None:
-    """Refuse a model that does not give back every text. model: a ModelProto. Raises ConfigError."""
+    """Raise ConfigError for a model (a ModelProto) that does not give back every text."""
     spec, kinds = model.normalizer_spec, type(model).SentencePiece
     single = {piece.piece for piece in model.pieces if piece.type == kinds.BYTE}
     for wrong, problem in (
@@ -139,28 +139,21 @@ def _require_lossless(file: Path, model: Any) -> None:
         (single != {f"<0x{byte:02X}>" for byte in range(256)}, "it has no pieces for single bytes (byte_fallback)"),
     ):
         if wrong:
-            hint = "Train one with megasparse train-tokenizer sentencepiece"
-            raise ConfigError("data.tokenizer", f"{file}: text would not come back from it: {problem}", hint)
+            raise damaged(file, f"text would not come back from it: {problem}", "See megasparse train-tokenizer")
 
 
 def train_sentencepiece(lines: Iterator[str], vocabulary: int, model_type: str, character_coverage: float) -> bytes:
     """Return the file of a lossless model of sentencepiece: a pure function of the arguments.
 
-    Args:
-        lines: of text, without their ends.
-        model_type: "unigram" or "bpe".
-        character_coverage: share of the text's characters that get a piece each; others are encoded by their bytes.
-
-    Raises:
-        ConfigError: the vocabulary is too small or too large for the text.
+    lines: of text, without their ends. model_type: "unigram" or "bpe". character_coverage: share of the text's
+    characters that get a piece each. Raises ConfigError if the vocabulary does not fit the text.
     """
     from sentencepiece import SentencePieceTrainer
     from sentencepiece.sentencepiece_model_pb2 import ModelProto  # type: ignore[attr-defined]
 
     least = 1 + len(CONTROL) + 256
     if vocabulary <= least:
-        problem = f"{vocabulary} leaves no room for texts after {least} tokens for bytes, <unk> and {' '.join(CONTROL)}"
-        raise ConfigError("--vocabulary", problem, "Give more, such as 32000")
+        raise ConfigError("--vocabulary", f"{vocabulary} leaves no room for texts after {least} tokens", "Give more")
     if not 0.9 <= character_coverage <= 1:
         raise ConfigError(
             "--character-coverage", f"{character_coverage} is not from 0.9 to 1", "Give one, such as 0.9995"
@@ -188,12 +181,7 @@ def train_sentencepiece(lines: Iterator[str], vocabulary: int, model_type: str, 
             minloglevel=1,
         )
     except RuntimeError as error:
-        problem, hint = f"sentencepiece: {' '.join(str(error).split())}", "Give another one, or other text"
-        if match := re.search(r"too high.*<= (\d+)", str(error)):
-            problem, hint = f"{vocabulary} pieces are not in so little text", f"Give at most {match[1]}, or more text"
-        elif match := re.search(r"smaller than required_chars\. \d+ vs (\d+)", str(error)):
-            problem, hint = f"{vocabulary} is too small for the characters", f"Give more than {match[1]}"
-        raise ConfigError("--vocabulary", problem, hint) from None
+        raise ConfigError("--vocabulary", f"{vocabulary}: {' '.join(str(error).split())}", "Give another one") from None
     if model_type != "unigram":
         return written.getvalue()
     model = ModelProto()

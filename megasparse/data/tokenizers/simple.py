@@ -59,9 +59,8 @@ class PixelTokenizer(ByteTokenizer):
 class WordTokenizer(Tokenizer):
     """Token i is the word in line i of a file, most frequent first, so that a range of ids is a range of frequencies.
 
-    A text is split at white space (what Python's `str.split` takes for it), each line's end is `<eos>`, and a word that
-    the file has not is `<unk>`. It does not come back as it was: white space becomes one space, an unknown word
-    `<unk>`, and what is no UTF-8 U+FFFD.
+    A text is split at white space, each line's end is `<eos>`, and an unknown word `<unk>`. It does not come back as it
+    was: white space becomes one space, and what is no UTF-8 U+FFFD.
     """
 
     name = "words"
@@ -108,8 +107,8 @@ class WordTokenizer(Tokenizer):
 def vocabulary_file(pieces: Iterable[bytes], size: int | None = None) -> bytes:
     """Return a file of the words of a training text, by frequency, then by code points.
 
-    pieces: of UTF-8, cut anywhere. size: so many words at most, the most frequent ones, `<unk>` and `<eos>` among them;
-    the others count as `<unk>`. Raises UnicodeDecodeError.
+    pieces: of UTF-8, cut anywhere. size: of the vocabulary at most; other words count as `<unk>`. Raises
+    UnicodeDecodeError.
     """
     counts: Counter[str] = Counter({UNKNOWN: 0, END: 0})
     rest = b""
@@ -140,12 +139,8 @@ def _parse(file: Path, data: bytes) -> list[str]:
         raise damaged(file, f"line {line} is not UTF-8", HINT) from None
     first: dict[str, int] = {}
     for number, word in enumerate(words, 1):
-        if not word:
-            raise damaged(file, f"line {number} is empty", HINT)
-        if word.split() != [word]:
-            raise damaged(file, f"line {number}, {word[:40]!r}, has white space in it", HINT)
-        if (before := first.setdefault(word, number)) != number:
-            raise damaged(file, f"line {number}, {word[:40]!r}, is line {before} too", HINT)
+        if word.split() != [word] or first.setdefault(word, number) < number:
+            raise damaged(file, f"line {number}, {word[:40]!r}, is not a word, or is one of an earlier line", HINT)
     for word in (UNKNOWN, END):
         if word not in first:
             raise damaged(file, f"has no word {word}", HINT)

@@ -34,7 +34,6 @@ class Tokenizer(ABC):
     """Text to token ids and back."""
 
     name: str
-    """Its kind."""
     vocabulary: int
     """Ids of text are below this; `special` ones may be above (bytes) or among them."""
     sha256: str
@@ -45,7 +44,6 @@ class Tokenizer(ABC):
     """Id of the token after each document of a corpus of documents, if any."""
     special: SpecialTokens | None = None
     file: Path | None = None
-    """The file that it was read from."""
 
     @abstractmethod
     def encode(self, text: str | bytes) -> "Tensor":
@@ -94,7 +92,7 @@ USUAL = (BEGIN, SEPARATOR, PADDING, MASK)
 
 
 def read(path: Path) -> bytes:
-    """Return all of a tokenizer's file. Raises ConfigError, also for one of more than MOST_BYTES."""
+    """Return a tokenizer's file. Raises ConfigError, also for one of more than MOST_BYTES."""
     try:
         return read_file(path, MOST_BYTES)
     except OSError as error:
@@ -108,7 +106,6 @@ def identity(kind: str, data: bytes) -> str:
 
 
 def damaged(path: Path, problem: str, hint: str) -> ConfigError:
-    """Return the error that a tokenizer's file cannot be used."""
     return ConfigError("data.tokenizer", f"{path}: {' '.join(problem.split())}", hint)
 
 

@@ -1,10 +1,10 @@
-"""Bucketed attention in blocks of tiles: linear memory, forward and backward, deterministic.
+"""Bucketed attention in blocks of tiles: linear memory, forward and backward, deterministic. Tiles as in layouts.py.
 
 A pair that N rounds select is included only in the first of them, instead of N times with weight 1/N: this needs fewer
-passes over the scores. The forward stores q, k, v, the layout, the output and its log-sum-exp over all rounds, in base
-e (lse) and in base 2 (lse2), because for scores of 1e10 a conversion would be off by thousands. The backward
-recomputes scores block by block: exp2(score − lse2) is the final weight of a pair in any round. Scores are in units of
-log2 e, because exp2 is several times faster than exp. Tiles as in layouts.py.
+passes over the scores. The log-sum-exp over all rounds is stored in base e (lse) and in base 2 (lse2), because for
+scores of 1e10 a conversion would be off by thousands. The backward recomputes scores block by block: exp2(score − lse2)
+is the final weight of a pair in any round. Scores are in units of log2 e, because exp2 is several times faster than
+exp.
 """
 
 import math
@@ -24,7 +24,7 @@ from megasparse.ops.bucketed_attention.layouts import (
 )
 from megasparse.ops.bucketed_attention.sorted_layout import SortedLayout
 from megasparse.ops.bucketed_attention.spec import BucketedAttentionSpec, Codes, split_codes
-from megasparse.ops.operator import Function, at_least_fp32
+from megasparse.ops.operator import Function, wide_dtype
 from megasparse.ops.random import PairDropout
 
 _LOG2_E = math.log2(math.e)
@@ -72,10 +72,10 @@ def row_groups(
     layout: SortedLayout | RangeLayout, q: Tensor, k: Tensor, v: Tensor, spec: BucketedAttentionSpec,
     shared_codes: bool, dropout: PairDropout | None,
 ) -> Iterator[RowGroup]:  # fmt: skip
-    """Yield groups of whole rows that fit into a block, at least one. layout: tensors (B|1, H|1, R, L)."""
+    """Yield groups of rows that fit into a block, at least one each. layout: tensors (B|1, H|1, R, L)."""
     batch, heads, length, _ = q.shape
     tensors = [x.expand(-1, heads, -1, -1) for x in layout]
-    dtype = torch.promote_types(q.dtype, torch.float32)
+    dtype = wide_dtype(q)
     step = max(1, SCORE_ELEMENTS // layout.pairs(spec, length))
     for start in range(0, batch * heads, step):
         index = slice(start, min(start + step, batch * heads))
@@ -97,7 +97,7 @@ class _BucketedAttention(Function):
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, codes: Tensor | None, spec: BucketedAttentionSpec,
         key_mask: Tensor | None, segments: Tensor | None, key_codes: Tensor | None, dropout: PairDropout | None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        dtype = torch.promote_types(q.dtype, torch.float32)
+        dtype = wide_dtype(q)
         out = torch.zeros_like(q, dtype=dtype, memory_format=torch.contiguous_format)
         lse2 = torch.full(q.shape[:3], LOWEST, dtype=dtype, device=q.device)
         layout: SortedLayout | RangeLayout
@@ -175,7 +175,7 @@ class _BucketedAttention(Function):
 
 
 def _attend(rows: RowGroup, blocks: Iterable[TileBlock], out: Tensor, lse2: Tensor) -> None:
-    """Update the rows' outputs (G, L, D), initially 0, and base-2 log-sum-exps (G, L), initially LOWEST, by block."""
+    """Update the rows' outputs (G, L, D), initially 0, and base-2 log-sum-exps (G, L), initially LOWEST."""
     for block in blocks:
         block_q = block.queries(rows.q).mul_(rows.spec.scale * _LOG2_E)
         score = block.scores(block_q, block.keys(rows.k))  # (n, T, K)
@@ -215,7 +215,7 @@ class QueryBlock(TileBlock):
             rows, tokens, hidden = (x.repeat_interleave(2, 0) for x in (rows, tokens, hidden))
         self.first_round = first_round
         self._columns = hidden
-        self.dtype = at_least_fp32(like[:0]).dtype
+        self.dtype = wide_dtype(like)
         # With at least 8 rows, a row of a product does not depend on their number.
         self.query_tokens = rows[:, None].expand(-1, min(tile, 8))
         self.key_tokens = rows[:, None] * keys + tokens
@@ -233,10 +233,10 @@ class QueryBlock(TileBlock):
 def query_attention(
     q: Tensor, k: Tensor, v: Tensor, spec: BucketedAttentionSpec, blocks: Iterable[QueryBlock]
 ) -> tuple[Tensor, Tensor]:
-    """Compute `bucketed_attention` of one query per row, without `self_at_last`, from all its blocks, round by round.
-    q: (B, H, 1, D). k, v: (B, H, capacity, D), contiguous, of a cache.
+    """Compute `bucketed_attention` of one query per row, without `self_at_last`, from its blocks, round by round. q:
+    (B, H, 1, D). k, v: (B, H, capacity, D), contiguous, of a cache.
     """
-    dtype = torch.promote_types(q.dtype, torch.float32)
+    dtype = wide_dtype(q)
     flat_q, flat_k, flat_v = (x.flatten(0, 1) for x in (q, k, v))
     out = torch.zeros_like(flat_q, dtype=dtype)
     lse2 = torch.full(flat_q.shape[:2], LOWEST, dtype=dtype, device=q.device)
@@ -247,7 +247,7 @@ def query_attention(
 
 def _exp2(x: Tensor) -> Tensor:
     """Compute 2^x in place, with bits that do not depend on an element's index: torch uses another function for a
-    thread's last elements unless its part is a multiple of the vector size, as in tiles of at most 2^15 numbers.
+    thread's last elements unless its part is a multiple of the vector size, as in parts of at most 2^15 numbers.
     """
     for part in x.view(-1).split(1 << 15):
         part.exp2_()
@@ -255,12 +255,12 @@ def _exp2(x: Tensor) -> Tensor:
 
 
 def _power(x: Tensor) -> Tensor:
-    """Compute 2^x in place with exp, which is slower but does not depend on the index, see `_exp2`."""
+    """Compute 2^x in place with exp, which is slower but does not depend on the index."""
     return x.mul_(_LN_2).exp_()
 
 
 def _own_value(x: Tensor, self_only: tuple[Tensor, ...], dropout: PairDropout | None, keys: int) -> Tensor:
-    """Apply dropout to the values (n, D) of the tokens `self_only`, which attend to themselves with probability 1."""
+    """Apply dropout to the values (n, D) of the tokens `self_only`."""
     if dropout is None:
         return x
     factors = dropout.factors(dropout.queries[self_only], dropout.keys(keys)[self_only[2]], x.dtype)

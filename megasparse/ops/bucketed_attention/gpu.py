@@ -1,12 +1,12 @@
 """Bucketed attention on GPUs: without sorted copies of q, k and v, one launch per round, deterministic.
 
-The forward stores q, k, v, out, log2 Σ exp(score), and the layout (24 bytes per token, head and round; 12 without
-counting of rounds), because sorting again would cost more time. The backward recomputes scores twice: by queries, for
-dq, and by keys, for dk and dv, so that programs write disjoint rows.
+The forward stores the layout (24 bytes per token, head and round; 12 without counting of rounds), because sorting again
+would cost more time. The backward recomputes scores twice: by queries, for dq, and by keys, for dk and dv, so that
+programs write disjoint rows.
 
-Visibility: in each round queries and keys are sorted by (segment, bucket, position), padding last. The sorted keys
-[low_i, high_i) are visible to query i, and both bounds are nondecreasing in sorted order: a block of queries needs a
-contiguous range of keys, and a block of keys a contiguous range of queries.
+In each round queries and keys are sorted by (segment, bucket, position), padding last. The sorted keys [low_i, high_i)
+are visible to query i, and both bounds are nondecreasing: a block of queries needs a contiguous range of keys, and a
+block of keys a contiguous range of queries.
 """
 
 from dataclasses import dataclass, fields, replace
@@ -51,15 +51,14 @@ class Intervals:
     groups: Tensor | None = None
 
     def tensors(self) -> list[Tensor | None]:
-        """Return all fields except the groups."""
         return [getattr(self, field.name) for field in fields(self)[:-1]]
 
     def slots(self, tile: int) -> tuple[Tensor, Tensor]:
         """Return the slot of each sorted key (G, R, L), and the token in each slot (G, R, 4·L), −1 if empty.
 
-        Slots make the forward bit-identical for equal prefixes. Later tokens move sorted indices, which would split a
-        bucket's keys differently among tiles and columns. Slots move only by multiples of `tile`, or in smaller buckets
-        of a power of two >= their size, which does not affect sums over blocks of powers of two.
+        Slots make the forward bit-identical for equal prefixes: later tokens move sorted indices, which would split a
+        bucket's keys differently among tiles and columns, but move slots only by multiples of `tile`, or in smaller
+        buckets of a power of two >= their size, which does not affect sums over blocks of powers of two.
         """
         assert self.groups is not None and self.key_order is not None
         rows, length = self.groups.flatten(0, 1).shape
@@ -74,7 +73,7 @@ class Intervals:
         return key_slot, slot_key
 
     def of_queries(self, places: range) -> "Intervals":
-        """Return a copy in which queries at other sorted places have empty windows; padding is unchanged."""
+        """Return a copy in which queries at other sorted places have empty windows."""
         index = torch.arange(self.low.shape[-1], device=self.low.device)
         before = index < places.start
         after = index >= places.stop
@@ -101,18 +100,28 @@ class Intervals:
 def shared_intervals(
     codes: Tensor | None, like: Tensor, spec: BucketedAttentionSpec, key_mask: Tensor | None, segments: Tensor | None
 ) -> Intervals:
-    """Return intervals for shared codes (B, H, R, L); None: one bucket and round. like: (B, H, L, D).
-
-    With causal attention and buckets sorted by position, the bounds determine visibility; otherwise the kernels
-    also compare positions.
-    """
+    """Return intervals for shared codes (B, H, R, L); None: one bucket and round. like: (B, H, L, D)."""
     batch, _, length, _ = like.shape
     sorted_key = order = None
     if codes is not None or key_mask is not None or segments is not None:
         if codes is None:
             codes = torch.zeros(batch, 1, 1, length, dtype=torch.int32, device=like.device)
         sorted_key, order = _sort(codes, key_mask, segments, spec.buckets)
-    return _bounds(sorted_key, order, spec, key_mask, segments, like)
+    window = spec.window
+    shape = (1, 1, length) if sorted_key is None else sorted_key.shape
+    counted = order is not None and order.shape[1] > 1 and spec.count_rounds
+    names = ["low", "high", *(["token_low", "token_high", "token_index"] if counted else [])]
+    bounds: dict[str, Any] = dict.fromkeys(("token_low", "token_high", "token_index"))
+    bounds |= {name: torch.empty(shape, dtype=torch.int32, device=like.device) for name in names}
+    one_group = not window.same_bucket and key_mask is None and segments is None
+    steps = (window.chunk if window.kind == "band" else 3 * window.chunk).bit_length()
+    launch(
+        kernels.bounds, (-(-length // _PLACES) * shape[0] * shape[1],), keys=None if one_group else sorted_key,
+        order=order, **bounds, length=length, chunk=window.chunk, offset=0 if spec.exclude_self else 1, steps=steps,
+        PADDING=None if key_mask is None else _PADDING << 32, SHIFT=0 if window.same_bucket else 32, KIND=window.kind,
+        AHEAD=window.ahead, IN_ORDER=spec.causal and window.same_bucket, TOKENS=_PLACES, num_warps=4,
+    )  # fmt: skip
+    return Intervals(order, order, **bounds, groups=sorted_key)
 
 
 def separate_intervals(
@@ -145,7 +154,7 @@ def separate_intervals(
 def _sort(
     codes: Tensor, key_mask: Tensor | None, segments: Tensor | None, buckets: int | None
 ) -> tuple[Tensor, Tensor]:
-    """Sort codes (B, H, R, L) by (segment, bucket), or by bucket without masks: sorted codes and order, int32."""
+    """Sort codes (B, H, R, L) by (segment, bucket): sorted keys and order."""
     if key_mask is None and segments is None:
         key = codes.flatten(0, 1).contiguous()  # (G, R, L)
         if codes.dtype in _BITS:
@@ -156,30 +165,6 @@ def _sort(
         key = sort_keys(codes, key_mask, segments).flatten(0, 1).contiguous()  # (G, R, L)
     sorted_key, index = torch.sort(key, dim=-1, stable=True)
     return sorted_key, index.to(torch.int32)
-
-
-def _bounds(
-    sorted_key: Tensor | None, order: Tensor | None, spec: BucketedAttentionSpec, key_mask: Tensor | None,
-    segments: Tensor | None, like: Tensor,
-) -> Intervals:  # fmt: skip
-    """Return the windows of sorted keys (G, R, L); None: one bucket and round."""
-    length = like.shape[2]
-    window = spec.window
-    shape = (1, 1, length) if sorted_key is None else sorted_key.shape
-    counted = order is not None and order.shape[1] > 1 and spec.count_rounds
-    names = ["low", "high", *(["token_low", "token_high", "token_index"] if counted else [])]
-    bounds: dict[str, Any] = dict.fromkeys(("token_low", "token_high", "token_index"))
-    bounds |= {name: torch.empty(shape, dtype=torch.int32, device=like.device) for name in names}
-    one_group = not window.same_bucket and key_mask is None and segments is None
-    in_order = spec.causal and window.same_bucket
-    steps = (window.chunk if window.kind == "band" else 3 * window.chunk).bit_length()
-    launch(
-        kernels.bounds, (-(-length // _PLACES) * shape[0] * shape[1],), keys=None if one_group else sorted_key,
-        order=order, **bounds, length=length, chunk=window.chunk, offset=0 if spec.exclude_self else 1, steps=steps,
-        PADDING=None if key_mask is None else _PADDING << 32, SHIFT=0 if window.same_bucket else 32, KIND=window.kind,
-        AHEAD=window.ahead, IN_ORDER=in_order, TOKENS=_PLACES, num_warps=4,
-    )  # fmt: skip
-    return Intervals(order, order, **bounds, groups=sorted_key)
 
 
 def bucketed_attention(
@@ -209,7 +194,7 @@ def bucketed_attention(
 
 
 def _order_rule(spec: BucketedAttentionSpec, separate: bool) -> str:
-    """Return RULE of `kernels.visible`: the required comparison of positions, if the bounds are not sufficient."""
+    """Return RULE of `kernels.visible`: the comparison of positions, if the bounds are not sufficient."""
     if separate or not spec.causal:
         return "others" if spec.exclude_self else "all"
     if spec.window.same_bucket:
@@ -316,7 +301,7 @@ class _BucketedAttention(Function):
 
 
 class _Call:
-    """Sizes, settings and layouts that all launches of one call share. values: arguments of the kernels, by name."""
+    """Sizes and layouts that all launches of a call share. values: arguments of the kernels, by name."""
 
     def __init__(self, q: Tensor, spec: BucketedAttentionSpec, separate: bool, intervals: Intervals):
         batch, heads, self.length, head_dim = q.shape
@@ -354,7 +339,7 @@ class _Call:
         return (-(-self.length // size) * self.rows,)
 
     def partial(self, x: Tensor) -> Tensor | None:
-        """Return an fp32 accumulator for sums between rounds, x itself if it is fp32; None for a single round."""
+        """Return an fp32 accumulator between rounds, x itself if it is fp32; None for a single round."""
         if self.rounds == 1:
             return None
         return x if x.dtype == torch.float32 else torch.empty_like(x, dtype=torch.float32)

@@ -1,9 +1,8 @@
 """Kernels of exact attention inside intervals of sorted keys, gathered by index; see gpu.py for the visibility.
 
-A program processes a block of sorted queries, or of sorted keys, of one row in one round, and reads and writes the rows
-of these tokens: each token occurs once per round, so programs write disjoint rows. A round continues the previous one:
-its softmax starts from the previous output and log-sum-exp. Logarithms are in base 2; lse2 is log2 Σ exp(score) over
-all rounds so far, −∞ without a visible key. A tile has m queries and n keys.
+A program processes a block of sorted queries, or of sorted keys, of one row in one round. A round continues the
+previous one: its softmax starts from the previous output and log-sum-exp. Logarithms are in base 2; lse2 is log2 Σ
+exp(score) over all rounds so far, −∞ without a visible key. A tile has m queries and n keys.
 """
 
 import triton
@@ -41,7 +40,7 @@ def gather(x, token, stride, mask, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr
 
 @triton.jit
 def keep(x, sums, result, token, stride, mask, LAST: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Store vectors of tokens in fp32 sums, with the strides of the result, or after the last round in the result."""
+    """Store vectors in fp32 sums, with the strides of the result, or after the last round in the result."""
     offset, inside = cells(token, stride, mask, HEAD_DIM, BLOCK_D)
     if LAST:
         tl.store(result + offset, x.to(result.dtype.element_ty), mask=inside)
@@ -69,7 +68,7 @@ def within(low, high, index, KEYS_FIRST: tl.constexpr):
 
 @triton.jit
 def visible(low, high, index, query, key, RULE: tl.constexpr, KEYS_FIRST: tl.constexpr):
-    """Return True if a key is visible to the query: `within` its window, with positions that satisfy RULE."""
+    """Return True if a key is `within` the query's window, with positions that satisfy RULE."""
     shown = within(low, high, index, KEYS_FIRST)
     if KEYS_FIRST:
         query = query[None, :]
@@ -91,9 +90,8 @@ def shown_first(
     shown, past_low, past_high, past_index, query, key, real, inside, length, EARLIER: tl.constexpr,
     KEYS_FIRST: tl.constexpr,
 ):  # fmt: skip
-    """Return `shown` without pairs that one of the EARLIER rounds before this one includes.
-
-    past_low, past_high, past_index: bounds of queries and indices of keys in these rounds, by token.
+    """Return `shown` without pairs that one of the EARLIER rounds before this one includes. past_low, past_high,
+    past_index: bounds of queries and indices of keys in these rounds, by token.
     """
     for earlier in tl.static_range(EARLIER):
         low = tl.load(past_low + earlier * length + query, mask=real, other=NOWHERE)
@@ -105,7 +103,7 @@ def shown_first(
 
 @triton.jit
 def group_at(keys, origin, index, inside, SHIFT: tl.constexpr):
-    """Return the group number at sorted indices: the key without its SHIFT low bits; one group if keys is None."""
+    """Return the group at sorted indices: the key without its SHIFT low bits; one group if keys is None."""
     group = tl.zeros_like(index)
     if keys is not None:
         group = tl.load(keys + origin + index, mask=inside, other=0) >> SHIFT
@@ -195,7 +193,7 @@ def meeting(lows, highs, first, end, length, count, steps, BLOCK: tl.constexpr, 
 
 @triton.jit(do_not_specialize=["length", "steps"])
 def runs(keys, starts, widths, sums, slot_key, length, steps, KEYS: tl.constexpr, TOKENS: tl.constexpr):
-    """Store the start of the run of equal keys for each sorted key, and at that start the number of slots of the run (0
+    """Store the start of the run of equal keys for each sorted key, and at that start the run's number of slots (0
     elsewhere); the sum of these per block; and −1 in all slots. See `slots`.
     """
     blocks = tl.cdiv(length, TOKENS)
@@ -234,8 +232,8 @@ def runs(keys, starts, widths, sums, slot_key, length, steps, KEYS: tl.constexpr
 def slots(starts, widths, sums, order, key_slot, slot_key, length, KEYS: tl.constexpr, TOKENS: tl.constexpr):
     """Store the slot of each sorted key, and the token in each slot.
 
-    A run of w slots starts at a multiple of w, or of KEYS if w is larger. It is placed in the 2·w slots that start at
-    twice the sum of earlier widths, which contain such a multiple and belong to no other run.
+    A run of w slots starts at a multiple of w, or of KEYS if w is larger, inside the 2·w slots that start at twice the
+    sum of earlier widths and belong to no other run.
     """
     blocks = tl.cdiv(length, TOKENS)
     row = (tl.program_id(0) // blocks).to(tl.int64)
@@ -258,31 +256,18 @@ def slots(starts, widths, sums, order, key_slot, slot_key, length, KEYS: tl.cons
 
 
 @triton.jit
-def attend(
-    q, top, total, out, start, low, high, real, query, k, v, key_order, slot_key, past_low, past_high, past_index,
-    origin, k_stride, v_stride, length, scale, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, KEYS: tl.constexpr,
-    EARLIER: tl.constexpr, RULE: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Perform one step of the softmax, over the keys from index or slot `start` on. Returns the new top, total, out."""
-    index = start + tl.arange(0, KEYS)
-    if slot_key is None:
-        inside = index < length
-        key = token_at(key_order, origin, index, inside)
-    else:
-        key = tl.load(slot_key + 4 * origin + index, mask=index < 4 * length, other=-1)
-        inside = key >= 0
-    k_tile = gather(k, key, k_stride, inside, HEAD_DIM, BLOCK_D)
-    score = dot(q, tl.trans(k_tile), PRECISION) * (scale * LOG2E)
-    shown = visible(low, high, index, query, key, RULE, False)
-    shown = shown_first(shown, past_low, past_high, past_index, query, key, real, inside, length, EARLIER, False)
-    score = tl.where(shown, score, -float("inf"))
-    highest = tl.maximum(top, tl.max(score, 1))
-    base = tl.where(highest == -float("inf"), 0.0, highest)
-    weight = tl.exp2(score - base[:, None])
-    fade = tl.exp2(top - base)
-    v_tile = gather(v, key, v_stride, inside, HEAD_DIM, BLOCK_D)
-    out = out * fade[:, None] + dot(weight.to(v_tile.dtype), v_tile, PRECISION)
-    return highest, total * fade + tl.sum(weight, 1), out
+def block_of(order, sharing, length, ROUND: tl.constexpr, ROUNDS: tl.constexpr, SIZE: tl.constexpr):
+    """Return a program's row, the origins of its layout and of this round's, and its sorted indices, with a mask of
+    those inside, and their tokens.
+    """
+    blocks = tl.cdiv(length, SIZE)
+    row = tl.program_id(0) // blocks
+    block = tl.program_id(0) % blocks
+    layout = (row // sharing).to(tl.int64) * ROUNDS * length
+    origin = layout + ROUND * length
+    index = block * SIZE + tl.arange(0, SIZE)
+    inside = index < length
+    return row, layout, origin, index, inside, token_at(order, origin, index, inside)
 
 
 @triton.jit
@@ -294,8 +279,7 @@ def after(start, low, high):
 @triton.jit
 def jumps(start, low, high, KEYS: tl.constexpr, ALIGN: tl.constexpr):
     """Return the number of tiles from the one at `start` on, if each starts `after` the last, at a multiple of ALIGN.
-
-    Loops over tiles count them first, because Triton loads tiles ahead in `for` loops only.
+    Loops count tiles first, because Triton loads ahead in `for` loops only.
     """
     count = 0
     while start < NOWHERE:
@@ -318,14 +302,7 @@ def forward(
     neighbouring queries can be far apart. SELF: a real query without a visible key in any round gets its own value, and
     its own score as lse; its lse2 stays −∞, and padding gets ∞.
     """
-    blocks = tl.cdiv(length, QUERIES)
-    row = tl.program_id(0) // blocks
-    block = tl.program_id(0) % blocks
-    layout = (row // sharing).to(tl.int64) * ROUNDS * length
-    origin = layout + ROUND * length
-    index = block * QUERIES + tl.arange(0, QUERIES)
-    inside = index < length
-    query = token_at(query_order, origin, index, inside)
+    row, layout, origin, index, inside, query = block_of(query_order, sharing, length, ROUND, ROUNDS, QUERIES)
     low = tl.load(lows + origin + index, mask=inside, other=NOWHERE)
     real = low < NOWHERE
     high = tl.where(real, tl.load(highs + origin + index, mask=inside, other=0), 0)
@@ -357,11 +334,28 @@ def forward(
         start = tl.min(low)
         count = tl.cdiv(tl.max(high) - start, KEYS)
     for _ in range(count):
-        top, total, result = attend(
-            q_tile, top, total, result, start, low, high, real, query, k_row, v_row, key_order, slot_key, past_low,
-            past_high, past_index, origin, k_stride, v_stride, length, scale, HEAD_DIM, BLOCK_D, KEYS, EARLIER, RULE,
-            PRECISION,
+        key_index = start + tl.arange(0, KEYS)
+        if slot_key is None:
+            key_inside = key_index < length
+            key = token_at(key_order, origin, key_index, key_inside)
+        else:
+            key = tl.load(slot_key + 4 * origin + key_index, mask=key_index < 4 * length, other=-1)
+            key_inside = key >= 0
+        k_tile = gather(k_row, key, k_stride, key_inside, HEAD_DIM, BLOCK_D)
+        score = dot(q_tile, tl.trans(k_tile), PRECISION) * (scale * LOG2E)
+        shown = visible(low, high, key_index, query, key, RULE, False)
+        shown = shown_first(
+            shown, past_low, past_high, past_index, query, key, real, key_inside, length, EARLIER, False,
         )  # fmt: skip
+        score = tl.where(shown, score, -float("inf"))
+        highest = tl.maximum(top, tl.max(score, 1))
+        base = tl.where(highest == -float("inf"), 0.0, highest)
+        weight = tl.exp2(score - base[:, None])
+        fade = tl.exp2(top - base)
+        v_tile = gather(v_row, key, v_stride, key_inside, HEAD_DIM, BLOCK_D)
+        result = result * fade[:, None] + dot(weight.to(v_tile.dtype), v_tile, PRECISION)
+        total = total * fade + tl.sum(weight, 1)
+        top = highest
         if JUMP:
             start = after(start + KEYS, low, high) // KEYS * KEYS
         else:
@@ -399,26 +393,6 @@ def score_gradient(a, b, c, d, lse2, delta, shown, scale, PRECISION: tl.constexp
 
 
 @triton.jit
-def query_step(
-    dq, q, grad, lse2, delta, start, low, high, real, query, k, v, key_order, past_low, past_high, past_index, origin,
-    k_stride, v_stride, length, scale, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, KEYS: tl.constexpr,
-    EARLIER: tl.constexpr, RULE: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Add the contribution of the keys from index `start` on to dq / scale."""
-    index = start + tl.arange(0, KEYS)
-    inside = index < length
-    key = token_at(key_order, origin, index, inside)
-    k_tile = gather(k, key, k_stride, inside, HEAD_DIM, BLOCK_D)
-    v_tile = gather(v, key, v_stride, inside, HEAD_DIM, BLOCK_D)
-    shown = visible(low, high, index, query, key, RULE, False)
-    shown = shown_first(shown, past_low, past_high, past_index, query, key, real, inside, length, EARLIER, False)
-    _, slope = score_gradient(
-        q, k_tile, grad, v_tile, lse2[:, None], delta[:, None], shown, scale, PRECISION,
-    )  # fmt: skip
-    return dq + dot(slope.to(k_tile.dtype), k_tile, PRECISION)
-
-
-@triton.jit
 def query_gradient(
     q, k, v, out, grad, grad_lse, lse2, delta, sorted_level, sorted_delta, partial, dq, query_order, key_order, lows,
     highs, past_low, past_high, past_index, q_batch, q_head, q_stride, k_batch, k_head, k_stride, v_batch, v_head,
@@ -433,14 +407,7 @@ def query_gradient(
     first round computes delta = Σ out·grad − grad_lse, common to the gradients of a query's scores; 0 without a visible
     key.
     """
-    blocks = tl.cdiv(length, QUERIES)
-    row = tl.program_id(0) // blocks
-    block = tl.program_id(0) % blocks
-    layout = (row // sharing).to(tl.int64) * ROUNDS * length
-    origin = layout + ROUND * length
-    index = block * QUERIES + tl.arange(0, QUERIES)
-    inside = index < length
-    query = token_at(query_order, origin, index, inside)
+    row, layout, origin, index, inside, query = block_of(query_order, sharing, length, ROUND, ROUNDS, QUERIES)
     low = tl.load(lows + origin + index, mask=inside, other=NOWHERE)
     real = low < NOWHERE
     high = tl.where(real, tl.load(highs + origin + index, mask=inside, other=0), 0)
@@ -474,11 +441,19 @@ def query_gradient(
         start = tl.min(low)
         count = tl.cdiv(tl.max(high) - start, KEYS)
     for _ in range(count):
-        result = query_step(
-            result, q_tile, grad_tile, end, common, start, low, high, real, query, k_row, v_row, key_order, past_low,
-            past_high, past_index, origin, k_stride, v_stride, length, scale, HEAD_DIM, BLOCK_D, KEYS, EARLIER, RULE,
-            PRECISION,
+        key_index = start + tl.arange(0, KEYS)
+        key_inside = key_index < length
+        key = token_at(key_order, origin, key_index, key_inside)
+        k_tile = gather(k_row, key, k_stride, key_inside, HEAD_DIM, BLOCK_D)
+        v_tile = gather(v_row, key, v_stride, key_inside, HEAD_DIM, BLOCK_D)
+        shown = visible(low, high, key_index, query, key, RULE, False)
+        shown = shown_first(
+            shown, past_low, past_high, past_index, query, key, real, key_inside, length, EARLIER, False,
         )  # fmt: skip
+        _, slope = score_gradient(
+            q_tile, k_tile, grad_tile, v_tile, end[:, None], common[:, None], shown, scale, PRECISION,
+        )  # fmt: skip
+        result += dot(slope.to(k_tile.dtype), k_tile, PRECISION)
         if JUMP:
             start = after(start + KEYS, low, high)
         else:
@@ -500,32 +475,6 @@ def query_gradient(
 
 
 @triton.jit
-def key_step(
-    dk, dv, k, v, key_index, key, key_inside, start, q, grad, lse2, delta, query_order, lows, highs, past_low,
-    past_high, past_index, origin, q_stride, grad_stride, length, scale, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-    QUERIES: tl.constexpr, EARLIER: tl.constexpr, RULE: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Add the contribution of the queries from index `start` on to dk / scale and dv."""
-    index = start + tl.arange(0, QUERIES)
-    inside = index < length
-    query = token_at(query_order, origin, index, inside)
-    low = tl.load(lows + origin + index, mask=inside, other=NOWHERE)
-    real = low < NOWHERE
-    high = tl.load(highs + origin + index, mask=real, other=0)
-    q_tile = gather(q, query, q_stride, real, HEAD_DIM, BLOCK_D)
-    grad_tile = gather(grad, query, grad_stride, real, HEAD_DIM, BLOCK_D)
-    end = tl.load(lse2 + index, mask=real, other=0.0)
-    common = tl.load(delta + index, mask=real, other=0.0)
-    shown = visible(low, high, key_index, query, key, RULE, True)
-    shown = shown_first(shown, past_low, past_high, past_index, query, key, real, key_inside, length, EARLIER, True)
-    weight, slope = score_gradient(
-        k, q_tile, v, grad_tile, end[None, :], common[None, :], shown, scale, PRECISION,
-    )  # fmt: skip
-    dv += dot(weight.to(grad_tile.dtype), grad_tile, PRECISION)
-    return dk + dot(slope.to(q_tile.dtype), q_tile, PRECISION), dv
-
-
-@triton.jit
 def key_gradient(
     q, k, v, grad, grad_lse, token_level, lse2, delta, partial_k, partial_v, dk, dv, query_order, key_order, lows,
     highs, past_low, past_high, past_index, first_query, end_query, q_batch, q_head, q_stride, k_batch, k_head,
@@ -534,18 +483,11 @@ def key_gradient(
     ROUND: tl.constexpr, ROUNDS: tl.constexpr, EARLIER: tl.constexpr, RULE: tl.constexpr, JUMP: tl.constexpr,
     SELF: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Compute dk and dv of a block of keys, with equal strides. Arguments as in `forward`; lse2, delta: in
-    this round's order; token_level: lse2 by token. partial_k, partial_v: dk and dv in fp32 between rounds. first_query,
-    end_query: see `Intervals.meeting`.
+    """Compute dk and dv of a block of keys, with equal strides. Arguments as in `forward`; lse2, delta: in this round's
+    order; token_level: lse2 by token. partial_k, partial_v: dk and dv in fp32 between rounds. first_query, end_query:
+    see `Intervals.meeting`.
     """
-    blocks = tl.cdiv(length, KEYS)
-    row = tl.program_id(0) // blocks
-    block = tl.program_id(0) % blocks
-    layout = (row // sharing).to(tl.int64) * ROUNDS * length
-    origin = layout + ROUND * length
-    index = block * KEYS + tl.arange(0, KEYS)
-    inside = index < length
-    key = token_at(key_order, origin, index, inside)
+    row, layout, origin, index, inside, key = block_of(key_order, sharing, length, ROUND, ROUNDS, KEYS)
     q_row = row_of(q, row, heads, q_batch, q_head)
     grad_row = row_of(grad, row, heads, grad_batch, grad_head)
     k_tile = gather(row_of(k, row, heads, k_batch, k_head), key, k_stride, inside, HEAD_DIM, BLOCK_D)
@@ -555,15 +497,30 @@ def key_gradient(
         past_low = past_low + layout
         past_high = past_high + layout
         past_index = past_index + layout
-    meeting = ((row // sharing) * ROUNDS + ROUND) * blocks + block
+    blocks = tl.cdiv(length, KEYS)
+    meeting = ((row // sharing) * ROUNDS + ROUND) * blocks + tl.program_id(0) % blocks
     to_k = tl.zeros([KEYS, BLOCK_D], tl.float32)
     to_v = tl.zeros([KEYS, BLOCK_D], tl.float32)
     for start in range(tl.load(first_query + meeting), tl.load(end_query + meeting), QUERIES):
-        to_k, to_v = key_step(
-            to_k, to_v, k_tile, v_tile, index, key, inside, start, q_row, grad_row, lse2 + statistics, delta +
-            statistics, query_order, lows, highs, past_low, past_high, past_index, origin, q_stride, grad_stride,
-            length, scale, HEAD_DIM, BLOCK_D, QUERIES, EARLIER, RULE, PRECISION,
+        level = lse2 + statistics
+        delta_row = delta + statistics
+        query_index = start + tl.arange(0, QUERIES)
+        query_inside = query_index < length
+        query = token_at(query_order, origin, query_index, query_inside)
+        low = tl.load(lows + origin + query_index, mask=query_inside, other=NOWHERE)
+        real = low < NOWHERE
+        high = tl.load(highs + origin + query_index, mask=real, other=0)
+        q_tile = gather(q_row, query, q_stride, real, HEAD_DIM, BLOCK_D)
+        grad_tile = gather(grad_row, query, grad_stride, real, HEAD_DIM, BLOCK_D)
+        end = tl.load(level + query_index, mask=real, other=0.0)
+        common = tl.load(delta_row + query_index, mask=real, other=0.0)
+        shown = visible(low, high, index, query, key, RULE, True)
+        shown = shown_first(shown, past_low, past_high, past_index, query, key, real, inside, length, EARLIER, True)
+        weight, slope = score_gradient(
+            k_tile, q_tile, v_tile, grad_tile, end[None, :], common[None, :], shown, scale, PRECISION,
         )  # fmt: skip
+        to_v += dot(weight.to(grad_tile.dtype), grad_tile, PRECISION)
+        to_k += dot(slope.to(q_tile.dtype), q_tile, PRECISION)
     to_k *= scale
     key = token_at(key_order, origin, index, inside)  # reloaded to save registers
     if ROUNDS > 1:

@@ -39,9 +39,7 @@ LOWEST = -(2.0**90)  # below any score and far above hidden ones: the maximum if
 
 @dataclass
 class RowGroup:
-    """A group of G rows (index: of B·H) with their layout. q, k, v: (G, L, D). layout: tensors (G, R, L), or None for a
-    cache. dropout: queries (G, L).
-    """
+    """A group of G rows (index: of B·H) with their layout. q, k, v: (G, L, D). layout: tensors (G, R, L), or None."""
 
     index: slice
     q: Tensor
@@ -60,10 +58,8 @@ def tile_size(window: Window) -> int:
 
 
 class TileBlock(ABC):
-    """Tiles of a round. Tokens are numbered over the rows of their group.
-
-    first_round: True if the block belongs to the first round. query_tokens, key_tokens: gathered tokens. real: (n, T)
-    bool, False for slots that repeat a query; None if no slot does.
+    """Tiles of a round. Tokens are numbered over the rows of their group. query_tokens, key_tokens: gathered tokens.
+    real: (n, T) bool, False for slots that repeat a query; None if no slot does.
     """
 
     first_round: bool
@@ -82,7 +78,7 @@ class TileBlock(ABC):
         return self.key_tiles(gather_at(x.flatten(0, 1), self.key_tokens).to(self.dtype))
 
     def real_lse(self, x: Tensor) -> Tensor:
-        """Return `queries` of log-sum-exps x (G, L), ∞ in slots that repeat a query, to exclude them from gradients."""
+        """Return `queries` of log-sum-exps x (G, L), ∞ in slots that repeat a query: no gradient from them."""
         lse = self.queries(x)
         return lse if self.real is None else lse.masked_fill_(~self.real, torch.inf)
 
@@ -96,7 +92,7 @@ class TileBlock(ABC):
 
     def scores(self, q: Tensor, k: Tensor) -> Tensor:
         """Return q·k of pairs visible in this round but no earlier one, far below LOWEST for others: (n, T, K). q, k:
-        results of `queries` and `keys`, scaled.
+        of `queries` and `keys`.
         """
         return self.hidden().to(q.dtype).baddbmm_(q, k.transpose(1, 2), beta=-HIDDEN)
 
@@ -124,7 +120,7 @@ class TileBlock(ABC):
 
     @abstractmethod
     def hidden(self) -> Tensor:
-        """Count the reasons to hide a key from a query, (n, T, K), including earlier rounds that select the pair."""
+        """Count the reasons to hide a key from a query, (n, T, K), including earlier rounds with the pair."""
 
 
 class RangeLayout(NamedTuple):
@@ -190,10 +186,9 @@ def _own_ranges(codes: Tensor, key_mask: Tensor | None, segments: Tensor | None)
 class KeyRuns(NamedTuple):
     """Tiles of a round with equally long runs of sorted keys.
 
-    queries: (n, T), numbered over the rows of their group. real: (n, T) bool, False for slots that repeat a query; None
-    if no slot does. row: (n). start, end: (n), sorted indices in the row: a tile's keys are the `run` keys from `start`
-    on, of which keys from `end` on are not gathered. hidden: (T, K), the counts of `TileBlock.hidden` in the first
-    round if they are equal in all tiles; else None.
+    queries: (n, T), numbered over the rows of their group. real: see `TileBlock`. row: (n). start, end: (n), sorted
+    indices in the row: a tile's keys are the `run` keys from `start` on, of which keys from `end` on are not gathered.
+    hidden: (T, K), `TileBlock.hidden` in the first round if equal in all tiles; else None.
     """
 
     queries: Tensor
@@ -214,8 +209,8 @@ class KeyRuns(NamedTuple):
 class RangeRound:
     """One round of a group of rows, with queries sorted by the ends of their ranges.
 
-    order: (G·L), key at each sorted index of all rows, numbered over the rows. low, high: key range by token. earlier:
-    (rank, low, high) of the rounds that hide pairs of this one.
+    order: (G·L), key at each sorted index of all rows. low, high: key range by token. earlier: (rank, low, high) of the
+    rounds that hide pairs of this one.
     """
 
     @staticmethod
@@ -251,11 +246,8 @@ class RangeRound:
         (_, self.low, self.high) = ranges[number]
 
     def short_tiles(self) -> Iterator[KeyRuns]:
-        """Yield tiles of T neighbouring queries, with the run of their visible keys. The total length of all runs is at
-        most L + W·⌈L / T⌉ keys, for any buckets.
-
-        Tiles are sorted by run length, the longest first, so that tiles in a block have similar lengths; keys after a
-        shorter run are hidden.
+        """Yield tiles of T neighbouring queries, with the run of their visible keys: at most L + W·⌈L / T⌉ keys in all.
+        The longest come first, so that tiles in a block have similar lengths; keys after a shorter run are hidden.
         """
         tiles = -(-self.query.shape[1] // self.tile)
         index = torch.arange(tiles * self.tile, device=self.query.device)
@@ -283,9 +275,9 @@ class RangeRound:
         """Yield the tiles of `RankedTiles`.
 
         Results are bit-identical for any later tokens: a query's row, its keys' columns and its tile's shape depend
-        only on earlier tokens in its bucket, and later keys get weights of exactly 0, so a row sums the same terms in
-        the same columns. This relies on properties of the CPU libraries that tests verify: the bits of a row of a
-        product of at least two matrices, of a sum, of exp and of log2 do not depend on its index in the batch.
+        only on earlier tokens in its bucket, and later keys get weights of exactly 0. This relies on properties of the
+        CPU libraries that tests verify: the bits of a row of a product of at least two matrices, of a sum, of exp and
+        of log2 do not depend on its index in the batch.
         """
         ranked = RankedTiles.of(self.spec, self.length)
         length = self.length
@@ -340,7 +332,6 @@ class RangeRound:
 def _hidden_ranks(
     tile: int, back: int, chunk: int, exclude_self: bool, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """Return (T, K), 1 for keys whose rank hides them from a query of the tile, with shared codes."""
     query = torch.arange(tile, device=device)[:, None]
     key = torch.arange(-back, tile, device=device)
     later = key >= query if exclude_self else key > query
@@ -399,7 +390,7 @@ class RangeBlock(TileBlock):
 
 
 def row_pieces(codes: Tensor, *masks: Tensor | None) -> Iterator[tuple[tuple[slice, slice], list[Tensor | None]]]:
-    """Yield the slices of codes (B, H, R, L) over batch and heads that are sorted at a time, with their masks."""
+    """Yield the slices of codes (B, H, R, L) that are sorted at a time, with their masks."""
     heads, rounds, length = codes.shape[1:]
     step = max(1, _LAYOUT_ELEMENTS // (heads * rounds * length))
     head_step = max(1, _LAYOUT_ELEMENTS // (rounds * length))
@@ -425,5 +416,5 @@ def sorted_groups(codes: Tensor, key_mask: Tensor | None, segments: Tensor | Non
 
 
 def gather_at(x: Tensor, index: Tensor) -> Tensor:
-    """Return x[index] of x (N, ...), index of any shape, several times as fast."""
+    """Return x[index] of x (N, ...), several times as fast."""
     return x.index_select(0, index.flatten()).view(*index.shape, *x.shape[1:])

@@ -7,8 +7,8 @@ from torch import Tensor
 
 
 class KeyRange(NamedTuple):
-    """One round. order: (B, H, Lk), keys by sorted index; rank: its inverse; group: group of each sorted index, unique
-    per bucket and document. Sorted indices [low, high) are visible to each query.
+    """One round. order: (B, H, Lk), keys by sorted index; rank: its inverse; group: of each sorted index, unique per
+    bucket and document. Sorted indices [low, high) are visible to each query.
     """
 
     order: Tensor

@@ -93,10 +93,9 @@ def _attending(spec: BucketedAttentionSpec, length: int) -> range:
 class SortedRound:
     """One round of a group of rows in sorted order, with empty slots around it.
 
-    token: (G, P), tokens in order. window, earlier: for this round, and for earlier rounds that hide its pairs, slots
-    of each tile's keys (G, tiles, 1, K), and low and high of its queries (G, tiles, T, 1): low < slot <= high is
-    visible. order_hides: (T, K), 1 for keys that the sorted order hides from a query of the tile; or None. position:
-    of each tile's keys and queries if a causal window mixes buckets; else None.
+    token: (G, P), tokens in order. window, earlier: for this round, and for earlier rounds that hide its pairs, see
+    `_ranges`: low < slot <= high is visible. order_hides: (T, K), 1 for keys that the sorted order hides from a query
+    of the tile; or None. position: of each tile's keys and queries if a causal window mixes buckets; else None.
     """
 
     def __init__(self, rows: RowGroup, number: int):

@@ -88,9 +88,8 @@ class BucketedAttentionSpec:
 
 class RankedTiles(NamedTuple):
     """Tiles by rank: queries whose last visible rank in a bucket is in [a, a + T), with keys of ranks [a − back, a +
-    T). T doubles with a, so that a bucket fills at least half of its tiles. Tiles depend only on ranks and settings.
-
-    smallest, tile: First and last T, powers of two. back: Number of keys before a in the last tiles.
+    T). T doubles with a, so that a bucket fills at least half of its tiles. smallest, tile: first and last T, powers of
+    two. back: number of keys before a in the last tiles.
     """
 
     smallest: int
@@ -121,5 +120,5 @@ class RankedTiles(NamedTuple):
 
 
 def split_codes(codes: Tensor | Codes | None) -> tuple[Tensor | None, Tensor | None]:
-    """Return the buckets of queries, None for a single bucket, and the buckets of keys, None if they are the same."""
+    """Return the buckets of queries, None for a single bucket, and of keys, None if they are the same."""
     return codes if isinstance(codes, tuple) else (codes, None)

@@ -94,8 +94,9 @@ class ForecastBody(Backbone):
         self.pooled_sketch = any(predicts(side, "pooled") for side in (config, encoder_part(config)))
 
     def forward(self, read: Any, rng: RngContext, classes: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Run the model on Windows. Returns the normalised mean of the decoder's streams at the rows to predict,
-        (B, H, E) fp32, and the sum of auxiliary losses."""
+        """Return the normalised mean of the decoder's streams at the rows to predict, (B, H, E) fp32, and the sum of
+        auxiliary losses. read: Windows.
+        """
         length = read.values.shape[1]
         first, horizon = max(0, length - self.overlap), read.marks.shape[1] - length
         encoder_rows = torch.cat([read.values, read.marks[:, :length]], dim=-1)
@@ -127,7 +128,7 @@ class Forecaster(nn.Module):
 
     def forward(self, windows: Windows, rng: RngContext) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the objective, mean squared error per predicted number plus auxiliary losses, and the statistics of
-        tasks/form.py, with weight H·T per example. `predicted` is (B, H, T) fp32. Without labels the loss is 0.
+        `Form.model`, with weight H·T per example. `predicted` is (B, H, T) fp32. Without labels the loss is 0.
 
         Smart Bird's sketches learn whether an example's targets are above their training mean.
         """
@@ -170,14 +171,11 @@ class ForecastForm(Form):
         super().__init__(task, config)
         self.series, settings = task, config.task.forecast
         if config.model is None:
-            problem = "names a pretrained model, but these do not read rows of numbers"
-            raise ConfigError("start", problem, "Use a `model`, which is trained from its initial weights")
+            raise ConfigError("start", "pretrained models do not read rows of numbers", "Use a `model` instead")
         if settings.overlap > config.task.max_length:
-            problem = f"{settings.overlap} rows are more than task.max_length = {config.task.max_length}"
-            raise ConfigError("task.forecast.overlap", problem, "Lower it")
+            raise ConfigError("task.forecast.overlap", f"{settings.overlap} is above task.max_length", "Lower it")
         if settings.relative and (unread := [column for column in task.targets if column not in task.inputs]):
-            problem = f'true, but "{unread[0]}" is predicted and not read'
-            raise ConfigError("task.forecast.relative", problem, "Add it to task.forecast.inputs, or set it to false")
+            raise ConfigError("task.forecast.relative", f'true, but "{unread[0]}" is not read', "Add it to inputs")
 
     def body(self, model: ModelConfig) -> Backbone:
         settings = self.config.task.forecast
@@ -185,8 +183,7 @@ class ForecastForm(Form):
         if model.ngrams is not None:
             raise ConfigError("model.ngrams", "given, but a forecast reads numbers, not tokens", "Set it to null")
         if rows > model.max_length:
-            problem = f"{settings.overlap} + {settings.horizon} rows of the decoder are more than {model.max_length}"
-            raise ConfigError("model.max_length", problem, f"Set it to {rows}, or lower task.forecast.horizon")
+            raise ConfigError("model.max_length", f"{model.max_length} is below overlap + horizon = {rows}", "Raise it")
         return ForecastBody(model, len(self.series.inputs) + self.series.time_features, settings.overlap)
 
     def prepare(self, body: Backbone, tokenizer: Tokenizer) -> None:
@@ -215,7 +212,7 @@ class ForecastForm(Form):
         return predicted.reshape(-1, len(self.series.targets))
 
     def row(self, example: EncodedExample, predicted: np.ndarray) -> dict[str, Any]:
-        """Return `label` and `predicted` by column, in the units of the file; `name` is the date of the first row."""
+        """Return `label` and `predicted` by column, in the file's units; `name` is the date of the first row."""
         series, rows = self.series, (example.label, self.answer(example, predicted))
         scale, mean = (values[series.target_places] for values in (series.scale, series.mean))
         values = [None if scaled is None else (scaled * scale + mean).T.tolist() for scaled in rows]

@@ -50,7 +50,7 @@ class Impressions(Movable):
     clicked: Tensor | None  # (B, C) bool; None without labels
 
     def numel(self) -> int:
-        """Return the number of news tokens. Training skips candidates that are neither clicked nor negatives."""
+        """Return the number of news tokens."""
         return int(self.news.lengths.sum())
 
 
@@ -86,12 +86,12 @@ class Recommender(nn.Module):
         self.task_weight = body.task_weight
 
     def forward(self, batch: Any, rng: RngContext, divisor: float | None = None) -> tuple[Tensor, dict[str, Any]]:
-        """Return the objective, auxiliary losses included, and the statistics of tasks/form.py.
+        """Return the objective, auxiliary losses included, and the statistics of `Form.model`.
 
         In training every click is an example of weight 1, with cost −ln softmax of its score among itself and NEGATIVES
-        news of its impression without a click. divisor: replaces M as the divisor of the sum of costs. In evaluation
-        `predicted` is one tensor of the scores of all candidates per impression, and the cost of an impression is the
-        sum over its clicks of −ln softmax among the click and all its news without a click.
+        news of its impression without a click. divisor: replaces M. In evaluation `predicted` is one tensor of the
+        scores of all candidates per impression, and the cost of an impression is the sum over its clicks of −ln softmax
+        among the click and all its news without a click.
         """
         if rng.training:
             rows, chosen = drawn_negatives(batch, rng, NEGATIVES)
@@ -280,7 +280,7 @@ def drawn_negatives(batch: Any, rng: RngContext, count: int) -> tuple[Tensor, Te
 
 @dataclass(frozen=True)
 class Impression(EncodedExample):
-    """An encoded impression, with candidates as `sequences`. Equal texts and equal histories are one object."""
+    """An encoded impression, with candidates as `sequences`. Equal texts and histories are one object."""
 
     history: tuple[Segments, ...]
 
@@ -297,9 +297,8 @@ class Impression(EncodedExample):
 class RankingForm(Form):
     """Inputs are the texts chosen before and the texts shown, labels 0 or 1 per text shown; answers are their scores.
 
-    A training example is an impression with all its clicks, which have equal weight: `training.global_batch` is a
-    number of impressions, and an epoch contains every click once. Every step draws new negatives. Truncated and empty
-    texts are counted once.
+    A training example is an impression with all its clicks: `training.global_batch` is a number of impressions. Every
+    step draws new negatives. Truncated and empty texts are counted once.
     """
 
     def reset(self) -> None:
@@ -323,15 +322,13 @@ class RankingForm(Form):
 
     def model(self, body: Backbone) -> nn.Module:
         if self.config.head.pooling is not None:
-            problem = f'"{self.config.head.pooling}", but news are pooled by additive attention'
-            raise ConfigError("head.pooling", problem, "Remove it")
+            raise ConfigError("head.pooling", f'"{self.config.head.pooling}", but news have their own', "Remove it")
         task, seed = self.config.task, self.config.run.seed
         if task.recommendation.user == "matching":
             return MatchingRecommender(body, task.recommendation, self.config.head, task.max_length, seed)
         return NewsRecommender(body, task.recommendation, self.config.head, seed)
 
     def collate(self, examples: Sequence[Any]) -> Impressions:
-        """Batch the examples, each distinct text once."""
         distinct = {id(text): text for example in examples for text in (*example.history, *example.sequences)}
         rows = {key: row for row, key in enumerate(distinct)}
         encoded = [EncodedExample((text,), None, examples[0].location, "") for text in distinct.values()]
@@ -346,7 +343,6 @@ class RankingForm(Form):
         return Impressions(news, torch.tensor(numbers), history, clicks, candidates, counts, clicked)
 
     def answer(self, example: EncodedExample, predicted: np.ndarray) -> tuple[float, ...]:
-        """Return the candidates' scores."""
         return tuple(predicted.tolist())
 
     def row(self, example: EncodedExample, predicted: np.ndarray) -> dict[str, Any]:

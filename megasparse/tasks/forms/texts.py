@@ -92,7 +92,7 @@ class TextModel(nn.Module):
 
     def forward(self, batch: Texts, rng: RngContext, divisor: float | None = None) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the objective, mean nats per target token (with label smoothing in training) plus auxiliary losses,
-        and the statistics of tasks/form.py, with weight 1 per token, and `accuracy`. Without targets the loss is 0.
+        and the statistics of `Form.model`, with weight 1 per token, and `accuracy`. Without targets the loss is 0.
 
         In evaluation `predicted` contains the token ids (n,) of each example's best hypothesis, without its end, or one
         NaN if the model's probabilities are not finite.
@@ -147,8 +147,7 @@ class TextForm(Form):
         super().__init__(task, config)
         zero = config.deepspeed.get("zero_optimization", {})
         if config.run.engine == "deepspeed" and int(zero.get("stage", 0)) == 3:
-            problem = "3 gathers each weight on all ranks at once, but their searches for answers differ in length"
-            raise ConfigError("deepspeed.zero_optimization.stage", problem, "Set it to 2")
+            raise ConfigError("deepspeed.zero_optimization.stage", "3, but ranks' searches differ", "Set it to 2")
 
     def body(self, model: ModelConfig) -> Backbone:
         return SequenceToSequenceBody(model)
@@ -156,16 +155,13 @@ class TextForm(Form):
     def prepare(self, body: Any, tokenizer: Tokenizer) -> None:
         generation = self.config.task.generation
         if tokenizer.special is None:
-            problem = f'"{tokenizer.name}" lacks special tokens, one of which ends a text'
-            raise ConfigError("task.tokenizer", problem, "Use a tokenizer with special tokens, or a model with one")
+            raise ConfigError("task.tokenizer", f'"{tokenizer.name}" lacks special tokens', "Use another one")
         end, longest = tokenizer.special.separator, body.stack.config.max_length
         require_vocabulary(body, max(tokenizer.vocabulary, end + 1))
         if generation.target_length > longest:
-            problem = f"{generation.target_length} tokens are more than the decoder's maximum of {longest}"
-            raise ConfigError("task.generation.target_length", problem, f"Set it to {longest} or less")
+            raise ConfigError("task.generation.target_length", f"{generation.target_length} > {longest}", "Lower it")
         if leaks := body.stack.leaks:
-            problem = f"not strictly causal ({', '.join(leaks)}), but answers are predicted token by token"
-            raise ConfigError("model.attention", problem, 'Use the strictly causal setting, window = "band"')
+            raise ConfigError("model.attention", f"not strictly causal ({', '.join(leaks)})", 'Use window = "band"')
         self.tokenizer, self.end = tokenizer, np.array([end], dtype=np.int64)
         length, beams = generation.target_length, generation.beams
         self.rule = BeamSettings(beams, length, {end}, LENGTH_PENALTY, tokenizer.vocabulary)
@@ -176,7 +172,6 @@ class TextForm(Form):
         self.answers = ExampleCounts(self.task.config, "answers", "task.generation.target_length", limit)
 
     def encoded(self, example: Example) -> EncodedText:
-        """Encode source and answer. Raises DataError for an empty or too long answer as for an input."""
         sequences, label, location, target = super().encoded(example).sequences, example.label, example.location, None
         if label is not None:
             tokens, answers = self.tokenizer.encode(label).numpy(), self.answers
@@ -205,7 +200,7 @@ class TextForm(Form):
         return Texts(padded([example.source for example in examples]), target, self.rule)
 
     def answer(self, example: EncodedExample, predicted: np.ndarray) -> str:
-        """Return the text of the tokens, stripped of white space; "" if the probabilities were not finite."""
+        """Return the text of the tokens, stripped; "" if the probabilities were not finite."""
         return "".join(self.tokenizer.text(int(token) for token in predicted if np.isfinite(token))).strip()
 
 
@@ -219,16 +214,15 @@ def sizes_of(examples: Sequence[EncodedText], most: int) -> np.ndarray:
     if (too_long := np.flatnonzero(sizes.sum(1) > most)).size:
         example, tokens = examples[too_long[0]], sizes[too_long[0]].sum()
         problem = f"{tokens:,} tokens with its answer are more than training.micro_batch = {most:,}"
-        hint = f"Raise it to {sizes.sum(1).max()} or more, or lower task.max_length"
-        raise DataError(str(example.location), problem, hint)
+        raise DataError(example.location, problem, f"Raise it to {sizes.sum(1).max()}, or lower task.max_length")
     return sizes
 
 
 def packed(sizes: np.ndarray, most: int, seed: int, epoch: int) -> list[np.ndarray]:
     """Return the numbers of the examples in each pack of an epoch, every example once. A pure function.
 
-    Examples in random order are sorted in pools, by source length, then target length. A pack takes the next examples
-    as long as its padded sources and targets have at most `most` tokens in total. Packs are then put in random order.
+    Examples in random order are sorted in pools by length. A pack takes the next examples as long as its padded sources
+    and targets have at most `most` tokens in total. Packs are then put in random order.
     """
     order = permutation(len(sizes), seed, epoch)
     packs: list[np.ndarray] = []
@@ -248,9 +242,9 @@ def packed(sizes: np.ndarray, most: int, seed: int, epoch: int) -> list[np.ndarr
 class TokenBatches(ExampleBatches):
     """Endless iterator of `Step`s over examples in memory, one epoch of packs after another, with batches in tokens.
 
-    A step takes the next global_batch/micro_batch packs, whatever the number of ranks; rank r gets every world_size-th,
-    starting at the r-th. The position counts examples, and each keeps the global sample number for its random draws.
-    Raises DataError as `sizes_of` does, and ConfigError if the start is not the end of a batch of these sizes.
+    A step takes the next global_batch/micro_batch packs, whatever the number of ranks. The position counts examples,
+    and each keeps the global sample number for its random draws. Raises DataError as `sizes_of` does, and ConfigError
+    if the start is not the end of a batch of these sizes.
     """
 
     def __init__(self, examples: Sequence[EncodedText], **settings: Any):

@@ -30,8 +30,7 @@ def class_folders(folder: Path) -> Rows:
     for name in (*CIFAR10, *sorted(names - {*CIFAR10})):
         paths = [path for path in (folder / name).glob("*") if path.name.lower().endswith(SUFFIXES)]
         if name not in names or not paths:
-            hint = f"Use a folder with one folder of images per class: {', '.join(CIFAR10)}"
-            raise DataError(folder / name, "contains no images", hint)
+            raise DataError(folder / name, "contains no images", f"Use a folder of each class: {', '.join(CIFAR10)}")
         for path in sorted(paths, key=lambda path: natural(path.name)):
             yield SourceLocation(path), {"img": image(path), "label": name, "id": f"{name}/{path.stem}"}
 
@@ -62,11 +61,11 @@ class Pathfinder(Task):
 
     Official files: one level's folder in lra_release/pathfinder32, with metadata/N.npy and imgs/N/sample_M.png, 32×32
     grey pixels, read row by row. Despite their names, metadata files are text, one line per image: `imgs/N sample_M.png
-    M LABEL` and drawing settings, separated by spaces.
+    M LABEL` and drawing settings.
 
     Tay et al. train on the first 80 % of a level's images, validate on the next 10 % and test on the rest, in the
-    shuffled order of their conversion. Here the split is by metadata files in numeric order; labels were drawn
-    independently per image. Both skip images with an empty file, such as one in curv_baseline.
+    shuffled order of their conversion. Here the split is by metadata files in numeric order. Both skip images with an
+    empty file.
     """
 
     name, metrics, vocabulary, classes = "pathfinder", ("accuracy",), 256, ("0", "1")
@@ -74,8 +73,7 @@ class Pathfinder(Task):
     def files(self, folder: Path) -> dict[str, list[Path]]:
         """Return the metadata files by split. Raises DataError for the folder of all levels."""
         if levels := [level for level in LEVELS if (folder / level).is_dir()]:
-            hint = f"Use one of them: {folder / levels[-1]}"
-            raise DataError(folder, f"contains {len(levels)} levels, but a run reads one", hint)
+            raise DataError(folder, f"contains {len(levels)} levels", f"Use one of them: {folder / levels[-1]}")
         paths = sorted((folder / "metadata").glob("*.npy"), key=lambda path: natural(path.name))
         first, second = len(paths) * 8 // 10, len(paths) * 9 // 10
         splits = {"train": paths[:first], "validation": paths[first:second], "test": paths[second:]}
@@ -83,19 +81,16 @@ class Pathfinder(Task):
 
     def read(self, file: Path) -> Iterator[Example]:
         if whole_bytes(file).startswith(b"\x93NUMPY"):
-            problem = "a numpy array, which can contain pickles, and loading these could run any code"
-            raise DataError(file, problem, "Use lra_release's, which is text, or write text: imgs/0 sample_7.png 7 1")
+            raise DataError(file, "a numpy array, which can contain pickles", "Use lra_release's, which is text")
         return examples_of(file, lines(file), self.example)
 
     def example(self, row: str, location: SourceLocation, number: str) -> Example:
         if (match := LINE.fullmatch(row)) is None:
-            hint = "Write: imgs/0 sample_7.png 7 1"
-            raise DataError(str(location), f'"{row[:80]}" is not a line of metadata', hint)
+            raise DataError(location, f'"{row[:80]}" is not a line of metadata', "Write: imgs/0 sample_7.png 7 1")
         folder, name, label, _ = match.groups()
         path = location.file.parent.parent / folder / name
         if not path.is_file() or not path.stat().st_size:
-            hint = "Unpack lra_release again, or delete this line, as Long Range Arena does for empty images"
-            raise DataError(str(location), f"{path} is missing or empty", hint)
+            raise DataError(location, f"{path} is missing or empty", "Unpack lra_release again, or delete this line")
         colours = image(path)
         if (colours != colours[..., :1]).any():
             raise DataError(path, "the image is not grey", "Convert it to grey")

@@ -18,10 +18,9 @@ class MIND(Task):
     """The official folders MINDlarge_train, MINDlarge_dev and MINDlarge_test, else MINDsmall's (without a test set),
     else train, dev and test. Each contains behaviors.tsv and the news.tsv that it refers to.
 
-    An example is an impression. Its inputs are the titles of the news clicked before, the latest
-    `task.recommendation.history` of them in the order of the clicks, and the titles of the news shown. Its label marks
-    each news shown as clicked, 1, or not, 0; it is None in the official test set. Equal titles, histories and labels
-    are one object in memory.
+    An example is an impression. Its inputs are the titles of the latest `task.recommendation.history` news clicked
+    before, and of the news shown. Its label marks each news shown as clicked, 1, or not, 0; it is None in the official
+    test set. Equal titles, histories and labels are one object in memory.
     """
 
     name, form, metrics, segments = "mind", "ranking", ("auc", "mrr", "ndcg5", "ndcg10"), 2
@@ -35,8 +34,8 @@ class MIND(Task):
     def read(self, file: Path) -> Iterator[Example]:
         """Read the impressions of a behaviors.tsv.
 
-        Rows are also malformed if a news id is not in the news.tsv of the same folder, a label is not 0 or 1, or a
-        labelled impression contains no click, or only clicks, for which the metrics are undefined.
+        Rows are also malformed if a news id is not in the news.tsv of the same folder, or a labelled impression
+        contains no click, or only clicks, for which the metrics are undefined.
         """
         titles = self._titles(file.with_name(NEWS))
         cache: dict[tuple[Any, ...], tuple[Any, ...]] = {}
@@ -44,7 +43,7 @@ class MIND(Task):
         def titles_of(names: list[str], location: SourceLocation) -> tuple[str, ...]:
             if lost := [name for name in names if name not in titles]:
                 hint = "Correct it, or use both files of one official folder"
-                raise DataError(str(location), f'"{lost[0][:80]}" is not in {file.with_name(NEWS)}', hint)
+                raise DataError(location, f'"{lost[0][:80]}" is not in {file.with_name(NEWS)}', hint)
             return tuple(titles[name] for name in names)
 
         def example(row: dict[str, str], location: SourceLocation, number: str) -> Example:
@@ -56,17 +55,15 @@ class MIND(Task):
         return examples_of(file, tab_separated(file, BEHAVIOR_COLUMNS), example)
 
     def _titles(self, file: Path) -> dict[str, str]:
-        """Return the titles in a news.tsv, by news id."""
         titles: dict[str, str] = {}
         cache: dict[str, str] = {}
 
         def example(row: dict[str, str], location: SourceLocation, number: str) -> Example:
             name, title = row["id"], row["title"]
             if not title.strip() and self.config.empty == "refuse":
-                hint = 'Add one, or keep and count such news: --set task.empty="keep"'
-                raise DataError(str(location), f'the title of "{name[:80]}" is empty', hint)
+                raise DataError(location, f'the title of "{name[:80]}" is empty', 'Add one, or set task.empty="keep"')
             if name in titles:
-                raise DataError(str(location), f'"{name[:80]}" occurs twice', "Remove one of them")
+                raise DataError(location, f'"{name[:80]}" occurs twice', "Remove one of them")
             titles[name] = cache.setdefault(title, title)
             return Example((title,), None, location, name)
 
@@ -77,16 +74,15 @@ class MIND(Task):
 def _shown(fields: list[str], location: SourceLocation) -> tuple[list[str], tuple[int, ...] | None]:
     """Parse `N1-0 N2-1` to ids and labels; the labels of `N1 N2` are None."""
     if not fields:
-        raise DataError(str(location), "an impression without any news", "Remove it, or use the official file")
+        raise DataError(location, "an impression without any news", "Remove it, or use the official file")
     if not any("-" in entry for entry in fields):
         return fields, None
     split = [entry.rpartition("-") for entry in fields]
     for entry, (name, _, label) in zip(fields, split, strict=True):
         if not name or label not in ("0", "1"):
-            hint = "Write N1-1 for clicked news, N1-0 for others; in a test set N1 for all"
-            raise DataError(str(location), f'the label of "{entry[:80]}" is not 0 or 1', hint)
+            raise DataError(location, f'the label of "{entry[:80]}" is not 0 or 1', "Write N1-1 or N1-0")
     labels = tuple(int(label) for _, _, label in split)
     if len(set(labels)) == 1:
         problem = "a click on every news shown" if labels[0] else "no click on any news shown"
-        raise DataError(str(location), f"{problem}: no metric is defined", "Remove the impression")
+        raise DataError(location, f"{problem}: no metric is defined", "Remove the impression")
     return [name for name, _, _ in split], labels

@@ -53,12 +53,7 @@ def lines(file: Path, ends: bool = False) -> Rows:
                     return
                 if len(raw) > LONGEST_LINE:
                     hint = "Convert the line ends: tr '\\r' '\\n'" if b"\r" in raw else HINT
-                    raise DataError(str(location), f"a line of more than {LONGEST_LINE:,} bytes", hint)
-                if number == 1 and b"\0" in raw and not raw.startswith((b"\xff\xfe", b"\xfe\xff")):
-                    coding = "utf-16be" if raw.startswith(b"\0") else "utf-16le"
-                    raise DataError(
-                        str(location), "not UTF-8 (byte 0)", f"Convert the file: iconv -f {coding} -t utf-8"
-                    )
+                    raise DataError(location, f"a line of more than {LONGEST_LINE:,} bytes", hint)
                 line = _decoded(raw, location, "utf-8-sig" if number == 1 else "utf-8")
                 if not ends and isinstance(line, str):
                     line = line.removesuffix("\n").removesuffix("\r")
@@ -74,7 +69,7 @@ def _decoded(raw: bytes, location: SourceLocation, encoding: str = "utf-8") -> s
     except UnicodeDecodeError as error:
         problem = f"not UTF-8 (byte 0x{raw[error.start]:02x} in column {error.start + 1})"
         coding = "utf-16" if raw.startswith((b"\xff\xfe", b"\xfe\xff")) else "latin1"
-        return DataError(str(location), problem, f"Convert the file: iconv -f {coding} -t utf-8")
+        return DataError(location, problem, f"Convert the file: iconv -f {coding} -t utf-8")
 
 
 @contextmanager
@@ -92,7 +87,7 @@ def _opened(file: Path) -> Iterator[Any]:
 
 
 def tab_separated(file: Path, columns: Sequence[str] | None = None, mark: str = "\t") -> Rows:
-    """Read rows of tab-separated fields, in which quotation marks are ordinary characters (GLUE's files).
+    """Read rows of tab-separated fields, in which quotation marks are ordinary characters.
 
     columns: their names; None if they are in the first line. mark: separator of fields; if it is not a tab, the last
     field may contain it.
@@ -107,11 +102,10 @@ def tab_separated(file: Path, columns: Sequence[str] | None = None, mark: str = 
 
 
 def comma_separated(file: Path, columns: Sequence[str] | None = None) -> Rows:
-    """Read rows of a CSV file (RFC 4180: quoted fields may contain commas, quotation marks and line ends).
+    """Read rows of a CSV file (RFC 4180). The location of a row is its first line.
 
-    Fields are separated by semicolons or tabs if the first line has these and no comma. Empty lines are
-    skipped. columns: their names; None if they are in the first row. The location of a row is its first line.
-    Raises DataError for a misplaced quotation mark.
+    Fields are separated by semicolons or tabs if the first line has these and no comma. columns: their names; None if
+    they are in the first row. Raises DataError for a misplaced quotation mark.
     """
     csv.field_size_limit(LONGEST_FIELD)
     separator_hint = "Save it with commas between the fields, or with tabs and the suffix .tsv"
@@ -131,9 +125,9 @@ def comma_separated(file: Path, columns: Sequence[str] | None = None) -> Rows:
                 hint = separator_hint if columns is None and location.line == 1 else hint
                 if "new-line" in str(error):
                     hint = "A line ends in CR: convert line ends to LF, as tr '\\r' '\\n' does"
-                raise DataError(str(location), f"not CSV ({error})", hint) from None
+                raise DataError(location, f"not CSV ({error})", hint) from None
             if columns is None and location.line == 1 and row and len(row) == 1 and re.search("[;\t]", row[0]):
-                raise DataError(str(location), f'contains one column, "{row[0][:80]}"', separator_hint)
+                raise DataError(location, f'contains one column, "{row[0][:80]}"', separator_hint)
             if row or (location.line == 1 and row is not None):
                 yield location, row
 
@@ -147,13 +141,12 @@ def _by_column(file: Path, rows: Rows, columns: Sequence[str] | None, hint: str)
         elif columns is None:
             columns = [name.strip() for name in fields]
             if repeated := [name for name, number in Counter(columns).items() if number > 1]:
-                problem = f'the column name "{repeated[0][:80]}" occurs twice'
-                raise DataError(str(location), problem, "Rename one of them in the first line")
+                raise DataError(location, f'the column name "{repeated[0][:80]}" occurs twice', "Rename one of them")
         elif len(fields) == len(columns):
             yield location, dict(zip(columns, fields, strict=True))
         else:
             problem = f"{len(fields)} fields instead of {len(columns)} ({', '.join(columns)[:100]})"
-            yield location, DataError(str(location), problem, hint)
+            yield location, DataError(location, problem, hint)
     if columns is None:
         raise DataError(file, "is empty", "Its first line must contain the names of the columns")
 
@@ -167,11 +160,10 @@ def json_lines(file: Path) -> Rows:
             try:
                 line = strict_json(line)
             except ValueError as error:
-                hint = json_hint(line.encode())
-                line = DataError(str(location), f"not JSON ({error})", hint[0].upper() + hint[1:])
+                line = DataError(location, f"not JSON ({error})", json_hint(line.encode()))
         if not isinstance(line, dict | DataError):
             hint = 'Write one object per line: {"text": "...", "label": "..."}; for an array jq -c \'.[]\' does'
-            line = DataError(str(location), "not a JSON object", hint)
+            line = DataError(location, "not a JSON object", hint)
         yield location, line
 
 
@@ -237,8 +229,7 @@ def whole_text(file: Path) -> str:
 def field(row: dict[str, Any], column: str, location: SourceLocation, key: str = "") -> Any:
     """Return a row's value in a column. Raises DataError if the column is missing.
 
-    column: one name, or alternatives separated by |, of which the first in the row is read. key: key of the
-    configuration that names the column, for the hint.
+    column: one name, or alternatives separated by |. key: key of the configuration that names the column, for the hint.
     """
     names = column.split("|") if not key else [column]
     for name in names:
@@ -247,7 +238,7 @@ def field(row: dict[str, Any], column: str, location: SourceLocation, key: str =
     hint = did_you_mean(names[0], [name for name in row if isinstance(name, str)])
     if key:
         hint = f"{hint.removesuffix('?')}{'?' if hint.endswith('?') else '.'} Set the name of the column by {key}"
-    raise DataError(str(location), f'missing column "{names[0]}"', hint)
+    raise DataError(location, f'missing column "{names[0]}"', hint)
 
 
 NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", re.ASCII)
@@ -267,8 +258,7 @@ def table_rows(file: Path, split: str | None = None) -> Rows:
     if is_dataset(file):
         return dataset_rows(file, split or "train")
     if (reader := READERS.get(Path(re.sub(r"\.(gz|zip)\Z", "", file.name)).suffix.lower())) is None:
-        hint = f"Use a dataset's folder, or a file that ends in {', '.join(READERS)}, optionally with .gz or .zip"
-        raise DataError(file, f'"{file.suffix}" is not a known kind of table', hint)
+        raise DataError(file, f'"{file.suffix}" is not a known kind of table', f"Use {', '.join(READERS)}")
     return strict(reader(file))
 
 
@@ -285,7 +275,7 @@ def dated_rows(
             at = datetime.fromisoformat(text.strip())
         except ValueError:
             hint = "Write it as 2016-07-01 13:00:00"
-            raise DataError(str(location), f'"{text.strip()[:80]}" is not a date and time', hint) from None
+            raise DataError(location, f'"{text.strip()[:80]}" is not a date and time', hint) from None
         columns = columns or [name for name in row if name != date]
         numbers = [parse_number(field(row, column, location).strip()) for column in columns]
         if at.tzinfo is not None:  # days in a time zone vary in length
@@ -299,7 +289,7 @@ def dated_rows(
             problem = f'"{row[column].strip()[:80]}" in the column "{column}" is not a float32 number'
             hint = "Write one, such as 3.5, or select other columns: task.forecast.inputs"
         if problem:
-            raise DataError(str(location), problem, hint)
+            raise DataError(location, problem, hint)
         lines.append(location.line or 0)
         dates.append(at)
         values.append([float(number or 0) for number in numbers])

@@ -33,9 +33,9 @@ OFFICIAL = {"etth1": ("ETTh1.csv", 24 * 30), "ettm1": ("ETTm1.csv", 24 * 30 * 4)
 class Series(Task):
     """Any CSV file with a column of dates at equal steps, and columns of numbers.
 
-    FILE#train, FILE#validation and FILE#test are 70, 10 and 20 % of its rows, in order, as in Informer's
-    Dataset_Custom; of an official file 12, 4 and 4 months. A window predicts only rows of its part, but may read
-    earlier rows. FILE is one example without a label: its last L rows, followed by the forecast.
+    FILE#train, FILE#validation and FILE#test are 70, 10 and 20 % of its rows, as in Informer's Dataset_Custom; of an
+    official file 12, 4 and 4 months. A window predicts only rows of its part, but may read earlier rows. FILE is one
+    example without a label: its last L rows.
 
     The inputs of an example are scaled values (L, C), columns of `forecast.inputs` first, and the time features of all
     rows (L + H, F). The label is the scaled targets (H, T), the name the date of the first predicted row.
@@ -55,8 +55,7 @@ class Series(Task):
         self.target_places = [self.columns.index(column) for column in self.targets]
         mean, scale, self.step = forecast.mean or {}, forecast.scale or {}, timedelta(seconds=forecast.step or 0)
         if lost := [column for column in self.columns if column not in mean or column not in scale]:
-            hint = "Set forecast.mean and forecast.scale to null, to compute them from the training file"
-            raise ConfigError("task.forecast.mean", f'or forecast.scale lacks the column "{lost[0]}"', hint)
+            raise ConfigError("task.forecast.mean", f'or scale lacks the column "{lost[0]}"', "Set both to null")
         self.mean, self.scale = (np.array([of[column] for column in self.columns]) for of in (mean, scale))
         self.time_features = 4 + bool(self.step.total_seconds() % 3600)
 
@@ -68,8 +67,7 @@ class Series(Task):
         length, horizon = self.config.max_length, self.config.forecast.horizon
         _, lines, dates, values = dated_rows(file, self.config.forecast.date, self.columns, self.step)
         if part is None and len(dates) < length:
-            problem = f"contains {len(dates)} rows, but a forecast reads {length} (task.max_length)"
-            raise DataError(file, problem, "Add earlier rows")
+            raise DataError(file, f"contains {len(dates)} rows, but a forecast reads {length}", "Add earlier rows")
         values = (values - self.mean) / self.scale
         dates = np.concatenate([dates, dates[-1] + np.timedelta64(self.step) * np.arange(1, horizon + 1)])
         marks = time_features(dates, self.step.total_seconds())
@@ -83,8 +81,7 @@ class Series(Task):
         """Return the first rows of a part's windows, one for every row. Raises DataError for a file too short."""
         length, horizon, month = self.config.max_length, self.config.forecast.horizon, self.month
         if rows < 20 * month:
-            hint = f'Use the official {self.file}, or task.name="series" for your own file'
-            raise DataError(file, f"contains {rows:,} rows, but the official splits {20 * month:,}", hint)
+            raise DataError(file, f"contains {rows:,} rows, the official one {20 * month:,}", 'Set task.name="series"')
         official, custom = (0, 12 * month, 16 * month, 20 * month), (0, int(rows * 0.7), rows - int(rows * 0.2), rows)
         first, end = (official if month else custom)[PARTS.index(part) :][:2]
         begins = range(max(0, first - length), end - length - horizon + 1)

@@ -30,8 +30,8 @@ class Question(BaseModel):
 
 class WikiHop(Task):
     """Questions of WikiHop: train.json, dev.json and optionally test.json in the `source` folder, or in its subfolder
-    `wikihop/`. The line of a location is the number of the example in its file, from 1. For the variant with masked
-    candidates, name its files: --source dev.masked.json.
+    `wikihop/`. The line of a location is the number of the example, from 1. For the variant with masked candidates,
+    name its files: --source dev.masked.json.
 
     Longformer (Beltagy et al. 2020) removes spaces before punctuation, shuffles the paragraphs in training, and reads
     paragraphs beyond its length in further windows. Here texts are read unchanged, in order, and truncated.
@@ -53,7 +53,7 @@ class WikiHop(Task):
 
         def example(row: Any, location: SourceLocation, number: str) -> Example:
             def wrong(problem: str, hint: str) -> DataError:
-                return DataError(str(location), f"example {location.line}{problem}", hint)
+                return DataError(location, f"example {location.line}{problem}", hint)
 
             try:
                 question = Question.model_validate(row)
@@ -65,8 +65,7 @@ class WikiHop(Task):
             if twice := [text for text, number in Counter(candidates).items() if number > 1]:
                 raise wrong(f'{title}"{twice[0][:80]}" occurs twice among the candidates', "Remove one")
             if answer is not None and answer not in candidates:
-                hint = f"Its candidates are: {', '.join(candidates)[:200]}. Without an answer omit the key"
-                raise wrong(f'{title}the answer "{answer[:80]}" is not among the candidates', hint)
+                raise wrong(f'{title}the answer "{answer[:80]}" is not among the candidates', "Use one of them")
             if question.id in names:
                 raise wrong(f"{title}the id occurs twice", "Use unique ids")
             names.add(question.id)

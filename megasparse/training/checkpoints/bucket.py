@@ -41,9 +41,8 @@ T = TypeVar("T")
 
 
 class Bucket:
-    """The checkpoints below a URL. progress: called repeatedly with the name of the current operation.
-
-    Methods raise StorageError if the store still fails after several attempts, CheckpointError if it denies access.
+    """The checkpoints below a URL. Methods raise StorageError if the store fails, CheckpointError
+    if it denies access.
     """
 
     def __init__(self, url: str, progress: Progress = silent):
@@ -51,7 +50,6 @@ class Bucket:
         self._requests = Requests(progress, errors=(StorageError, CheckpointError))
 
     def steps(self) -> list[int]:
-        """Return the steps of complete checkpoints, in order."""
         return [step for step in self._folders() if MANIFEST in self._names(f"{step:08d}")]
 
     def manifest(self, step: int) -> tuple[dict[str, Any], bytes]:
@@ -60,7 +58,6 @@ class Bucket:
         return parse_manifest(content, f"{self.url}/{step:08d}/{MANIFEST}"), content
 
     def fetch(self, step: int, directory: Path) -> None:
-        """Download a checkpoint into a folder of checkpoints, atomically."""
         manifest, content = self.manifest(step)
         temporary = directory / f"{TEMPORARY}{step:08d}-{uuid.uuid4().hex}"
         try:
@@ -75,11 +72,11 @@ class Bucket:
             raise StorageError(error.filename or directory, str(error.strerror), "Free space, or repair it") from None
 
     def claim(self, name: str) -> None:
-        """Write the name of the run that uploads from now on; any other run stops when it reads the name."""
+        """Write the name of the run that uploads from now on."""
         self._write("owner", name.encode())
 
     def upload(self, path: Path, name: str) -> None:
-        """Upload the checkpoint in a folder for the run `name`, unless the bucket contains the same one."""
+        """Upload a checkpoint for the run `name`, unless the bucket contains the same one."""
         manifest = f"{path.name}/{MANIFEST}"
         content, uploaded = read_file(path / MANIFEST), self._read(manifest)
         if uploaded == content:
@@ -94,7 +91,7 @@ class Bucket:
         self._write("latest", f"{path.name}\n".encode())
 
     def tidy(self, newest: int, keep: int, best: int | None) -> None:
-        """Delete checkpoints before the `keep` newest up to `newest`, except the best one, and interrupted uploads."""
+        """Delete checkpoints before the `keep` newest up to `newest`, except the best, and interrupted uploads."""
         complete = [step for step in self.steps() if step < newest and step != best]
         retained = {best, *complete[max(0, len(complete) + 1 - keep) :]}
         for step in self._folders():
@@ -112,7 +109,6 @@ class Bucket:
         return self._ask("listing", folder, names, set())
 
     def _read(self, file: str) -> bytes | None:
-        """Return the content of a small file, None if there is none."""
         return self._ask("reading", file, lambda url: bytes(self._system.cat_file(url, end=LARGEST)), None)
 
     def _write(self, file: str, content: bytes) -> None:
@@ -143,14 +139,14 @@ class Bucket:
             raise CheckpointError(self.url, problem, hint)
 
     def _ask(self, doing: str, path: str, call: Callable[[str], T], *absent: T) -> T:
-        """Return the store's answer for the URL of `path`, or `absent` for a file that does not exist."""
+        """Return the store's answer for the URL of `path`, or `absent` for a missing file."""
         url = f"{self.url}/{path}".rstrip("/")
         self._requests.progress(f"{doing} {url}")
         return self._requests.send(doing, url, lambda: store_answer(lambda: call(url), *absent))
 
 
 class Uploads:
-    """Queue of uploads, processed in order by a thread of rank 0. Without `checkpoint.bucket` methods do nothing."""
+    """Queue of uploads, processed by a thread of rank 0. Without `checkpoint.bucket` methods do nothing."""
 
     def __init__(self, config: RunSettings, ranks: Ranks, hooks: RunHooks):
         self._settings, self._ranks, self._hooks = config.checkpoint, ranks, hooks
@@ -163,13 +159,12 @@ class Uploads:
         self._signs = (0, "")  # of progress; replaced as one
 
     def start(self, paths: list[Path], best: int | None) -> None:
-        """Claim the bucket for this run and upload missing checkpoints. Rank 0 calls it. Raises as `Bucket` does."""
+        """Claim the bucket and upload missing checkpoints. Rank 0 calls it."""
         Bucket(str(self._settings.bucket), self._hooks.alive).claim(self._name)
         for path in paths:
             self.begin(path, best)
 
     def begin(self, path: Path, best: int | None) -> None:
-        """Append a checkpoint to the queue without waiting. Rank 0 calls it."""
         if self._settings.bucket is not None:
             with self._lock:
                 self._queue.append((path, best))
@@ -177,7 +172,7 @@ class Uploads:
                     threading.Thread(target=self._upload_all, daemon=True).start()
 
     def release(self, path: Path) -> bool:
-        """Remove a checkpoint that will be deleted from the queue. Return False while it is being uploaded."""
+        """Remove a checkpoint that will be deleted from the queue; False while it is being uploaded."""
         with self._lock:
             self._queue[1:] = [entry for entry in self._queue[1:] if entry[0] != path]
             return path not in [entry[0] for entry in self._queue]
@@ -211,8 +206,8 @@ class Uploads:
         self._signs = (self._signs[0] + 1, doing)
 
     def check(self, wait: bool = False) -> None:
-        """Raise the failure that ended the uploads, on every rank; all ranks call it. With `checkpoint.on_failure`
-        "continue", storage failures do not end them. wait: first wait for the queued uploads.
+        """Raise the failure that ended the uploads, on every rank; all ranks call it. wait: first wait for the queued
+        uploads.
         """
 
         def raise_problem() -> None:
@@ -231,10 +226,7 @@ class Uploads:
 
 def fetch_newest(config: RunSettings, directory: Path, ranks: Ranks, hooks: RunHooks, resume: str) -> None:
     """Download the bucket's newest checkpoint into `directory` if it is newer, and the run's best one. All ranks call
-    it. resume: see `find_start`.
-
-    Raises the errors of Bucket, on every rank, and CheckpointError if the bucket's newest checkpoint is later than the
-    step of `resume`, because resuming from an older step would fork the run.
+    it. Raises CheckpointError if the newest one is later than the step of `resume`, which would fork the run.
     """
 
     def get() -> None:

@@ -6,14 +6,13 @@
     RUN/checkpoints/latest                           for people only: checkpoints are found by their folders
 
 The format does not depend on the number of ranks or the ZeRO stage: tensors are assembled from their pieces.
-It contains no pickles.
 """
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from pydantic import ValidationError
@@ -43,18 +42,17 @@ FORGED = "Do not trust it"
 
 @dataclass(frozen=True)
 class Fragment:
-    """A flat piece of a tensor, in the memory that stores it."""
+    """A flat piece of a tensor, in the memory that stores it.
+
+    kind: `weight`, or the name of an optimizer state. shape: of the whole tensor. start: first element of the piece in
+    the flattened tensor. memory: flat, fp32.
+    """
 
     kind: str
-    """`weight`, or the name of an optimizer state (`exp_avg`, ...)."""
     name: str
-    """Name of the parameter or the buffer."""
     shape: tuple[int, ...]
-    """Shape of the whole tensor."""
     start: int
-    """First element of the piece in the flattened tensor."""
     memory: Tensor
-    """The piece: flat, fp32."""
 
     def __post_init__(self) -> None:
         assert self.memory.dtype == torch.float32 and self.memory.ndim == 1
@@ -62,16 +60,6 @@ class Fragment:
     @property
     def numel(self) -> int:
         return self.memory.numel()
-
-
-class StateOwner(Protocol):
-    """Owner of weights and optimizer state, such as an engine."""
-
-    def fragments(self) -> list[Fragment]:
-        """Return the fragments that this rank saves."""
-
-    def steps_done(self) -> int:
-        """Return the number of optimizer updates applied so far."""
 
 
 class Checkpoint:
@@ -89,21 +77,13 @@ class Checkpoint:
         progress: Progress = silent,
         build: Callable[[ModelConfig], nn.Module] | None = None,
     ) -> "Checkpoint":
-        """Open and verify a checkpoint.
+        """Open and verify a checkpoint. Raises CheckpointError, which names the first file that is missing, changed,
+        unexpected or of the wrong size.
 
-        The order is: the manifest's own digest, sizes and headers of files, the configuration, digests of files. The
-        cheap checks come first, so that a forged checkpoint fails before terabytes are hashed. Ranks that open it
-        together share the digests: rank r checks every world_size-th file.
+        The order is: the manifest's own digest, sizes and headers of files, the configuration, digests of files, so
+        that a forged checkpoint fails before terabytes are hashed. Ranks that open it together share the digests.
 
-        Args:
-            path: The checkpoint's folder.
-            rank, world_size: This rank among those that open it together.
-            progress: Called for every MB with the name of the operation.
-            build: Builds the pretrained model to load. It is built on the meta device, and its weights must be those in
-                the manifest. A checkpoint of adapters is opened merged.
-
-        Raises:
-            CheckpointError: Names the first file that is missing, changed, unexpected or of the wrong size.
+        build: builds the pretrained model to load, whose weights must be those in the manifest; adapters are merged.
         """
         path = Path(path)
         manifest = read_manifest(path)
@@ -141,7 +121,7 @@ class Checkpoint:
 
     @property
     def sequences(self) -> int:
-        """Position in the data: global sample number of the first sequence of the next step."""
+        """Global sample number of the first sequence of the next step."""
         return int(self.manifest["sequences"])
 
     @property
@@ -155,13 +135,10 @@ class Checkpoint:
 
     @property
     def config(self) -> Config:
-        """Configuration of the pretraining run that wrote it, with the paths of the tokenizer and the shards in the
-        run's folder, which may have been renamed since. Raises CheckpointError for other kinds of runs.
-        """
+        """Configuration of its pretraining run, with paths in the run's folder, which may have been renamed."""
         settings = self.settings
         if not isinstance(settings, Config):
-            hint = "Use megasparse evaluate --task, or megasparse predict"
-            raise CheckpointError(self.path, "belongs to a fine-tuned model", hint)
+            raise CheckpointError(self.path, "belongs to a fine-tuned model", "Use evaluate --task or predict")
         run, data = self.path.absolute().parents[1], settings.data
         changes = {"tokenizer": tokenizer_copy(data.tokenizer, run)}
         if Path(data.path) == Path(settings.run.directory, "data") and (run / "data").is_dir():
@@ -170,7 +147,6 @@ class Checkpoint:
 
     @property
     def settings(self) -> RunSettings:
-        """Configuration of the run that wrote it. Raises CheckpointError if this version cannot read it."""
         kind = FinetuneConfig if "task" in self.manifest["config"] else Config
         try:
             return validated(self.manifest["config"], kind)
@@ -180,22 +156,20 @@ class Checkpoint:
             raise CheckpointError(self.path, problem, "Use the version of megasparse that wrote it") from None
 
     def check_base(self, digest: str) -> None:
-        """Raise CheckpointError if its adapters belong to other weights. digest: `weights_digest` of the weights."""
         if (base := self.manifest.get("base")) not in (None, digest):
             problem = f"its adapters belong to weights {base[:12]}…, but the run's folder contains {digest[:12]}…"
             raise CheckpointError(self.path, problem, f"Restore {START.parts[0]}/ there")
 
     def tensor(self, kind: str, name: str) -> Tensor:
-        """Read a whole tensor, fp32 on the CPU. `kind` is "weight" or an optimizer state. Raises CheckpointError."""
+        """Read a whole tensor, fp32 on the CPU. `kind` is "weight" or an optimizer state."""
         shape = self.shape(kind, name)
         return self.read(kind, name, 0, math.prod(shape)).view(shape)
 
     def shape(self, kind: str, name: str) -> list[int]:
-        """Return the shape of a whole tensor. Raises CheckpointError if the manifest does not list the tensor."""
         return list(self._entry(kind, name)["shape"])
 
     def read(self, kind: str, name: str, start: int, numel: int) -> Tensor:
-        """Read elements [start, start + numel) of the flattened tensor, and only these, from disk."""
+        """Read elements [start, start + numel) of the flattened tensor, and only these."""
         result, filled = torch.empty(numel, dtype=torch.float32), 0
         for piece in self._entry(kind, name)["pieces"]:
             first, last = max(start, piece["start"]), min(start + numel, piece["start"] + piece["numel"])
@@ -231,11 +205,14 @@ class Checkpoint:
             for key, numel in pieces.items():
                 stored = file.get_slice(key)
                 if (stored.get_dtype(), stored.get_shape()) != ("F32", [numel]):
-                    problem = f"{key} is {stored.get_dtype()} {stored.get_shape()} instead of F32 [{numel}]"
-                    raise CheckpointError(self.path / name, problem, FORGED)
+                    raise CheckpointError(
+                        self.path / name,
+                        f"{key} is {stored.get_dtype()} {stored.get_shape()}, not F32 [{numel}]",
+                        FORGED,
+                    )
 
     def close(self) -> None:
-        """Unmap the files, whose pages otherwise stay in memory. They are opened again on demand."""
+        """Unmap the files, whose pages otherwise stay in memory."""
         self._open_files.clear()
 
     def _file(self, name: str) -> Any:
@@ -251,16 +228,13 @@ class Checkpoint:
 
 
 def tokenizer_copy(tokenizer: str, run: Path) -> str:
-    """Return the path of the copy of a tokenizer in a run's folder; the tokenizer itself if there is none."""
+    """Return the path of the copy of a tokenizer in a run's folder; the tokenizer itself without a copy."""
     paths = (run / folder / f"tokenizer{Path(tokenizer).suffix}" for folder in ("", "data", "start"))
     return next((str(path) for path in paths if tokenizer not in NAMED and path.is_file()), tokenizer)
 
 
 def open_newest(directory: Path, **options: Any) -> Checkpoint:
-    """Open the checkpoint that `find_checkpoint` returns, or the next newer one if its run deletes it meanwhile.
-
-    options: Arguments of `Checkpoint.open`, whose errors this raises.
-    """
+    """Open the checkpoint that `find_checkpoint` returns, or the next newer one if its run deletes it meanwhile."""
     while True:
         path = find_checkpoint(directory)
         try:
@@ -271,16 +245,14 @@ def open_newest(directory: Path, **options: Any) -> Checkpoint:
 
 
 def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
-    """Return the persistent buffers by name: learned state other than parameters, such as moving averages."""
+    """Return the persistent buffers by name: learned state other than parameters."""
     names = module.state_dict(keep_vars=True).keys() - dict(module.named_parameters(remove_duplicate=False)).keys()
     return {name: buffer for name, buffer in module.named_buffers() if name in names}
 
 
 def load_weights(module: nn.Module, checkpoint: Checkpoint, buffers_only: bool = False) -> None:
-    """Fill a freshly built module with the checkpoint's weights and persistent buffers.
-
-    buffers_only: the weights are loaded later. Frozen parameters are not in checkpoints and stay as they are. Raises
-    CheckpointError if names or shapes differ.
+    """Fill a freshly built module with the checkpoint's weights and persistent buffers, or only the buffers. Frozen
+    parameters stay as they are.
     """
     names = persistent_buffers(module) if buffers_only else None
     for name, tensor in _matched(module, checkpoint).items():
@@ -289,16 +261,13 @@ def load_weights(module: nn.Module, checkpoint: Checkpoint, buffers_only: bool =
 
 
 def on_meta(checkpoint: Checkpoint, model: ModelConfig, build: Callable[[], nn.Module]) -> nn.Module:
-    """Build a checkpoint's model on the meta device, to get its shapes without allocating memory.
-
-    Raises CheckpointError if the configuration is invalid, or has more layers than the checkpoint has weights: every
-    layer has weights, so this bounds the time that a forged configuration costs.
+    """Build a checkpoint's model on the meta device. Raises CheckpointError for an invalid configuration, or one with
+    more layers than weights, which bounds the time that it costs.
     """
     weights = len(checkpoint.manifest["tensors"].get("weight", {}))
     layers = max(model.layers, (model.source and model.source.layers) or 0)
     if layers > weights:
-        problem = f"its configuration has {layers} layers, more than its {weights} weights"
-        raise CheckpointError(checkpoint.path, problem, FORGED)
+        raise CheckpointError(checkpoint.path, f"its configuration has {layers} layers, but {weights} weights", FORGED)
     try:
         with torch.device("meta"):
             return build()
@@ -310,9 +279,7 @@ def on_meta(checkpoint: Checkpoint, model: ModelConfig, build: Callable[[], nn.M
 
 
 def _matched(module: nn.Module, checkpoint: Checkpoint) -> dict[str, Tensor]:
-    """Return the module's trained parameters and persistent buffers. Raises CheckpointError unless the checkpoint lists
-    exactly these, with the same shapes.
-    """
+    """Return the module's trained parameters and persistent buffers, which the checkpoint must contain exactly."""
     trained = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
     parameters = {**trained, **persistent_buffers(module)}
     hint = "Build the model from the checkpoint's own configuration"
@@ -333,11 +300,10 @@ START = Path("start", "checkpoints", "00000000")
 
 
 class Merged(Checkpoint):
-    """A pretraining run's checkpoint with its adapters added to the frozen weights, without the section `lora`.
+    """A pretraining run's checkpoint with its adapters added to the frozen weights, when these are read.
 
-    Weights are merged when they are read. Weights that the run trained in full (mechanisms) come from the run, all
-    others from its start, quantised and dequantised as in the run. Raises CheckpointError if the adapters do not fit
-    the weights.
+    Weights that the run trained in full (mechanisms) come from the run, all others from its start, quantised and
+    dequantised as in the run.
     """
 
     def __init__(self, adapters: Checkpoint, base: Checkpoint, lora: LoRAConfig):
@@ -357,8 +323,9 @@ class Merged(Checkpoint):
             expected |= {f"{layer}{NORMS}": [rows]} if lora.dora else {}
         for name, entry in self._trained.items():
             if entry["shape"] != expected.get(name):
-                problem = f"{name} with shape {entry['shape']} fits no weight of {base.path}"
-                raise CheckpointError(adapters.path, problem, FORGED)
+                raise CheckpointError(
+                    adapters.path, f"{name} of shape {entry['shape']} fits no weight of {base.path}", FORGED
+                )
 
     def read(self, kind: str, name: str, start: int, numel: int) -> Tensor:
         if name in self._trained:
@@ -389,10 +356,7 @@ class Merged(Checkpoint):
 
 
 def merge_adapters(checkpoint: Checkpoint) -> Checkpoint:
-    """Return the merged checkpoint if `checkpoint` contains adapters, else `checkpoint`.
-
-    Raises CheckpointError if the run's folder does not contain the weights that the adapters belong to.
-    """
+    """Return the merged checkpoint if `checkpoint` contains adapters, else `checkpoint`."""
     settings: Any = checkpoint.settings
     if not isinstance(settings, Config) or settings.lora is None:
         return checkpoint

@@ -12,9 +12,10 @@ import os
 import platform
 import re
 import stat
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 FORMAT = 1
 MANIFEST = "manifest.json"
 NO_DATA = "none"
-"""Data fingerprint of weights that were not trained by megasparse: training may continue on any data."""
+"""Data fingerprint of weights that megasparse did not train: training may continue on any data."""
 RESTORE = "Restore it from a copy, or resume from an older checkpoint with --resume PATH"
 Count = Annotated[int, Field(ge=0, lt=1 << 63)]
 
@@ -82,34 +83,27 @@ class _Manifest(TypedDict):
 
 
 _FIELDS = TypeAdapter(_Manifest)
-"""Fields that the code uses; others are ignored. The configuration is validated when it is used.
-
-Dictionaries take less memory than objects: there may be a million pieces.
-"""
+"""Fields that the code uses. Dictionaries take less memory than objects: there may be a million pieces."""
 
 
 def seal(manifest: dict[str, Any]) -> str:
-    """Return the text of a manifest's file, including a digest of its content."""
+    """Return the text of a manifest's file, with a digest of its content."""
     return json.dumps({**manifest, "sha256": _digest(manifest, sort=True)}, indent=1, sort_keys=True) + "\n"
 
 
 def _digest(manifest: dict[str, Any], sort: bool) -> str:
-    """Return the digest over sorted keys. sort: False if they are sorted, as in a file of `seal`, to save memory."""
+    """Return the digest over sorted keys. sort: False, to save memory, if they are sorted already, as by `seal`."""
     manifest = {key: value for key, value in manifest.items() if key != "sha256"}
     return hashlib.sha256(json.dumps(manifest, sort_keys=sort).encode()).hexdigest()
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """Read the manifest of the checkpoint in the folder `path`.
-
-    Raises CheckpointError if it is missing, has changed since it was written, or has invalid fields.
-    """
+    """Read the manifest of a checkpoint. Raises CheckpointError if it has changed or is invalid."""
     file = path / MANIFEST
     if path.is_symlink():
         raise CheckpointError(path, "is a symbolic link", "Use the folder that it points to")
     if not path.is_dir():
-        problem = "not a folder" if path.exists() else "no such checkpoint"
-        raise CheckpointError(path, problem, "Use a checkpoint's folder, such as checkpoints/00001000")
+        raise CheckpointError(path, "not a folder" if path.exists() else "no such checkpoint", "Give a checkpoint")
     size_of(file)
     try:
         return parse_manifest(read_file(file), file)
@@ -118,7 +112,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
 
 
 def parse_manifest(content: bytes, file: Path | str) -> dict[str, Any]:
-    """Parse the content of a manifest. file: its name in messages. Raises CheckpointError as `read_manifest` does."""
+    """Parse the content of a manifest as `read_manifest` does. file: its name in messages."""
     manifest: Any = None
     with suppress(ValueError, RecursionError):
         manifest = json.loads(content) if content.endswith(b"\n") else None
@@ -127,7 +121,7 @@ def parse_manifest(content: bytes, file: Path | str) -> dict[str, Any]:
         raise CheckpointError(file, "changed since it was written (sha256 differs)", RESTORE)
     if manifest.get("format") != FORMAT:
         problem = f"format {manifest.get('format')}, this version of megasparse reads {FORMAT}"
-        raise CheckpointError(file, problem, "Use the version of megasparse that wrote it")
+        raise CheckpointError(file, problem, "Use the version that wrote it")
     try:
         _FIELDS.validate_python(manifest, strict=True)
         invalid = _wrong_pieces(manifest)
@@ -140,7 +134,7 @@ def parse_manifest(content: bytes, file: Path | str) -> dict[str, Any]:
 
 
 def size_of(file: Path) -> int:
-    """Return the size of a checkpoint's file in bytes. Raises CheckpointError unless it is a regular file."""
+    """Return the size of a checkpoint's file, which must be a regular one."""
     try:
         status = os.lstat(file)
     except FileNotFoundError:
@@ -152,25 +146,19 @@ def size_of(file: Path) -> int:
     return status.st_size
 
 
-def gap(tensor: dict[str, Any]) -> str | None:
-    """Describe the first gap or overlap between the pieces of a tensor; None if they cover it exactly."""
-    end = 0
-    for piece in sorted(tensor["pieces"], key=lambda piece: piece["start"]):
-        if piece["start"] != end:
-            return f"a piece that starts at {piece['start']} after one that ended at {end}"
-        end += piece["numel"]
-    return None if end == math.prod(tensor["shape"]) else f"{end} numbers for the shape {tensor['shape']}"
-
-
 def _wrong_pieces(manifest: dict[str, Any]) -> str | None:
-    """Describe the first tensor whose pieces do not cover it or are in no file; None if there is none."""
+    """Describe the first tensor whose pieces do not cover it exactly or are in no file, if any."""
     for kind, tensors in manifest["tensors"].items():
         for name, tensor in tensors.items():
-            if (problem := gap(tensor)) is not None:
-                return f"{kind} of {name}: {problem}"
-            for piece in tensor["pieces"]:
+            end = 0
+            for piece in sorted(tensor["pieces"], key=itemgetter("start")):
+                if piece["start"] != end:
+                    return f"{kind} of {name}: a piece that starts at {piece['start']} after one that ended at {end}"
                 if piece["file"] not in manifest["files"]:
                     return f"{kind} of {name}: a piece in a file {piece['file']!r}"
+                end += piece["numel"]
+            if end != math.prod(tensor["shape"]):
+                return f"{kind} of {name}: {end} numbers for the shape {tensor['shape']}"
     return None
 
 
@@ -179,22 +167,19 @@ TEMPORARY = ".tmp-"
 
 
 def list_checkpoints(directory: Path) -> list[Path]:
-    """Return the checkpoints in `directory`, oldest first.
-
-    Saving renames a checkpoint to its number once it is complete. A numbered folder that is incomplete is therefore
-    damaged: it is listed, so that opening it reports the damage.
+    """Return the checkpoints in `directory`, oldest first. Saving renames complete ones only: a numbered folder that is
+    incomplete is damaged, and listed, so that opening it reports the damage.
     """
     paths = directory.iterdir() if directory.is_dir() else ()
     return sorted((p for p in paths if re.fullmatch("[0-9]{8,}", p.name)), key=lambda p: int(p.name))
 
 
 def find_newest(directory: str | Path) -> Path | None:
-    """Return the checkpoint of the highest step in `directory`, or None."""
     return next(reversed(list_checkpoints(Path(directory))), None)
 
 
 def find_checkpoint(directory: Path) -> Path:
-    """Return `directory` if it is a checkpoint, else the newest one in it. Raises CheckpointError if there are none."""
+    """Return `directory` if it is a checkpoint, else the newest one in it."""
     if (directory / MANIFEST).exists():
         return directory
     for folder in (directory / "checkpoints", directory):
@@ -203,30 +188,49 @@ def find_checkpoint(directory: Path) -> Path:
     raise CheckpointError(directory, "contains no checkpoint", "Use a run's folder, or one of its checkpoints/00001000")
 
 
-LONGEST = 80
-"""Longest value in a message, characters."""
-
-
 @dataclass(frozen=True)
 class RunIdentity:
-    """Identity of a run. A run resumes only from checkpoints of the same identity."""
+    """Identity of a run, which resumes only from checkpoints of the same identity. base: `weights_digest` of the frozen
+    weights of a run that trains adapters.
+    """
 
     config: "RunSettings"
     data_fingerprint: str
-    """Digest of the training data."""
     tokenizer: dict[str, str]
-    """`name` and `sha256`."""
     base: str | None = None
-    """Digest of the frozen weights (`weights_digest`) of a run that trains adapters."""
 
     @property
     def checkpoints(self) -> Path:
-        """Folder of the run's checkpoints."""
         return Path(self.config.run.directory) / "checkpoints"
 
 
+def build_manifest(run: RunIdentity, parts: Iterable[dict[str, Any]], **progress: Any) -> dict[str, Any]:
+    """Return the manifest of a checkpoint. parts: `file`, `bytes` and `sha256` of each rank's file, and the `pieces` of
+    its RankFile. progress: `step`, `sequences`, `state`, `optimizer_steps` and `world_size`.
+    """
+    files: dict[str, dict[str, Any]] = {}
+    tensors: dict[str, dict[str, Any]] = {}
+    for part in parts:
+        files[part["file"]] = {"bytes": part["bytes"], "sha256": part["sha256"]}
+        for kind, name, shape, piece in part["pieces"]:
+            entry = tensors.setdefault(kind, {}).setdefault(name, {"shape": shape, "pieces": []})
+            entry["pieces"].append({"file": part["file"], **piece})
+    manifest = {
+        "format": FORMAT,
+        **progress,
+        "config": json.loads(run.config.model_dump_json()),
+        "data_fingerprint": run.data_fingerprint,
+        "base": run.base,
+        "tokenizer": run.tokenizer,
+        "versions": versions(),
+        "files": files,
+        "tensors": tensors,
+    }
+    assert (problem := _wrong_pieces(manifest)) is None, problem
+    return manifest
+
+
 def weights_digest(manifest: dict[str, Any]) -> str:
-    """Return the digest of a checkpoint's files."""
     digests = (entry["sha256"] for _, entry in sorted(manifest["files"].items()))
     return hashlib.sha256(" ".join(digests).encode()).hexdigest()
 
@@ -241,8 +245,15 @@ def versions() -> dict[str, str]:
     return names
 
 
+def _source_digest(folder: Path) -> str:
+    digest = hashlib.sha256()
+    for path in sorted(folder.rglob("*.py")):
+        contents = path.read_bytes()
+        digest.update(f"{path.relative_to(folder).as_posix()} {len(contents)}\n".encode() + contents)
+    return digest.hexdigest()
+
+
 def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
-    """Flatten a nested dictionary to dotted keys."""
     if not (isinstance(value, dict) and value):
         return {prefix: value}
     flat: dict[str, Any] = {}
@@ -262,16 +273,8 @@ def differences(of_each_rank: Sequence[dict[str, Any]]) -> str:
             holders.setdefault(value, []).append(str(rank))
         if len(holders) > 1:
             values = (
-                f"{value[:LONGEST]}{'…' * (len(value) > LONGEST)} on rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}"
+                f"{value[:80]}{'…' * (len(value) > 80)} on rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}"
                 for value, ranks in holders.items()
             )
             reported.append(f"{key}: {', '.join(values)}")
     return "; ".join(reported)
-
-
-def _source_digest(folder: Path) -> str:
-    digest = hashlib.sha256()
-    for path in sorted(folder.rglob("*.py")):
-        contents = path.read_bytes()
-        digest.update(f"{path.relative_to(folder).as_posix()} {len(contents)}\n".encode() + contents)
-    return digest.hexdigest()

@@ -22,15 +22,15 @@ from megasparse.files import open_file
 from megasparse.training.checkpoints.checkpoint import Fragment
 
 BLOCK = 1 << 24
-"""Numbers (64 MB) per block that is read, hashed and written."""
+"""Numbers per block that is read, hashed and written: 64 MB."""
 
 SYNC_EVERY = 1 << 30
-"""Bytes between fsyncs: a single one at the end of a large file could block for minutes without progress."""
+"""Bytes between fsyncs: one at the end of a large file could block for minutes without progress."""
 
 
 class RankFile:
-    """Content of a rank's safetensors file: length of a JSON header (8 bytes), the header, and the numbers, little
-    endian. The safetensors library would first assemble the whole file in memory.
+    """Content of a rank's safetensors file: length of a JSON header (8 bytes), the header, and the numbers. The
+    safetensors library would first assemble the whole file in memory.
     """
 
     def __init__(self, fragments: list[Fragment]):
@@ -48,13 +48,11 @@ class RankFile:
         text += b" " * (-len(text) % 8)  # numbers start at a multiple of 8
         self._header = len(text).to_bytes(8, "little") + text
         self.bytes = len(self._header) + end
-        """Size of the file."""
 
     def copy(self, blocks: list[Tensor]) -> "RankFile":
-        """Return the same file with copies of the fragments in CPU memory, which training does not modify.
-
-        blocks: memory of the copies, BLOCK numbers each, extended as needed. It is page-locked for fragments on GPUs,
-        for transfers at full speed; torch would round a larger allocation up to a power of two.
+        """Return the same file with copies of the fragments in CPU memory, in `blocks` of BLOCK numbers, extended as
+        needed; page-locked for fragments on GPUs, and in blocks because torch would round a larger allocation up to a
+        power of two.
         """
         on_gpu = any(f.memory.is_cuda for f in self._fragments)
         pieces, end = [], 0
@@ -76,10 +74,7 @@ class RankFile:
         return file
 
     def write(self, path: Path, progress: Callable[[], None]) -> str:
-        """Write the file and return its SHA-256. progress: called after every block.
-
-        Raises OSError, and TrainingError if a number is not finite.
-        """
+        """Write the file and return its SHA-256."""
         digest, unsynced = hashlib.sha256(self._header), 0
         with durable(path, self.bytes) as file:
             file.write(self._header)
@@ -103,7 +98,7 @@ class RankFile:
 
 @contextmanager
 def durable(path: Path, size: int) -> Iterator[IO[bytes]]:
-    """Open a new file, writable only by its owner whatever the umask, and sync `size` bytes of it to disk on exit."""
+    """Open a new file, writable only by its owner, and sync `size` bytes of it to disk on exit."""
     with open_file(path, "xb") as file:
         yield file
         _sync(file)
@@ -112,7 +107,7 @@ def durable(path: Path, size: int) -> Iterator[IO[bytes]]:
 
 
 def make_folder(folder: Path) -> None:
-    """Create a folder and its parents, writable only by the owner whatever the umask. Safe on several ranks at once."""
+    """Create a folder and its parents, writable only by the owner. Safe on several ranks at once."""
     if not folder.is_dir():
         make_folder(folder.parent)
         with suppress(FileExistsError):

@@ -14,7 +14,7 @@ from typing import Any
 from megasparse.config.attention import MECHANISMS
 from megasparse.config.schema import Config, RunSettings
 from megasparse.errors import CheckpointError, ConfigError
-from megasparse.files import Progress, read_line
+from megasparse.files import read_line
 from megasparse.optimizers import decay_start
 from megasparse.training.checkpoints.bucket import fetch_newest
 from megasparse.training.checkpoints.checkpoint import Checkpoint
@@ -40,7 +40,8 @@ FREE_TO_CHANGE = (
     "evaluation", "checkpoint", "logging", "deepspeed",
 )  # fmt: skip
 """Keys and sections that may change when a run resumes: they do not affect the results of steps, or only how bad steps
-and samples are handled."""
+and samples are handled.
+"""
 
 
 def find_start(
@@ -53,14 +54,9 @@ def find_start(
 ) -> Checkpoint | None:
     """Open the checkpoint to resume from; all ranks verify it together. None starts at step 0.
 
-    Args:
-        run, ranks, hooks: The run, its process group and its callbacks.
-        resume: "auto" (the newest checkpoint, if there is one), "never", or the path of a checkpoint.
-        allow_changed_config: Resume even if keys that affect the result have changed.
-
-    Raises:
-        CheckpointError: Resuming would lose data or mix up two runs; on every rank.
-        ConfigError: The ranks have different configurations, data or code.
+    resume: "auto" (the newest checkpoint, if there is one), "never", or the path of a checkpoint. Raises, on every
+    rank, CheckpointError if resuming would lose data or mix up two runs, ConfigError if the ranks have different
+    configurations, data or code.
     """
     inputs = {
         "config": json.loads(run.config.model_dump_json()),
@@ -82,8 +78,7 @@ def find_start(
         hint = "Put run.directory on a file system that all machines share"
         raise CheckpointError(directory, f"the ranks find different checkpoints: {unlike}", hint)
     if resume == "never" and newest is not None:
-        hint = "Choose another run.directory, or omit --resume to resume"
-        raise CheckpointError(newest, "a new run here would overwrite this one", hint)
+        raise CheckpointError(newest, "a new run here would overwrite this one", "Choose another run.directory")
     path = newest if resume in ("auto", "never") else Path(resume)
     if path is None:
         ranks.on_first_rank(lambda: check_records(run, None, resume))
@@ -94,14 +89,18 @@ def find_start(
     checkpoint = _open(path, ranks, hooks, None if path != newest else directory)
     _check_data(checkpoint, run)
     _check_config(checkpoint, run.config, allow_changed_config, ranks)
-    _report_versions(checkpoint, ranks)
+    written, current = checkpoint.manifest.get("versions", {}), versions()
+    changed = [key for key in _changed(written, current) if key in written and key != "source"]
+    if changed and checkpoint.step:
+        listed = _listed(written, current, changed)
+        ranks.say(f"resuming under other versions ({listed}): losses may differ in rounding")
     ranks.on_first_rank(lambda: check_records(run, checkpoint, resume))
     ranks.on_first_rank(lambda: _set_aside_later(directory, checkpoint))
     return checkpoint
 
 
 def _open(path: Path, ranks: Ranks, hooks: RunHooks, directory: Path | None) -> Checkpoint:
-    """Open a checkpoint on all ranks or on none. directory: folder to search for an older one to recommend."""
+    """Open a checkpoint on all ranks or on none. directory: searched for an older one to recommend."""
     problem = checkpoint = None
     try:
         checkpoint = Checkpoint.open(path, ranks.rank, ranks.world_size, hooks.alive)
@@ -109,21 +108,15 @@ def _open(path: Path, ranks: Ranks, hooks: RunHooks, directory: Path | None) -> 
         problem = str(error)
     hooks.progress("checkpoint verified, waiting for the other ranks")
     if problems := [problem for problem in ranks.gather(problem) if problem is not None]:
-        hint = "No older checkpoint is complete"
-        if directory is None:
-            hint = "Choose another checkpoint"
-        elif (older := _newest_complete(list_checkpoints(directory)[:-1], hooks.alive)) is not None:
-            hint = f"To resume from the newest complete one: --resume {older}"
+        hint = "No older checkpoint is complete" if directory else "Choose another checkpoint"
+        for older in reversed(list_checkpoints(directory)[:-1] if directory else []):
+            with suppress(CheckpointError):
+                Checkpoint.open(older, progress=hooks.alive)
+                hint = f"To resume from the newest complete one: --resume {older}"
+                break
         raise CheckpointError(path, f"this checkpoint is damaged: {problems[0]}", hint)
     assert checkpoint is not None
     return checkpoint
-
-
-def _newest_complete(paths: list[Path], progress: Progress) -> Path | None:
-    for path in reversed(paths):
-        with suppress(CheckpointError):
-            return Checkpoint.open(path, progress=progress).path
-    return None
 
 
 def _check_data(checkpoint: Checkpoint, run: RunIdentity) -> None:
@@ -178,14 +171,6 @@ def _check_config(checkpoint: Checkpoint, config: RunSettings, allow_changed: bo
         ranks.say(f"{_listed(then, now, moved)}; {line}")
 
 
-def _report_versions(checkpoint: Checkpoint, ranks: Ranks) -> None:
-    then, now = checkpoint.manifest.get("versions", {}), versions()
-    changed = [key for key in _changed(then, now) if key in then and key != "source"]
-    if changed and checkpoint.step:
-        problem = "losses may differ in rounding from an uninterrupted run"
-        ranks.say(f"resuming under other versions ({_listed(then, now, changed)}): {problem}")
-
-
 def _changed(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
     return [key for key in sorted({*then, *now}) if then.get(key) != now.get(key)]
 
@@ -195,7 +180,7 @@ def _listed(then: dict[str, Any], now: dict[str, Any], keys: list[str]) -> str:
 
 
 def _set_aside_later(directory: Path, checkpoint: Checkpoint) -> None:
-    """Rename checkpoints later than the start of the run, so that they are not its newest. Raises CheckpointError."""
+    """Rename checkpoints later than the start of the run, so that they are not its newest."""
     for path in list_checkpoints(directory):
         if int(path.name) > checkpoint.step:
             names = (f"set-aside-{path.name}{f'-{number}' * (number > 1)}" for number in count(1))
@@ -210,10 +195,8 @@ def _set_aside_later(directory: Path, checkpoint: Checkpoint) -> None:
 
 
 def check_records(run: RunIdentity, start: Checkpoint | None, resume: str) -> None:
-    """Check that metrics.jsonl and the checkpoint to resume from belong to the same run. resume: see `find_start`.
-
-    Raises CheckpointError if the two record different losses for the checkpoint's step, or if there is no checkpoint
-    although metrics.jsonl contains twice the steps between two.
+    """Raise CheckpointError if metrics.jsonl and the checkpoint to resume from record different losses for its step, or
+    if there is no checkpoint although metrics.jsonl contains twice the steps between two.
     """
     path, settings = run.checkpoints.parent / "metrics.jsonl", run.config.checkpoint
     last, line = read_line(path, start.step if start else 0)

@@ -1,7 +1,7 @@
 """Atomic writing of checkpoints: after a crash at any time, the newest complete checkpoint can be opened.
 
 All ranks write into one temporary folder and fsync every file. The manifest is written last, and a rename makes the
-complete checkpoint visible. Checkpoints are renamed before they are deleted, so that no partly deleted one is visible.
+complete checkpoint visible. Before a checkpoint is deleted, it is renamed.
 
 In an asynchronous save, a thread writes a copy of this rank's file while training continues. All communication between
 ranks stays in the training thread.
@@ -27,21 +27,19 @@ from megasparse.errors import CheckpointError, StorageError, TrainingError, User
 from megasparse.files import LOCK_FILE, read_file
 from megasparse.system import sync_folder
 from megasparse.training.checkpoints.bucket import Uploads
-from megasparse.training.checkpoints.checkpoint import StateOwner
 from megasparse.training.checkpoints.manifest import (
-    FORMAT,
     MANIFEST,
     TEMPORARY,
     RunIdentity,
+    build_manifest,
     differences,
     find_newest,
-    gap,
     list_checkpoints,
     read_manifest,
     seal,
-    versions,
 )
 from megasparse.training.checkpoints.rank_file import RankFile, durable, free_bytes, make_folder
+from megasparse.training.engines.contract import Engine
 from megasparse.training.ranks import Ranks, RunHooks
 
 UNTOUCHED = "Older checkpoints are untouched"
@@ -51,16 +49,14 @@ UNTOUCHED = "Older checkpoints are untouched"
 class Saver:
     """Writer of a run's checkpoints. It keeps the newest `checkpoint.keep` and the best one.
 
-    hooks: Called for every block that is written or verified, and when this rank's part is complete.
+    best: step of the best checkpoint. saved: step of the newest one.
     """
 
     run: RunIdentity
     ranks: Ranks
     hooks: RunHooks = field(default_factory=RunHooks)
     best: int | None = field(default=None, init=False)
-    """Step of the best checkpoint, which is never deleted."""
     saved: int | None = field(default=None, init=False)
-    """Step of the newest checkpoint."""
     _under_way: "_Save | None" = field(default=None, init=False)
     _blocks: list[Tensor] = field(default_factory=list, init=False)
     """Memory of `RankFile.copy` for asynchronous saves."""
@@ -70,21 +66,14 @@ class Saver:
         self._uploads = Uploads(self.config, self.ranks, self.hooks)
         self._mark = self._read_mark()
 
-    def save(self, engine: StateOwner, step: int, sequences: int, state: dict[str, Any]) -> Path | None:
+    def save(self, engine: Engine, step: int, sequences: int, state: dict[str, Any]) -> Path | None:
         """Write the checkpoint of `step`. All ranks call it, and all get its path.
 
         With `checkpoint.asynchronous`, first finish the previous save, then return None as soon as the state is copied;
-        `finish` completes the save. Errors are raised on every rank, and the attempt is deleted.
-
-        Args:
-            engine: Weights and optimizer state.
-            step, sequences: The step, and the position in the data.
-            state: JSON, the same on every rank; see `Checkpoint.state`.
-
-        Raises:
-            StorageError: A rank could not write. With `checkpoint.on_failure` "continue", return None with a warning.
-            TrainingError: A number is not finite.
-            CheckpointError: The ranks disagree on the arguments.
+        `finish` completes the save. On every rank, raises StorageError if a rank could not write (with
+        `checkpoint.on_failure` "continue", warns and returns None), TrainingError if a number is not finite,
+        CheckpointError if the ranks disagree on the arguments; the attempt is deleted. sequences: position in the data.
+        state: JSON.
         """
         self.finish()
         try:
@@ -101,7 +90,7 @@ class Saver:
         return None
 
     def replace_state(self, state: dict[str, Any]) -> None:
-        """Replace the state of the newest checkpoint, unless it is in another run's folder. Raises as `save` does."""
+        """Replace the state of the newest checkpoint, unless it is in another run's folder."""
         save = _Save(self.directory, self.ranks.rank, self.saved or 0, 0, state)
         if self.ranks.rank == 0 and save.final.is_dir():
             manifest = save.final / MANIFEST
@@ -109,13 +98,11 @@ class Saver:
         self._refuse(save, self.ranks.gather(save.problem))
 
     def pending(self) -> bool:
-        """True if this rank's part of an asynchronous save is still being written."""
         return self._under_way is not None and self._under_way.writing()
 
     def finish(self) -> Path | None:
-        """Complete the save in progress: wait for all ranks' threads and queue the upload. All ranks call it.
-
-        Returns the checkpoint's path, or None if no save was in progress. Raises as `save` and `finish_uploads` do.
+        """Complete the save in progress: wait for all ranks' threads and queue the upload. All ranks call it, and all
+        get its path. Raises as `save` does.
         """
         save, self._under_way = self._under_way, None
         if save is None:
@@ -136,8 +123,8 @@ class Saver:
         return save.final
 
     def begin_uploads(self) -> None:
-        """Claim `checkpoint.bucket` for this run, and upload the best and the newest checkpoint in the background if
-        they are missing. All ranks call it, once. Raises StorageError and CheckpointError, on every rank.
+        """Claim `checkpoint.bucket` for this run, and upload the best and the newest checkpoint in the background. All
+        ranks call it.
         """
         paths = list_checkpoints(self.directory)
         paths = [path for path in paths if path == paths[-1] or int(path.name) == self.best]
@@ -145,15 +132,15 @@ class Saver:
             self.ranks.on_first_rank(lambda: self._uploads.start(paths, self.best))
 
     def finish_uploads(self) -> None:
-        """Wait for all uploads. All ranks call it. Raises, on every rank, StorageError if an upload failed (unless
-        `checkpoint.on_failure` is "continue"), and CheckpointError if another run uploads to the same bucket.
+        """Wait for all uploads. All ranks call it. Raises, on every rank, StorageError if an upload failed,
+        CheckpointError if another run uploads to the same bucket.
         """
         self._uploads.check(wait=True)
         if self.ranks.rank == 0 and self.config.checkpoint.bucket and (newest := find_newest(self.directory)):
             self._tidy(newest)  # checkpoints that could not be deleted while they were being uploaded
 
-    def _agree(self, engine: StateOwner, step: int, sequences: int, state: dict[str, Any]) -> "tuple[_Save, RankFile]":
-        """Start a save if the arguments are the same on all ranks and there is enough space; else raise on all."""
+    def _agree(self, engine: Engine, step: int, sequences: int, state: dict[str, Any]) -> "tuple[_Save, RankFile]":
+        """Start a save if all ranks call it with the same arguments and it fits; else raise on all."""
         save = _Save(self.directory, self.ranks.rank, step, sequences, state)
         file = save.attempt(lambda: self._prepare(save, engine))
         arguments = {"step": step, "sequences": sequences, "state": state}
@@ -163,8 +150,7 @@ class Saver:
         )
         save.temporary = self.directory / reports[0]["name"]
         if unlike := differences([report["arguments"] for report in reports]):
-            problem = f"the ranks disagree on the checkpoint, and nothing was saved: {unlike}"
-            raise CheckpointError(self.directory, problem, UNTOUCHED)
+            raise CheckpointError(self.directory, f"the ranks disagree on the checkpoint: {unlike}", UNTOUCHED)
         self._refuse(save, [report["problem"] for report in reports])
         save.bytes, free = sum(report["room"][0] for report in reports), reports[0]["room"][1]
         if save.bytes > free:
@@ -174,12 +160,11 @@ class Saver:
         return save, file
 
     def _read_mark(self) -> bytes | None:
-        """Return the content of the run's lock file, which identifies this run's folder."""
         with suppress(OSError):
             return read_file(self.directory.parent / LOCK_FILE)
         return None
 
-    def _prepare(self, save: "_Save", engine: StateOwner) -> RankFile:
+    def _prepare(self, save: "_Save", engine: Engine) -> RankFile:
         if self._read_mark() != self._mark:
             problem = f"{self.directory.parent / LOCK_FILE} does not belong to this run: is its file system mounted?"
             raise OSError(errno.ESTALE, problem, str(self.directory))
@@ -192,8 +177,9 @@ class Saver:
         return file
 
     def _publish(self, save: "_Save", parts: list[dict[str, Any]]) -> None:
-        """Write the manifest of a checkpoint and rename it to its final name."""
-        text = seal(self._manifest(save, parts)).encode()
+        progress = {"step": save.step, "sequences": save.sequences, "state": save.state}
+        progress |= {"optimizer_steps": save.optimizer_steps, "world_size": self.ranks.world_size}
+        text = seal(build_manifest(self.run, parts, **progress)).encode()
         with durable(save.temporary / MANIFEST, len(text)) as file:
             file.write(text)
         sync_folder(save.temporary)
@@ -217,7 +203,7 @@ class Saver:
             temporary.unlink(missing_ok=True)
 
     def _tidy(self, newest: Path) -> None:
-        """Update `latest` and delete the oldest checkpoints. The save is complete, so failures only print a warning."""
+        """Update `latest` and delete the oldest checkpoints. The save is complete: failures only print a warning."""
         try:
             self._replace(self.directory / "latest", f"{newest.name}\n")
             older = [path for path in list_checkpoints(self.directory) if int(path.name) < int(newest.name)]
@@ -231,7 +217,6 @@ class Saver:
             print(f"warning: {newest} is saved, but older ones could not be deleted: {error}", file=sys.stderr)
 
     def _refuse(self, save: "_Save", problems: list[dict[str, str] | None]) -> None:
-        """If any rank reports a problem, clean up and raise it on all ranks."""
         reported = [(rank, problem) for rank, problem in enumerate(problems) if problem is not None]
         if not reported:
             return
@@ -252,31 +237,6 @@ class Saver:
             raise error
         self.ranks.say(f'warning: no checkpoint was saved (checkpoint.on_failure="continue"): {error}')
 
-    def _manifest(self, save: "_Save", parts: list[dict[str, Any]]) -> dict[str, Any]:
-        tensors: dict[str, dict[str, Any]] = {}
-        for part in parts:
-            for kind, name, shape, piece in part["pieces"]:
-                entry = tensors.setdefault(kind, {}).setdefault(name, {"shape": shape, "pieces": []})
-                entry["pieces"].append({"file": part["file"], **piece})
-        for kind, entries in tensors.items():
-            for name, entry in entries.items():
-                assert (problem := gap(entry)) is None, f"{kind} of {name}: {problem}"
-        return {
-            "format": FORMAT,
-            "step": save.step,
-            "sequences": save.sequences,
-            "state": save.state,
-            "optimizer_steps": save.optimizer_steps,
-            "world_size": self.ranks.world_size,
-            "config": json.loads(self.config.model_dump_json()),
-            "data_fingerprint": self.run.data_fingerprint,
-            "base": self.run.base,
-            "tokenizer": self.run.tokenizer,
-            "versions": versions(),
-            "files": {part["file"]: {"bytes": part["bytes"], "sha256": part["sha256"]} for part in parts},
-            "tensors": tensors,
-        }
-
 
 class _Save:
     """State of a save in progress, on one rank."""
@@ -289,14 +249,13 @@ class _Save:
         self.doing = f"saving step {step}"
         self.bytes = self.free = self.optimizer_steps = 0
         self.part: dict[str, Any] = {"file": f"rank-{rank:05d}.safetensors"}
-        """Manifest entry of this rank's file."""
         self.problem: dict[str, str] | None = None
         """`kind` ("storage", "numbers" or "other") and `text`."""
         self._thread: threading.Thread | None = None
         self._blocks = 0
 
     def attempt(self, work: Callable[[], Any]) -> Any:
-        """Run `work`. Store an exception as this rank's problem, to report it to all ranks, which would wait for it."""
+        """Run `work`. An exception becomes this rank's problem, reported to all ranks, which would wait for it."""
         try:
             return work()
         except OSError as error:
@@ -320,7 +279,7 @@ class _Save:
             self.part["sha256"] = self.attempt(lambda: file.write(self.temporary / self.part["file"], progress))
 
     def write_in_thread(self, file: RankFile) -> None:
-        """Write this rank's file in a thread. It reports no progress, which would hide hangs of training."""
+        """Write this rank's file in a thread, whose progress would hide hangs of training."""
 
         def count() -> None:
             self._blocks += 1
@@ -332,7 +291,6 @@ class _Save:
         return self._thread is not None and self._thread.is_alive()
 
     def join(self, progress: Callable[[str], None]) -> None:
-        """Wait for the thread and report its progress."""
         reported = -1
         while self._thread is not None and self._thread.is_alive():
             if reported != self._blocks:
@@ -349,7 +307,7 @@ def remove(path: Path) -> None:
 
 
 def remove_leftovers(directory: Path) -> None:
-    """Delete temporary folders of interrupted saves and deletions. Failures only warn: leftovers are harmless."""
+    """Delete temporary folders of interrupted saves and deletions. Failures only warn."""
     try:
         for path in directory.iterdir() if directory.is_dir() else ():
             if path.name.startswith(TEMPORARY):

@@ -14,10 +14,8 @@ def build_engine(
     model: nn.Module, config: RunSettings, make_rng: MakeRng, ranks: Ranks, checkpoint: Checkpoint | None = None,
     initial: Initial | None = None,
 ) -> Engine:  # fmt: skip
-    """Build the engine `config.run.engine` with the weights of `checkpoint`, or of `model` without one.
-
-    initial: Initial values of parameters on the meta device.
-    Raises ConfigError for incompatible settings, CheckpointError if the checkpoint belongs to another model.
+    """Build the engine `config.run.engine` with the weights of `checkpoint`, or of `model` without one. initial: values
+    of parameters on the meta device. Raises ConfigError and CheckpointError.
     """
     if checkpoint is not None:
         load_weights(model, checkpoint, buffers_only=True)

@@ -35,13 +35,13 @@ class StepResult:
     """Mean nats per scored token over the global batch."""
     statistics: dict[str, float]
     """Other scalars of the model, averaged over micro-batches and ranks. A vector NAME/layers becomes NAME/layer_0 and
-    so on, for the layers with a value."""
+    so on, for the layers with a value.
+    """
     tokens: int
-    """Tokens read, over all ranks."""
     grad_norm: float
-    """L2 norm of the gradient before clipping."""
+    """L2 norm before clipping."""
     applied: bool
-    """False if the loss or gradient of any rank was not finite; the weights are then unchanged on all ranks."""
+    """False if any rank's loss or gradient was not finite; the weights are then unchanged on all ranks."""
     held: dict[str, tuple[int, int]]
     """Bytes of this rank's weights, gradients and optimizer state, on its device and elsewhere."""
 
@@ -57,7 +57,6 @@ class Engine(ABC):
     def __init__(self, model: nn.Module, config: RunSettings, make_rng: MakeRng, ranks: Ranks):
         self.module, self.ranks, self._make_rng = model, ranks, make_rng
         self._forward: Callable[..., tuple[Tensor, dict[str, Tensor]]] = model
-        """Compute the objective and the statistics of a micro-batch."""
         self._optimizer_name = config.optimizer.name
         self._clipping = config.training.gradient_clipping
         self._shared: dict[str, Any] = {} if ranks.sequence is None else {"sequence": ranks.sequence}
@@ -65,9 +64,9 @@ class Engine(ABC):
         self._varying = getattr(model, "varying_token_counts", False)
         """True if the number of scored tokens can differ between micro-batches."""
         self._fixed_divisors: dict[Any, float] = {}
-        """`_mean_scored` by micro-batch shapes, if the number differs only between the parts of a sequence."""
+        """`_mean_scored` by micro-batch shapes, if it depends on nothing else."""
         self._trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        """Weights that the optimizer updates and checkpoints store, without frozen ones."""
+        """Weights that the optimizer updates and checkpoints store."""
         self._shapes = {name: tuple(p.shape) for name, p in self._trained.items()}
         self.optimizer: torch.optim.Optimizer
 
@@ -75,15 +74,8 @@ class Engine(ABC):
         self, micro_batches: Sequence[Batch], step: int, learning_rate: float, progress: Progress = silent
     ) -> StepResult:
         """Run one optimizer step: forward and backward of every micro-batch, all-reduce, clipping, update. All ranks
-        call it. All scored tokens of the global batch are weighted equally.
-
-        Args:
-            micro_batches: This rank's micro-batches, or its parts of shared ones; of equal size on all ranks.
-            step: Number of the step, from 1.
-            learning_rate: Learning rate of this step.
-            progress: Called before the forward and the backward pass of every micro-batch.
-        Returns:
-            The loss and statistics of the global batch. If any rank's loss or gradient is not finite, no rank updates.
+        call it. All scored tokens of the global batch are weighted equally. If any rank's loss or gradient is not
+        finite, no rank updates. micro_batches: this rank's, or its parts of shared ones; of equal size on all ranks.
         """
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
@@ -119,7 +111,7 @@ class Engine(ABC):
         return StepResult(loss, means, read, grad_norm, applied, held)
 
     def _moved(self, x: Any) -> Any:
-        """Move inputs to the device, tensors from pinned memory, so that a copy to a GPU does not block the host."""
+        """Move inputs to the device, from pinned memory, so that a copy to a GPU does not block the host."""
         device = self.ranks.device
         if not isinstance(x, Tensor):  # a task's batch of several tensors
             return x.to(device)
@@ -130,7 +122,7 @@ class Engine(ABC):
         return [p.grad for p in self._state_owners() if p.grad is not None]
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield this rank's part of every parameter and buffer of the model between steps, with its name."""
+        """Yield this rank's part of every parameter and buffer between steps, with its name."""
         yield from itertools.chain(self.module.named_parameters(), self.module.named_buffers())
 
     def held(self) -> dict[str, tuple[int, int]]:
@@ -143,10 +135,8 @@ class Engine(ABC):
         return {"weights": bytes_of(weights, device), "optimizer": bytes_of([*moments, *rounded], device)}
 
     def _totals(self, sums: dict[str, Tensor]) -> tuple[float, bool, dict[str, float]]:
-        """Sum over all ranks in one all-reduce, the only host synchronisation in a step.
-
-        Returns the mean nats per scored token; True if the objective is finite, so that the step can be applied; and
-        the other sums by name, of a vector over layers one for each layer.
+        """Sum over all ranks in one all-reduce, the only host synchronisation in a step. Returns the mean nats per
+        scored token; True if the objective is finite; and the other sums by name, of a vector one for each layer.
         """
         names = sorted(sums)
         values = self.ranks.sum(torch.cat([sums[name].reshape(-1).to(self.ranks.device) for name in names])).tolist()
@@ -162,7 +152,7 @@ class Engine(ABC):
         return loss, math.isfinite(total["objective"]), total
 
     def _divisor(self, micro_batches: Sequence[Batch]) -> float | None:
-        """Return the divisor of the sums of nats; None to divide by the scored tokens of each micro-batch."""
+        """Return the divisor of the sums of nats; None for the scored tokens of each micro-batch."""
         if self._varying:
             return self._mean_scored(micro_batches)
         if not self._shared:
@@ -173,7 +163,6 @@ class Engine(ABC):
         return self._fixed_divisors[shapes]
 
     def _mean_scored(self, micro_batches: Sequence[Batch]) -> float:
-        """Return the scored tokens per micro-batch of this step, averaged over all ranks."""
         model: Any = self.module
         device = self.ranks.device if self._shared else torch.device("cpu")  # count_scored may all-reduce
         tokens = (batch.tokens.to(device) for batch in micro_batches)
@@ -182,29 +171,24 @@ class Engine(ABC):
         return total / (len(micro_batches) * self.ranks.world_size) or 1.0
 
     def evaluate(self, tokens: Tensor, rng: Any, *padding: Any) -> tuple[Tensor, dict[str, Tensor]]:
-        """Compute the model's objective and statistics without gradients. Every rank calls it equally often.
-
-        padding: Extra arguments of the model, such as a mask or a position in a shared sequence.
+        """Compute the model's objective and statistics without gradients. Every rank calls it equally often. padding:
+        extra arguments of the model.
         """
         with torch.no_grad():
             return self._forward(tokens, rng, *padding)
 
     @abstractmethod
     def _backward(self, objective: Tensor, micro_batches: int, last: bool, poison_gradient: bool) -> None:
-        """Accumulate the gradient of one of `micro_batches`, which are averaged.
-
-        poison_gradient: Make the gradient not finite, if the engine needs that to skip the step.
-        """
+        """Accumulate the gradient of one of `micro_batches`, which are averaged; not finite if `poison_gradient`."""
 
     @abstractmethod
     def _update(self, apply_update: bool, norm: float | None) -> tuple[float, bool]:
-        """Apply the accumulated gradient if it is finite and `apply_update`. Return (gradient norm, applied).
-
-        norm: Gradient norm, if the totals were read after the backward pass.
+        """Apply the accumulated gradient if it is finite and `apply_update`. Return its norm, `norm` if known, and True
+        if applied.
         """
 
     def _gradient_norm(self) -> dict[str, Tensor]:
-        """Return the accumulated gradient's norm, on the device, if it is read together with the totals; else {}."""
+        """Return the gradient's norm, on the device, if it is read together with the totals."""
         return {}
 
     @abstractmethod
@@ -216,11 +200,11 @@ class Engine(ABC):
         """Yield the tensors that the optimizer updates."""
 
     def _replicated_state(self) -> Iterator[Fragment]:
-        """Yield optimizer state that is replicated on all ranks although the weights are partitioned."""
+        """Yield optimizer state that is replicated although the weights are partitioned."""
         yield from ()
 
     def fragments(self) -> list[Fragment]:
-        """Return the fragments that this rank saves; over all ranks, they contain every number exactly once."""
+        """Return the fragments that this rank saves; over all ranks, every number exactly once."""
         buffers = [
             Fragment("weight", name, tuple(buffer.shape), 0, buffer.view(-1))
             for name, buffer in persistent_buffers(self.module).items()
@@ -233,11 +217,9 @@ class Engine(ABC):
         return [*state, *(fragment for fragment in shared if turns[fragment.name] == self.ranks.rank), *buffers]
 
     def steps_done(self) -> int:
-        """Return the number of optimizer updates applied so far, without skipped steps."""
         return steps_done(self.optimizer)
 
     def load(self, checkpoint: Checkpoint) -> None:
-        """Load fp32 weights and optimizer state, written with any number of ranks and ZeRO stage."""
         if checkpoint.optimizer_steps:
             for weight in self._state_owners():
                 create_state(self.optimizer, self._optimizer_name, weight)
@@ -257,12 +239,12 @@ def whole_fragments(masters: dict[str, Tensor], optimizer: torch.optim.Optimizer
 
 
 Initial = Callable[[str, Sequence[int], int, int], Tensor]
-"""Map (name, shape, start, numel) to elements [start, start + numel) of a flattened initial weight, fp32."""
+"""Map (name, shape, start, numel) to elements of a flattened initial weight, fp32."""
 
 
 class Weights:
-    """Source of a model's weights: the checkpoint, if there is one, for trained weights; else `initial` for weights on
-    the meta device; else the model itself.
+    """Source of a model's weights: the checkpoint, if any, for trained ones; else `initial` for those on the meta
+    device; else the model itself.
     """
 
     def __init__(self, model: nn.Module, initial: Initial | None = None, checkpoint: Checkpoint | None = None):
@@ -278,7 +260,7 @@ class Weights:
         return self._initial(name, weight.shape, start, numel)
 
     def fill(self, device: torch.device) -> None:
-        """Load every weight in full, one after another, on `device`, and move the buffers there."""
+        """Load every weight, one after another, on `device`, and move the buffers there."""
         for name, weight in self.model.named_parameters():
             if isinstance(weight, Quantised):  # on the device since it was quantised
                 continue

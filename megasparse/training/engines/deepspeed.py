@@ -61,8 +61,8 @@ class DeepSpeedEngine(Engine):
             self.optimizer.attach(contents, spans, ranks.rank, ranks.exchange)
 
     def _partition(self, weights: Weights, settings: dict[str, Any]) -> None:
-        """Partition the model for ZeRO 3, weight by weight. `deepspeed.initialize` would need the whole model on every
-        rank and broadcast rank 0's weights; here each rank reads only its piece.
+        """Partition the model for ZeRO 3, weight by weight, each rank reading only its pieces. `deepspeed.initialize`
+        would need the whole model on every rank.
         """
         deepspeed = import_deepspeed()
         deepspeed.init_distributed()  # else the settings are validated for a single rank
@@ -135,7 +135,6 @@ class DeepSpeedEngine(Engine):
 
     def _pieces(self) -> Iterator[tuple[Tensor, Piece]]:
         """Yield (flat vector, piece of a trained weight in it) under ZeRO 1 to 3; the piece may be empty on this rank.
-
         ZeRO 1 and 2: a parameter group is one vector, and each rank updates a slice of it. ZeRO 3: each weight is split
         evenly among the ranks, the last piece padded, and the pieces of a sub-group are one vector.
         """
@@ -160,7 +159,6 @@ class DeepSpeedEngine(Engine):
                 yield zero.fp32_partitioned_groups_flat[number], piece
 
     def _contents(self) -> dict[Tensor, list[Piece]]:
-        """Map flat vectors to their pieces, under ZeRO 1 to 3."""
         contents: dict[Tensor, list[Piece]] = {}
         for flat, piece in self._pieces():
             contents.setdefault(flat, []).append(piece)
@@ -177,17 +175,14 @@ class DeepSpeedEngine(Engine):
 
 @contextmanager
 def _lines_in(run: Path) -> Iterator[None]:
-    """Append DeepSpeed's output and log to RUN/deepspeed.log, or discard it if that file cannot be written."""
+    """Append DeepSpeed's output and log to RUN/deepspeed.log, or discard it if that cannot be written."""
     with ExitStack() as opened:
         file: TextIO = io.StringIO()
         with suppress(OSError):
             file = opened.enter_context(open(run / "deepspeed.log", "a", encoding="utf-8", opener=open_regular))
         logger = logging.getLogger("DeepSpeed")
-        streams = [
-            (handler, handler.setStream(file))
-            for handler in logger.handlers
-            if isinstance(handler, logging.StreamHandler)
-        ]
+        handlers = [handler for handler in logger.handlers if isinstance(handler, logging.StreamHandler)]
+        streams = [(handler, handler.setStream(file)) for handler in handlers]
         opened.callback(lambda: [handler.setStream(stream) for handler, stream in streams])
         opened.enter_context(redirect_stdout(file))
         yield
@@ -206,7 +201,7 @@ def _deepspeed_for(ranks: Ranks) -> Any:
 
 
 def _deepspeed_config(config: RunSettings, stage: int, ranks: Ranks) -> dict[str, Any]:
-    """Merge the user's section `deepspeed` with the settings that other sections determine."""
+    """Merge the section `deepspeed` with the settings that other sections determine."""
     training, section = config.training, config.deepspeed
     share = training.micro_batch * ranks.data_ranks
     check_shares(training.global_batch, training.micro_batch, ranks.world_size, ranks.sequence_size)

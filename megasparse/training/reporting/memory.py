@@ -1,4 +1,4 @@
-"""Scalars of speed and memory, the memory of a rank by kind, in bytes, and the report of an out-of-memory error."""
+"""Scalars of speed and memory, and the report of an out-of-memory error."""
 
 import ctypes
 import json
@@ -24,7 +24,7 @@ HINT = (
 
 
 def bytes_of(tensors: Iterable[Tensor], device: torch.device) -> tuple[int, int]:
-    """Return the bytes of the tensors' storages on `device` and elsewhere. A shared storage is included once."""
+    """Return the bytes of the tensors' storages, each once, on `device` and elsewhere."""
     storages = {}
     for tensor in tensors:
         storage = tensor.untyped_storage()
@@ -40,7 +40,7 @@ def trim_memory() -> None:
 
 
 def memory_scalars(device: torch.device, held: dict[str, tuple[int, int]]) -> dict[str, float]:
-    """Return this rank's scalars memory/... (docs/reference). held: result of `bytes_of` for each of KINDS."""
+    """Return this rank's scalars memory/... held: result of `bytes_of` for each of KINDS."""
     scalars: dict[str, float] = {f"memory/{kind}_bytes": held[kind][0] for kind in KINDS if kind in held}
     peak = peak_bytes(device)
     scalars |= {"memory/peak_bytes": peak, "memory/other_bytes": max(0, peak - sum(scalars.values()))}
@@ -53,9 +53,7 @@ def memory_scalars(device: torch.device, held: dict[str, tuple[int, int]]) -> di
 
 
 def speed_scalars(ranks: Ranks, flops: tuple[float, ...], tokens: int, seconds: float, wait: float) -> dict[str, float]:
-    """Return a step's scalars speed/... (docs/reference). flops: FLOPs per token of the model and of the hardware, if
-    known. tokens: over all ranks. wait: seconds of waiting for data.
-    """
+    """Return a step's scalars speed/... flops: per token of model and hardware, if known. tokens: over all ranks."""
     rate, size = tokens / seconds, ranks.world_size
     scalars = {"tokens_per_second": rate, "tokens_per_second_per_device": rate / size}
     scalars |= {"step_seconds": seconds, "data_wait_seconds": wait}
@@ -71,7 +69,7 @@ def _peak(device: torch.device) -> float | None:
 
 
 def peak_bytes(device: torch.device) -> int:
-    """Return the peak memory use: allocated tensors on GPUs, resident memory of this process on CPUs; 0 on Windows."""
+    """Return the peak memory use: tensors on GPUs, resident memory of this process on CPUs; 0 on Windows."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     try:
@@ -83,14 +81,11 @@ def peak_bytes(device: torch.device) -> int:
 
 
 def resident_bytes() -> int:
-    """Return the resident memory of this process; 0 if the system does not report it."""
     return _of_process().get("memory/resident_bytes", 0)
 
 
 def available_bytes(device: torch.device) -> int:
-    """Return the free bytes of a GPU including torch's cache, or of the CPU within the control group's limit. A system
-    without /proc reports no limit: sys.maxsize.
-    """
+    """Return the free bytes of a GPU with torch's cache, or of the CPU within the control group's limit."""
     if device.type == "cuda":
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return int(torch.cuda.mem_get_info(device)[0]) + cached
@@ -98,21 +93,15 @@ def available_bytes(device: torch.device) -> int:
         return sys.maxsize
     table = dict(line.split(":") for line in report.read_text().splitlines())
     limits = [int(table["MemAvailable"].split()[0]) * 1024]
-    for limit, used in (
-        ("memory.max", "memory.current"),
-        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
-    ):
-        try:
-            texts = [(Path("/sys/fs/cgroup") / name).read_text().strip() for name in (limit, used)]
-        except OSError:
-            continue
-        if texts[0].isdigit():
-            limits.append(max(0, int(texts[0]) - int(texts[1])))
+    for names in (("max", "current"), ("limit_in_bytes", "usage_in_bytes")):  # of cgroup 2 and 1
+        folder = Path("/sys/fs/cgroup" if names[0] == "max" else "/sys/fs/cgroup/memory")
+        with suppress(OSError, ValueError):  # no such file, or no limit
+            limit, used = (int((folder / f"memory.{name}").read_text()) for name in names)
+            limits.append(max(0, limit - used))
     return min(limits)
 
 
 def _of_process() -> dict[str, int]:
-    """Return the current memory use of this process; {} if the system does not report it."""
     scalars = {}
     with suppress(OSError, ValueError, IndexError):
         status = Path("/proc/self/status").read_text()
@@ -122,16 +111,14 @@ def _of_process() -> dict[str, int]:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return True if Python, torch's allocators or CUDA report that they are out of memory."""
     texts = ("can't allocate memory", "CUDA error: out of memory")
     by_text = isinstance(error, RuntimeError) and any(text in str(error) for text in texts)
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or by_text
 
 
 def shortage(error: BaseException, parts: dict[str, tuple[int, int]], ranks: Ranks, directory: Path) -> MemoryShortage:
-    """Print the memory use, write it to `directory`/out-of-memory-rank-N.json, and return the error to raise.
-
-    parts: result of `bytes_of` for each of KINDS; empty if memory ran out while the engine was built.
+    """Print the memory use, write it to `directory`/out-of-memory-rank-N.json, and return the error to raise. parts:
+    result of `bytes_of` for KINDS, if the engine was built.
     """
     device = ranks.device
     held = dict.fromkeys(KINDS, 0) | {kind: on_device for kind, (on_device, _) in parts.items()}

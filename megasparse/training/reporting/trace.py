@@ -12,15 +12,12 @@ from megasparse.errors import write_error
 from megasparse.files import write_file
 from megasparse.training.ranks import Ranks
 
-TRACED_STEPS = 3
-"""Number of steps per trace."""
+TRACED_STEPS = 3  # per trace
 
 
 def traced(steps: Iterable[int], config: RunSettings, ranks: Ranks, requested: Callable[[], bool]) -> Iterator[int]:
     """Yield the steps; write run.directory/traces/step-00000012-rank-00000.json.gz, a Chrome trace from step 12 on.
-
-    requested: Returns True once per request to trace the next steps on this rank. Failures are reported on stderr and
-    do not stop training.
+    requested: returns True once per request on this rank. Failures do not stop training.
     """
     tracing, first = None, 0
     try:

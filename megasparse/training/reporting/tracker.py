@@ -27,18 +27,17 @@ from megasparse.settings.checks import BYTE_TOKENS
 from megasparse.training.ranks import Ranks
 
 PLAIN_LINE_SECONDS = 10.0
-"""Minimum seconds between progress lines if stderr is not a terminal."""
+"""Seconds between progress lines if stderr is not a terminal."""
 SHOWN = {
     "train/loss": "loss {:.4f}", "train/bits_per_dim": "{:.4f} {unit}", "optimizer/learning_rate": "lr {:.2e}",
     "speed/tokens_per_second": "{:,.0f} tokens/s", "evaluation/bits_per_dim": "held-out {:.4f} {unit}",
 }  # fmt: skip
-"""Scalars of the progress line, which otherwise contains all of `evaluation/`."""
 Backend = namedtuple("Backend", "scalars text image close")
 """Functions that write scalars (step, values by name), a text or picture (step, name, value), and close."""
 
 
 def tensorboard(directory: Path, first_step: int, config: dict[str, Any]) -> Backend:
-    """Write TensorBoard's files. Records of an earlier process from `first_step` on are hidden."""
+    """Write TensorBoard's files. Records from `first_step` on are hidden."""
     from torch.utils.tensorboard import SummaryWriter  # takes a second to import
 
     writer: Any = SummaryWriter(str(directory / "tensorboard"), purge_step=first_step)
@@ -53,7 +52,7 @@ def tensorboard(directory: Path, first_step: int, config: dict[str, Any]) -> Bac
 
 
 def wandb(directory: Path, first_step: int, config: dict[str, Any]) -> Backend:
-    """Write a run of W&B, which reads its own variables (WANDB_PROJECT, WANDB_MODE=offline). A restart resumes it."""
+    """Write a run of W&B, which reads its own variables. A restart resumes it."""
     import wandb
 
     if not (path := directory / "wandb_id").exists():
@@ -94,8 +93,7 @@ class Tracker(AbstractContextManager["Tracker"]):
     """Context manager that writes a run's scalars, texts and pictures; ranks other than 0 write nothing.
 
     metrics.jsonl gets one line per step and survives storage errors. TensorBoard and the backend of `logging.sink` are
-    switched off after their first error, with one warning, until the run is restarted. start_step: step that the run
-    resumes from; records of later steps are dropped. Raises ConfigError if the package of `logging.sink` is missing.
+    switched off after their first error. start_step: records of later steps are dropped.
     """
 
     def __init__(self, config: RunSettings, ranks: Ranks, start_step: int):
@@ -115,17 +113,14 @@ class Tracker(AbstractContextManager["Tracker"]):
         self._metrics = JsonLines(directory / "metrics.jsonl", self.say, start_step)
         self._events = JsonLines(directory / "events.jsonl", self.say)
         if sink is not None and importlib.util.find_spec(sink) is None:
-            hint = f"Install it with pip install -e '.[{sink}]', or use null"
-            raise ConfigError("logging.sink", f'"{sink}" is not installed', hint)
+            raise ConfigError("logging.sink", f'"{sink}" is not installed', f"pip install -e '.[{sink}]', or use null")
         for name in filter(None, ("TensorBoard", sink)):
             arguments = directory, start_step + 1, config.model_dump(mode="json")
             if backend := self._guard(name, BACKENDS[name], *arguments):
                 self._backends[name] = backend
 
     def log(self, step: int, scalars: dict[str, float], amend: bool = False) -> None:
-        """Write a step to metrics.jsonl, and every `logging.every` steps to all backends and the progress line.
-        amend: Add to the last line, which is of this step.
-        """
+        """Write a step to metrics.jsonl, and if due to backends and progress line. amend: add to the last line."""
         if not self.writing:
             return
         line = {"step": step, **(read_line(self._metrics.path, step)[1] if amend else {})}
@@ -156,7 +151,6 @@ class Tracker(AbstractContextManager["Tracker"]):
             self._call("text", step, "events", message)
 
     def say(self, message: str) -> None:
-        """Print a line on rank 0's stderr."""
         if self.writing:
             with suppress(OSError):
                 self._bar.write(message, file=sys.stderr)
@@ -166,14 +160,13 @@ class Tracker(AbstractContextManager["Tracker"]):
             self._guard(name, getattr(backend, method), *arguments)
 
     def _guard(self, name: str, call: Callable[..., Any], *arguments: Any) -> Any:
-        """Call a backend and return its result. After an error, switch the backend off and return None."""
+        """Call a backend and return its result. After an error, switch the backend off."""
         try:
             return call(*arguments)
         except Exception as error:  # of any type: errors of background threads are raised by the next call
             self._backends.pop(name, None)
             reason = one_line(without_secrets(str(error)))  # MLflow's messages contain the URI with its password
-            hint = "metrics.jsonl contains all metrics"
-            self.say(f"{name} is switched off until the run is restarted ({reason}). {hint}")
+            self.say(f"{name} is switched off until the run is restarted ({reason}). metrics.jsonl is complete")
 
     def _show_progress(self, step: int, scalars: dict[str, float], is_due: bool) -> None:
         parts = [form.format(scalars[name], unit=self._unit) for name, form in SHOWN.items() if name in scalars]

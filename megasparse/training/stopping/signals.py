@@ -25,20 +25,19 @@ STOPPING = (signal.SIGTERM, signal.SIGINT, *([USR1] if USR1 else []))
 ONE_REQUEST = 0.5
 """Seconds within which further signals are the same request: launchers send SIGINT and SIGTERM 0.1 s apart."""
 POLL = 0.5
-"""Seconds between checks of the launcher's parent."""
 PR_SET_PDEATHSIG = 1
 
 
 class StopSignals:
     """Handler of SIGTERM, SIGINT and SIGUSR1: the training loop reads `reason`, saves and stops.
 
-    A second SIGTERM or SIGINT, at least 0.5 s after the first, ends the process immediately with exit code 128 + its
-    number; SIGUSR1 does not. SIGUSR2 prints the stacks of all threads and requests a trace of the next steps. Must be
-    constructed on the main thread. clock: a monotonic clock in seconds.
+    A second SIGTERM or SIGINT, at least 0.5 s after the first, ends the process immediately with exit code 128 +
+    its number; SIGUSR1 does not. SIGUSR2 prints the stacks of all threads and requests a trace. Must be constructed
+    on the main thread. clock: a monotonic clock in seconds.
     """
 
     reason: str | None = None
-    """Reason to stop ("SIGTERM", "the launcher ended"); None if there is no request."""
+    """Reason to stop ("SIGTERM", "the launcher ended"), if any."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -57,10 +56,8 @@ class StopSignals:
             faulthandler.register(USR2, file=2, all_threads=True, chain=True)
 
     def follow_launcher(self) -> None:
-        """Stop when the launcher exits, even by SIGKILL. Without a launcher (no RANK) this does nothing.
-
-        DeepSpeed starts ranks through an intermediate process, which outlives the `deepspeed` command. The command is
-        followed too.
+        """Stop when the launcher exits, even by SIGKILL. DeepSpeed starts ranks through a process that outlives the
+        `deepspeed` command, so the command is followed too.
         """
         if "RANK" not in os.environ:
             return
@@ -75,7 +72,6 @@ class StopSignals:
                 threading.Thread(target=self._follow, args=(command,), name="launcher", daemon=True).start()
 
     def trace_wanted(self) -> bool:
-        """True if a trace was requested since the last call."""
         requested = self._trace.is_set()
         self._trace.clear()
         return requested

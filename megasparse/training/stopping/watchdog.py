@@ -1,9 +1,9 @@
 """Watchdog that ends this process if no rank makes progress, and reports which rank is behind and its activity.
 
 Ranks exchange heartbeats through the store of the process group, a server on the host of rank 0. A heartbeat contains
-the seconds since its rank's last progress, by that rank's clock. Its reader measures for how long it has not changed,
-by the reader's clock: clocks of different hosts are not compared. One thread exchanges heartbeats and another decides,
-because a store that does not answer can block the first.
+the seconds since its rank's last progress, by that rank's clock; its reader measures for how long it has not changed,
+by its own clock. One thread exchanges heartbeats and another decides, because a store that does not answer can block
+the first.
 """
 
 import faulthandler
@@ -28,31 +28,30 @@ STORE_FAILS = "the store on the host of rank 0 does not answer"
 START = 10
 """Factor of the timeout during startup and the first step."""
 GAPS = 4
-"""The limit is at least this factor times the longest time between two signs of progress."""
-NAMED = 8
-"""Largest number of ranks named in a verdict."""
+"""The limit is at least this factor times the longest time without progress so far."""
+NAMED = 8  # ranks in a verdict, at most
 LAST_WORDS = 2.0
 """Seconds for printing the stacks; stderr may block."""
 
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """A rank's state, written for the other ranks."""
+    """A rank's state, for the other ranks.
+
+    beats: number of this heartbeat; constant if the process is stopped, dead, or cut off. counter: signs of progress so
+    far; the rank with the fewest delays the others. age: seconds since the last one. stop: True if the rank should
+    stop. limit: seconds without progress after which the rank is considered hanging.
+    """
 
     rank: int
     host: str
     pid: int
     beats: int
-    """Number of this heartbeat; constant if the process is stopped, dead, or cut off."""
     counter: int
-    """Signs of progress so far; the rank with the fewest delays the others."""
     age: float
-    """Seconds since the last sign of progress."""
     doing: str
     stop: bool
-    """True if the rank received a request to stop."""
     limit: float
-    """Seconds without progress after which the rank is considered hanging."""
     ended: bool
 
 
@@ -60,19 +59,14 @@ class Watchdog:
     """Context manager that ends this process if the run hangs. Call `watchdog.progress("step 3, ...")` in it.
 
     It fires when no rank has made progress for its limit: it prints one line that names the rank behind, prints the
-    stacks of all threads to stderr, and exits with errors.HANG. While any rank makes progress (for example, saves), the
-    others wait for it and the watchdog does not fire.
+    stacks of all threads, and exits with errors.HANG. While any rank makes progress (for example, saves), the others
+    wait for it.
 
     If the main thread holds Python's lock, the watchdog cannot run. A timer of faulthandler then prints the stacks and
     exits with code 1, one second after the limit, or three if other ranks should report first.
 
-    Args:
-        store: Result of `connect`; None for a single rank.
-        rank, world_size: This rank and the number of ranks.
-        timeout: Limit in seconds; 0 disables. Ten times as long until the second step starts, and at least four times
-            the longest time between two calls of `progress` since then.
-        stop_wanted: Returns True if this rank received a request to stop.
-        clock: A monotonic clock in seconds.
+    timeout: limit in seconds; 0 disables. Ten times as long until the second step starts, and at least four times the
+    longest time between two calls of `progress` since then. clock: monotonic, in seconds.
     """
 
     def __init__(
@@ -112,11 +106,11 @@ class Watchdog:
             self._write_last(replace(self._heartbeat(), ended=True))
 
     def progress(self, doing: str) -> None:
-        """Record progress, and the next activity, "step 12, micro-batch 3". Main thread only; in step on all ranks."""
+        """Record progress, and the next activity. Main thread only; in step on all ranks."""
         self._note(doing, 1)
 
     def alive(self, doing: str) -> None:
-        """Record activity whose amount differs between ranks, such as a block of a file. Main thread only."""
+        """Record activity that may differ between ranks, such as a block of a file. Main thread only."""
         self._note(doing, 0)
 
     def _note(self, doing: str, progress: int) -> None:
@@ -163,7 +157,6 @@ class Watchdog:
                 return
 
     def exchange(self, store: Store) -> None:
-        """Write this rank's heartbeat and read the others. Raises RuntimeError if the store fails."""
         self._write(store, self._heartbeat())
         others = [rank for rank in range(self._world_size) if rank != self._rank]
         started = [rank for rank in others if self._others[rank] or store.check([str(rank)])]
@@ -229,12 +222,8 @@ class Watchdog:
         least = min(beat.counter for beat, _ in alive)
         silent = [(beat, silence) for beat, silence in alive if silence >= local.limit]
         behind = silent or [(beat, silence) for beat, silence in alive if beat.counter == least]
-        if unheard:
-            culprits = [
-                f"rank {rank} has not been heard of since the start, {now - self._began:.1f} s ago" for rank in unheard
-            ]
-        else:
-            culprits = [self._describe(beat, silence, local.limit) for beat, silence in behind]
+        culprits = [f"rank {r} has not been heard of since the start, {now - self._began:.1f} s ago" for r in unheard]
+        culprits = culprits or [self._describe(beat, silence, local.limit) for beat, silence in behind]
         if self._store is not None and now - self._answered >= local.limit:
             culprits = [f"{STORE_FAILS}: it is stopped, gone or cut off from this one"]
         more = f" and {len(culprits) - NAMED} more" if len(culprits) > NAMED else ""
@@ -262,7 +251,7 @@ def connect(launch: str) -> Store:
 
 
 def _state(process: int) -> str:
-    """Return the kernel's state of a process on this host, "S (sleeping)", "T (stopped)", ..., or "gone"."""
+    """Return the kernel's state of a process on this host, such as "S (sleeping)", or "gone"."""
     try:
         return Path(f"/proc/{process}/status").read_text().split("\nState:", 1)[1].split("\n", 1)[0].strip()
     except OSError:

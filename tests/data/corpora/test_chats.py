@@ -188,7 +188,7 @@ def test_reasoning_that_a_template_drops_from_earlier_answers_does_not_hide_them
 GOOD = conversation("How far?", "Far.")
 ORDER = "order the roles as system, user, assistant"
 BAD = {
-    "not JSON": (b'{"messages": [}', "not JSON", "write one object per line"),
+    "not JSON": (b'{"messages": [}', "not JSON", "Write one object per line"),
     "no conversation": ({"dialogue": []}, 'no "messages", "conversations", "prompt"', 'write {"messages"'),
     "unknown speaker": ({"conversations": [{"from": "bot", "value": "x"}]}, "unknown role 'bot'", "use system, user"),
     "no turns": ({"conversations": ["x"]}, "its messages are not a list of objects", 'write {"messages"'),
@@ -202,7 +202,7 @@ BAD = {
     ),
     "weight .5": (
         {"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y", "weight": 0.5}]},
-        "weight 0.5 of a message of the role assistant", "give answers the weight 0 or 1",
+        "weight 0.5 of a message of the role assistant", "give answers 0 or 1",
     ),
     "nothing to learn": (
         {"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y", "weight": 0}]},

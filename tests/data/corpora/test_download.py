@@ -232,7 +232,7 @@ def test_a_partial_download_is_kept_unless_the_object_changed(store, tmp_path, m
         ("memory://bucket/none", DataError, "this cannot be listed: it does not exist"),
         ("memory://bucket/a/*.jsonl", DataError, "there are no such files"),
         ("hf://datasets/owner/name/data/*.parquet", ConfigError, "names no revision"),
-        ("hf://datasets/owner/name@main/data/*.parquet", ConfigError, "with the 40 digits of a commit"),
+        ("hf://datasets/owner/name@main/data/*.parquet", ConfigError, "OWNER/NAME@COMMIT"),
         ("gs://user:secret@bucket/x", DataError, "those have no user, password"),
         ("https://user:secret@host/x?y=secret", DataError, "^https://host/x: .*those have no user, password"),
         ("http://127.0.0.1:9/x?X-Amz-Signature=secret", DataError, "^http://127.0.0.1:9/x: the download did"),

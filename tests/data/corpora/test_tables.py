@@ -369,7 +369,7 @@ def test_files_are_ordered_by_number_and_split_names_are_whole_words(tmp_path):
     ("files", "message"),
     [
         (["train-00000-of-00003.parquet", "train-00002-of-00003.parquet"], "2 of its 3 files are here, not number 1"),
-        (["a/train.parquet", "b/train.parquet"], r"files are in 2 folders \(a, b\), as of several configurations"),
+        (["a/train.parquet", "b/train.parquet"], r"files of several configurations, in 2 folders \(a, b\)"),
         (["cache-0123.arrow"], "only intermediate results"),
         (["README.txt"], r"no files named \*\.arrow, \*\.parquet, \*\.jsonl"),
     ],

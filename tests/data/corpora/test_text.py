@@ -122,11 +122,6 @@ def test_the_published_files_without_empty_lines_are_one_running_text(tmp_path, 
     assert apart == {"train": [files["books_large_p1.txt"]], "test": [files["books_large_p2.txt"]]}
 
 
-def test_books_that_look_like_paragraphs_are_reported(book_source, capsys):
-    CORPORA["bookcorpus"].about(book_source, BOOK_SETTINGS)
-    assert "5 books of 19 bytes in the mean: an empty line ends a book. Where it ends a p" in capsys.readouterr().err
-
-
 def test_too_few_books_are_rejected(book_source):
     with pytest.raises(DataError, match="5 books are too few to give validation any"):
         CORPORA["bookcorpus"].about(book_source, {**BOOK_SETTINGS, "split": "98,1,1"})
@@ -161,9 +156,6 @@ def test_a_book_is_a_document_in_its_official_split(tmp_path):
     assert [index.split(name).raw_bytes for name in want] == [len(raw) - raw.count(b"\0") for raw in want.values()]
     about = index.file.source
     assert about["books"] == {"train": 2, "validation": 1, "test": 1} and about["official"] is False
-    assert about["with_metadata"] == 3
-    assert about["titles"]["train"] == [[9, "Nine", "1801"], [10, 'Ten, a "tale"', "1910?"]]
-    assert about["titles"]["test"] == [[4, None, None]]
 
 
 def test_folders_named_apart_and_archives_are_read_alike(tmp_path, monkeypatch):
@@ -191,9 +183,6 @@ def test_folders_named_apart_and_archives_are_read_alike(tmp_path, monkeypatch):
         ({"train/one.txt": "x"}, r"train/one\.txt: this is not a book of PG-19"),
         ({"test/10.txt": "x"}, r"the book 10 is in .* as well \(.*10\.txt\)"),
         ({"train/10.txt.gz": "x"}, r"10\.txt\.gz: cannot be read"),
-        ({"metadata.csv": "99,A,1,\n"}, r"metadata\.csv: it has none of the books"),
-        ({"metadata.csv": "10,A,1\nx,B\n"}, r"metadata\.csv: row 2 is not a book's number, title and date"),
-        ({"metadata.csv": '10,A,1\n9,"B" x,1'}, r"metadata\.csv: it is not CSV"),
     ],
 )
 def test_unsuitable_sources_are_one_line(tmp_path, changed, message):
@@ -233,7 +222,6 @@ def official_wikitext(monkeypatch):
     texts = {split: TEXTS[infix].encode() for split, infix in INFIXES.items()}
     digests = {split: hashlib.sha1(text).hexdigest() for split, text in texts.items()}
     monkeypatch.setitem(WikiText103.SHA1, "tokens", digests)
-    monkeypatch.setattr(WikiText103, "LINES", {split: text.count(b"\n") for split, text in texts.items()})
 
 
 @pytest.mark.usefixtures("official_wikitext")
@@ -257,13 +245,10 @@ def wikitext_about(*paths: Path) -> dict[str, Any]:
 
 
 @pytest.mark.usefixtures("official_wikitext")
-def test_a_wrong_checksum_is_rejected_and_a_part_is_not_called_official(wikitext):
+def test_another_text_and_a_part_are_not_called_official(wikitext):
     train, names = wikitext / "wiki.train.tokens", ("wiki.test.tokens", "wiki.valid.tokens")
     train.write_text(TEXTS["train"] + " more \n", encoding="utf-8")
     assert wikitext_about(wikitext) == {"kind": "tokens", "official": False}
-    train.write_text(TEXTS["train"].replace("word", "wort"), encoding="utf-8")
-    problem = r"wiki\.train\.tokens: its sha1 is \w{40}, the official file's is \w{40}\. Down"
-    refusal(lambda: wikitext_about(wikitext), match=problem)
     some = source_of(*(wikitext / name for name in names))
     assert CORPORA["wikitext103"].about(some, BYTES) == {"kind": "tokens", "official": False}
     assert [name for name, _ in CORPORA["wikitext103"].splits(some, BYTES)] == ["validation", "test"]

@@ -392,5 +392,5 @@ def test_relative_forecasts_are_differences_from_the_last_row_read(tmp_path, fil
     above = predicted(runs[1], replace(windows, values=windows.values + moved))
     assert above == pytest.approx(predicted(runs[1], windows) + moved[[2, 0]], abs=1e-4)
     values = sections() | forecast(inputs=[COLUMNS[0]], targets=[COLUMNS[1]], relative=True)
-    with pytest.raises(ConfigError, match=rf'task.forecast.relative: true, but "{COLUMNS[1]}" is predicted and not'):
+    with pytest.raises(ConfigError, match=rf'task.forecast.relative: true, but "{COLUMNS[1]}" is not read'):
         finetuning.opened(tmp_path / "refused", file, **values)

@@ -188,8 +188,6 @@ ROWS = ['{"text": "a", "label": "x"}', '{"text": "b", "label": "y"}']
         (f"[\n{','.join(ROWS)}\n]".encode(), 1, "jq -c '.[]'"),
         ("\n".join([ROWS[0], ROWS[1].replace("b", "ü")]).encode("latin1"), 2, "iconv -f latin1 -t utf-8"),
         ("\n".join(ROWS).encode("utf-16"), 1, "iconv -f utf-16 -t utf-8"),
-        ("\n".join(ROWS).encode("utf-16-le"), 1, "iconv -f utf-16le -t utf-8"),
-        ("\n".join(ROWS).encode("utf-16-be"), 1, "iconv -f utf-16be -t utf-8"),
     ],
 )
 def test_the_hint_about_a_json_line_names_the_mistake_for_tasks_and_corpora(tmp_path, content, line, hint, suffix):
@@ -203,7 +201,7 @@ def test_the_hint_about_a_json_line_names_the_mistake_for_tasks_and_corpora(tmp_
     options = {"column": "text", "split": None, "deduplicate": False}
     with pytest.raises(DataError) as caught:
         CORPORA["jsonl"].open([str(made)], None, tmp_path, options, 1)
-    assert hint in str(caught.value) and (f"record {line} here" in str(caught.value) or b"\0" in content)
+    assert hint in str(caught.value) and f"record {line} here" in str(caught.value)
 
 
 @TABLES
