@@ -24,7 +24,7 @@ from megasparse.ops.random import PairDropout, RngContext
 
 R = TypeVar("R")
 PrefixKeys = Callable[[int, int], Sequence[Tensor]]
-"""Function that returns the keys and values (B, H, m, D) of the positions start … stop − 1."""
+"""Function that returns the keys and values (B, H, m, D) of the positions start … stop − 1, and their index if any."""
 
 
 class AttentionInputs(NamedTuple):
@@ -225,16 +225,27 @@ class Attention(nn.Module, ABC):
         The auxiliary loss is already weighted: it is the term that is added to the model's objective.
         """
 
-    @property
-    def attends_prefix(self) -> bool:
-        """True if `attend_prefix` is defined: a tile of queries needs only the keys and values of its prefix."""
+    def attends_prefix(self, group: int, ranks: int) -> bool:
+        """Return True if `attend_prefix` is defined: a tile of queries needs only the keys, values and `index_keys` of
+        its prefix. group: heads per key head. ranks: number of ranks that share a sequence.
+        """
         return False
 
-    def attend_prefix(self, q: Tensor, keys: PrefixKeys, position: int, document: int) -> Tensor:
-        """Attend causally from queries (B, H, n, D) at positions from `position` on, in the document that starts at
-        token `document`.
+    def attend_prefix(
+        self, q: Tensor, keys: PrefixKeys, position: int, document: int, context: AttentionContext
+    ) -> Tensor:
+        """Attend causally from queries (B, H, n, D) of a key head, at positions from `position` on, in the document
+        that starts at token `document`. context: its `part` selects the key head.
         """
         raise self._lacks("cannot attend from a tile of queries", "attend_prefix")
+
+    def index_keys(self, k: Tensor, context: AttentionContext) -> Tensor | None:
+        """Return data (B, S, n, w) by which `attend_prefix` chooses among keys (B, H, n, D), or None."""
+        return None
+
+    def sampled_queries(self, length: int, context: AttentionContext, device: torch.device) -> Tensor | None:
+        """Return the positions of the queries that `learn` reads in a training pass; None if there is no such loss."""
+        return None
 
     def part_of(self, part: SequencePart, heads: int) -> SequencePart:
         """Return a rank's part of the sequences and of `heads` heads, inside attention."""

@@ -93,11 +93,12 @@ class FullAttention(KeyValueAttention):
             out = F.scaled_dot_product_attention(inputs.q, inputs.k, inputs.v, is_causal=inputs.causal)
         return AttentionOutput(out)
 
-    @property
-    def attends_prefix(self) -> bool:
+    def attends_prefix(self, group: int, ranks: int) -> bool:
         return not (self.shared_qk or self.changes_keys)
 
-    def attend_prefix(self, q: Tensor, keys: PrefixKeys, position: int, document: int) -> Tensor:
+    def attend_prefix(
+        self, q: Tensor, keys: PrefixKeys, position: int, document: int, context: AttentionContext
+    ) -> Tensor:
         k, v = keys(document, position + q.shape[2])
         # A plan's meta tensors cannot be given a bias; their memory does not depend on the alignment.
         aligned = q.is_meta or q.shape[2] == k.shape[2]

@@ -111,27 +111,16 @@ class LocalAttention(Attention):
             out, lse = merge([(out, lse), sinks])
         return AttentionOutput(out, lse=None if part.pair_shard is None else lse)
 
-    @property
-    def attends_prefix(self) -> bool:
+    def attends_prefix(self, group: int, ranks: int) -> bool:
         return self.relative is None
 
-    def attend_prefix(self, q: Tensor, keys: PrefixKeys, position: int, document: int) -> Tensor:
-        start = max(0, position // self.chunk - 1) * self.chunk
-        stop = position + q.shape[2]
-        k, v = keys(start, stop)
-        segments = None  # a mask would move the borders of chunks
-        if document > start:
-            segments = (torch.arange(start, stop, device=q.device) >= document).long().expand(len(q), -1)
-        padded = F.pad(q, (0, 0, position - start, 0))
-        near = AttentionInputs(padded, k, v, None, segments, True).in_buckets(None, self._rule(True))
-        out, lse = (x[:, :, position - start :] for x in near)
+    def attend_prefix(
+        self, q: Tensor, keys: PrefixKeys, position: int, document: int, context: AttentionContext
+    ) -> Tensor:
+        parts = [prefix_window(q, keys, position, document, self._rule(True))]
         if self.sinks:
-            sinks = range(document, min(document + self.sinks, stop))
-            scale = self.spec.head_dim**-0.5
-            k, v = keys(sinks.start, sinks.stop)
-            of_sinks = cached_sinks(sinks, q, k, v, position, scale=scale, chunk=self.chunk)
-            out, _ = merge([(out, lse), of_sinks])
-        return out
+            parts.append(prefix_sinks(q, keys, position, document, self.sinks, self.chunk))
+        return merge(parts)[0] if self.sinks else parts[0][0]
 
     def _rule(self, causal: bool, pair_shard: tuple[int, int] | None = None) -> BucketedAttentionSpec:
         window = Window("chunk", self.chunk, ahead=not causal)
@@ -196,6 +185,33 @@ class LocalAttention(Attention):
             sinks = cached_sinks(range(self.sinks), inputs.q, k, v, position, scale=scale, chunk=self.chunk)
             out, _ = merge([(out, lse), sinks])
         return out
+
+
+def prefix_window(
+    q: Tensor, keys: PrefixKeys, position: int, document: int, spec: BucketedAttentionSpec
+) -> tuple[Tensor, Tensor]:
+    """Attend to the chunk windows of a tile of queries, see `Attention.attend_prefix`. Returns output and log-sum-exp,
+    for `merge`.
+    """
+    chunk = spec.window.chunk
+    start = max(0, position // chunk - 1) * chunk
+    stop = position + q.shape[2]
+    k, v, *_ = keys(start, stop)
+    segments = None  # a mask would move the borders of chunks
+    if document > start:
+        segments = (torch.arange(start, stop, device=q.device) >= document).long().expand(len(q), -1)
+    padded = F.pad(q, (0, 0, position - start, 0))
+    out, lse = AttentionInputs(padded, k, v, None, segments, True).in_buckets(None, spec)
+    return out[:, :, position - start :], lse[:, :, position - start :]
+
+
+def prefix_sinks(
+    q: Tensor, keys: PrefixKeys, position: int, document: int, sinks: int, chunk: int | None
+) -> tuple[Tensor, Tensor]:
+    """Attend to the sinks of a tile of queries that are not in its chunk windows, see `prefix_window`."""
+    first = range(document, min(document + sinks, position + q.shape[2]))
+    k, v, *_ = keys(first.start, first.stop)
+    return cached_sinks(first, q, k, v, position, scale=q.shape[3] ** -0.5, chunk=chunk)
 
 
 def cached_window(

@@ -255,8 +255,8 @@ def ranked_keys(
 def _tiles(
     sums: Tensor, spec: RankingSpec, length: int, queries: int, first_query: int
 ) -> Iterator[tuple[Tensor, int, float]]:
-    """Yield the rows of `sums` (B·Lq, P) in each tile, their largest number of candidates, and 1. On the meta device,
-    where data would decide the sizes, the first of equal tiles and their number.
+    """Yield the rows of `sums` (B·Lq, P) in each tile, their largest number of candidates, and 1. Values decide the
+    sizes, which meta tensors lack: of these yield the first of equal tiles, and their number.
     """
     rows = torch.arange(len(sums), device=sums.device)
     if not sums.is_meta:

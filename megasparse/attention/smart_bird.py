@@ -113,6 +113,10 @@ class SmartBirdAttention(TaughtSketch):
         elif config.objective != "attention":
             self.objective = PooledObjective(config.sketch_dim, config.labels or spec.vocabulary)
 
+    def attends_prefix(self, group: int, ranks: int) -> bool:
+        draws = self.config.sampling != "top_k" or self.config.evaluation == "draws"
+        return self.config.sketch == "heads" and not draws and super().attends_prefix(group, ranks)
+
     def _auxiliary(
         self, x: Tensor, inputs: AttentionInputs, context: AttentionContext
     ) -> tuple[Tensor | None, dict[str, Tensor]]:

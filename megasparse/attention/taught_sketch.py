@@ -18,10 +18,11 @@ from megasparse.attention.contract import (
     AttentionOutput,
     IndexedTokens,
     MechanismSpec,
+    PrefixKeys,
 )
 from megasparse.attention.far_attention import SAMPLES, drawn_positions, far_attention, far_pairs, sketch_divergence
 from megasparse.attention.flops import Flops, product
-from megasparse.attention.local import cached_window
+from megasparse.attention.local import cached_window, prefix_sinks, prefix_window
 from megasparse.attention.sequence_part import WHOLE, SequencePart
 from megasparse.attention.sinks import merge, sink_index, without_seen
 from megasparse.config.attention import MechanismSection
@@ -101,6 +102,38 @@ class TaughtSketch(Attention):
         index = context.recompute.keep(lambda: self._choose(self.sketches(x, inputs, context), inputs, context))
         return AttentionOutput(self._attend(inputs, index, context.repeats), loss, statistics)
 
+    def attends_prefix(self, group: int, ranks: int) -> bool:
+        return ranks == 1 and group % self.heads_together == 0
+
+    def index_keys(self, k: Tensor, context: AttentionContext) -> Tensor:
+        with torch.no_grad():
+            return self.sketches(k, AttentionInputs(k, k, k, None, None, True), context)[1]
+
+    def attend_prefix(
+        self, q: Tensor, keys: PrefixKeys, position: int, document: int, context: AttentionContext
+    ) -> Tensor:
+        stop = position + q.shape[2]
+        sinks = self.config.sinks
+        chunk = self.chunk
+        k, v, index = keys(document, stop)
+        with torch.no_grad():
+            sketch = self.sketches(q, AttentionInputs(q, q, q, None, None, True), context)[0]
+            inputs = AttentionInputs(q, k, v, None, None, True)
+            first = position - document  # keys are numbered from the document's first
+            chosen = self._choose((sketch, index), inputs, context, first)
+            seen = chosen < sinks
+            if chunk is not None:
+                queries = torch.arange(position, stop, device=q.device)[:, None]
+                seen = seen | (chosen + document >= (queries // chunk - 1) * chunk)
+            chosen = chosen.masked_fill(seen, -1)
+        repeats = q.shape[1]
+        parts = [gathered_attention(q, k[:, ::repeats], v[:, ::repeats], chosen, scale=self.window_spec.scale)]
+        if chunk is not None:
+            parts.append(prefix_window(q, keys, position, document, self.window_spec))
+        if sinks:
+            parts.append(prefix_sinks(q, keys, position, document, sinks, chunk))
+        return merge(parts)[0]
+
     def _read(self, x: Tensor, inputs: AttentionInputs, context: AttentionContext, position: int = 0) -> Tensor:
         """Return the sketch's detached input. position: of the first token of x."""
         return x.detach()
@@ -126,7 +159,7 @@ class TaughtSketch(Attention):
         """Return the auxiliary loss of sketches that learn attention, and its statistics: the divergence of each from
         the mean attention of its heads, averaged over sketches. x: (B, L, E).
         """
-        queries = drawn_positions(context.key("sketch sample"), inputs.q.shape[2], SAMPLES, inputs.q.device)
+        queries = self._samples(inputs.q.shape[2], context, inputs.q.device)
         size: Any = self.chunk
         in_window = (lambda q, k: (k // size <= q // size + 1) & (k // size + 1 >= q // size)) if size else None
         far = far_pairs(inputs, queries, self.config.sinks, in_window)
@@ -138,6 +171,12 @@ class TaughtSketch(Attention):
         real = None if inputs.key_mask is None else inputs.key_mask[:, queries], inputs.key_mask
         loss, statistics = self._sketch_loss(q[:, :, queries], k, shares, far, real, context)
         return loss * (1.0 / self.spec.layers), statistics
+
+    def sampled_queries(self, length: int, context: AttentionContext, device: torch.device) -> Tensor | None:
+        return self._samples(length, context, device) if context.rng.training else None
+
+    def _samples(self, length: int, context: AttentionContext, device: torch.device) -> Tensor:
+        return drawn_positions(context.key("sketch sample"), length, SAMPLES, device)
 
     def _sketch_loss(
         self, q: Tensor, k: Tensor, shares: Tensor, far: Tensor, real: Sequence[Any], context: AttentionContext

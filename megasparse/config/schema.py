@@ -149,7 +149,7 @@ class ModelConfig(Section):
     activations: Literal["reversible", "stored", "checkpoint", "checkpoint_cpu"] = "reversible"
     """Activations for the backward: recomputed from the output (reversible blocks only), stored, or recomputed from
     each layer's stored input (ordinary blocks only; `checkpoint_cpu` stores the inputs in CPU memory). With
-    `feed_forward_tiles`, decoders recompute layers of full and local attention tile by tile.
+    `feed_forward_tiles`, decoders recompute layers of full, local and sketched attention tile by tile.
     """
     checkpoint_layers: Positive = 1
     """Layers recomputed together from the input of the first, the only one stored. More need less memory for inputs,

@@ -206,7 +206,7 @@ class Block(Gathered):
             self.tiles > 1 and layer.causal and layer.groups == 1 and self.cross_attention is None
             and padding.key_mask is None and not dropout
             and all(heads // layer.group % padding.part.size == 0 for heads in layer.split.values())
-            and all(mechanism.attends_prefix for mechanism in mechanisms)
+            and all(mechanism.attends_prefix(layer.group, padding.part.size) for mechanism in mechanisms)
         )  # fmt: skip
 
     def whole(

@@ -9,9 +9,10 @@ With sequence parallelism a rank stores the keys and values of all tokens for it
 queries are exchanged for the queries of these heads in the tiles of all ranks. All keys are then projected first, also
 in the forward, and their gradients are complete after the last tile.
 
-Attention that needs all queries at once (buckets, sketches, encoders, padding), and key heads that cannot be divided
-among the ranks, are recomputed for the whole sequence. B batch, L length, T tokens of a tile, E d_model, H heads, G key
-heads, D head dim.
+Sketches choose the keys of a tile's queries by an index of all keys, and learn after the last tile from a sample of the
+queries. Attention that needs all queries at once (buckets, drawn keys, encoders, padding), sketches on several ranks,
+and key heads that cannot be divided among the ranks, are recomputed for the whole sequence. B batch, L length, T tokens
+of a tile, E d_model, H heads, G key heads, D head dim.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -21,7 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megasparse.attention.contract import AttentionContext, AttentionInputs
 from megasparse.attention.heads import merge_heads
+from megasparse.attention.sequence_part import SequencePart
 from megasparse.model.branch import Pass, cut
 from megasparse.ops.operator import Function, autocast_off, remember_autocast
 from megasparse.ops.tiled import GradientSums
@@ -91,7 +94,7 @@ class Recomputed(Function):
         for block in reversed(blocks):
             sums = GradientSums(dict(block.named_parameters()))
             if block.runs_in_tiles(run):
-                TiledBlock(block, run, d).backward(inputs.pop(), d, sums)
+                TiledBlock(block, run, d).backward(inputs.pop(), d, sums, d_auxiliary)
             else:
                 d, of_source = _backward(
                     block, run, source, torch.cat(list(inputs.pop()), dim=1), (d, d_auxiliary), sums
@@ -105,9 +108,10 @@ class Recomputed(Function):
 def _forward(block: Block, run: Pass, source: Tensor | None, x: Tensor) -> tuple[Tensor, Tensor | None]:
     if block.runs_in_tiles(run):
         tiles, new = cut(x, block.tiles), torch.empty_like(x)
-        for result, tile in zip(cut(new, block.tiles), TiledBlock(block, run, x).forward(tiles), strict=True):
+        tiled = TiledBlock(block, run, x)
+        for result, tile in zip(cut(new, block.tiles), tiled.forward(tiles), strict=True):
             result.copy_(tile)
-        return new, None
+        return new, tiled.learn()
     auxiliary, out = block.whole(run, None, source, x)
     assert out is not None
     return out, auxiliary
@@ -142,11 +146,29 @@ class TiledBlock:
         self.attention, self.feed_forward, self.run = block.attention, block.feed_forward, run
         self.layer, self.part = block.attention.attention, run.padding.part
         self.tokens = like.shape[1]
-        heads, share = self.layer.split.items(), self.layer.group * self.part.size
-        self.mechanisms = [self.layer.mechanism(kind) for kind, n in heads for _ in range(n // share)]
+        share = self.layer.group * self.part.size
+        self.heads = [
+            (
+                kind,
+                AttentionContext(self.attention.layer, run.rng.at(0), part=SequencePart(head_groups=n, head_group=i)),
+            )
+            for kind, n in ((kind, heads // share) for kind, heads in self.layer.split.items())
+            for i in range(n)
+        ]
+        self.mechanisms = [self.layer.mechanism(kind) for kind, _ in self.heads]
         shape = (len(like), 1, self.tokens * self.part.size, self.layer.head_dim)
         dtype = self.attention.norm.weight.dtype
-        self.keys = [{name: like.new_empty(shape, dtype=dtype) for name in _NAMES} for _ in self.mechanisms]
+        self.keys = [{name: like.new_empty(shape, dtype=dtype) for name in _NAMES} for _ in self.heads]
+        self.indices: list[Tensor | None] = [None] * len(self.heads)
+        """`index_keys` of all keys, (B, S, L, w) per key head; None if a mechanism needs none."""
+        contexts = dict(self.heads)  # one of each mechanism's
+        drawn = {
+            kind: self.layer.mechanism(kind).sampled_queries(shape[2], context, like.device)
+            for kind, context in contexts.items()
+        }
+        self.drawn = [drawn[kind] for kind, _ in self.heads]
+        self.samples: list[Tensor | None] = [None] * len(self.heads)
+        """Queries (B, H/G, n, D) at the positions `drawn`, from which the choice of keys learns."""
 
     def forward(self, tiles: Iterable[Tensor]) -> Iterator[Tensor]:
         """Yield the tiles of the output stream, without gradients, for tiles of the input."""
@@ -159,19 +181,25 @@ class TiledBlock:
             if one_rank:
                 self._store(read, first)
             (q,) = self._to_heads(self.layer.queries(read, self.run.rng.first + first))
+            self._sample(q, first)
             attended = torch.cat(self._attend(q.chunk(len(leaves), dim=1), leaves, first), dim=1)
             yield self._add(tile, self._to_tokens(attended), first)
             first += tile.shape[1]
             del read, q, attended
 
-    def backward(self, stored: StoredInput, d: Tensor, sums: GradientSums) -> None:
-        """Overwrite the gradient d (B, L/S, E) of the output with the gradient of the input, and add to the sums."""
+    def backward(self, stored: StoredInput, d: Tensor, sums: GradientSums, d_auxiliary: Tensor | None) -> None:
+        """Overwrite the gradient d (B, L/S, E) of the output with the gradient of the input, and add to the sums.
+
+        d_auxiliary: gradient of the auxiliary loss.
+        """
         first = self._store_all(stored)
         of_keys = [GradientSums({name: x.requires_grad_() for name, x in of_head.items()}) for of_head in self.keys]
         d_tiles = cut(d, len(stored.tiles))
         for number, d_tile in reversed(list(enumerate(d_tiles))):
             first -= d_tile.shape[1]
             self._backward(stored.tile(number), d_tile, first, of_keys, sums)
+        if d_auxiliary is not None:
+            self.learn(lambda loss: _take(sums, [loss], [d_auxiliary], []))
         if self.part.size == 1:
             return
         for tile, d_tile in zip(stored, d_tiles, strict=True):
@@ -189,6 +217,7 @@ class TiledBlock:
             if one_rank:
                 projected += self.layer.keys_and_values(read, position)
             (q,) = self._to_heads(projected[0].detach())
+            self._sample(q, first)
             shares = [share.requires_grad_() for share in q.chunk(len(of_keys), dim=1)]
             heads = self._attend(shares, [head.leaf for head in of_keys], first)
             attended = self._to_tokens(torch.cat([y.detach() for y in heads], dim=1)).requires_grad_()
@@ -205,6 +234,42 @@ class TiledBlock:
         (d_read,) = _take(sums, projected, [self._to_tokens(d_q), *d_keys], [x])
         d.copy_(dx + d_read)
 
+    def learn(self, differentiate: Callable[[Tensor], object] | None = None) -> Tensor | None:
+        """Return the sum of the auxiliary losses after the last tile, None without one. differentiate: function of each
+        term with its graph, in the backward.
+        """
+        total: Tensor | None = None
+        statistics: dict[str, Tensor] = {}
+        for (kind, context), mechanism, of_head, drawn, samples in zip(
+            self.heads, self.mechanisms, self.keys, self.drawn, self.samples, strict=True
+        ):
+            if drawn is None or samples is None:
+                continue
+            k = of_head["key"].detach().expand(-1, samples.shape[1], -1, -1)
+            q = torch.zeros_like(k, memory_format=torch.contiguous_format).index_copy_(2, drawn, samples)
+            inputs = AttentionInputs(q, k, k, None, self.run.padding.segments, True)
+            with torch.set_grad_enabled(differentiate is not None), autocast_off(q):
+                loss, values = mechanism.learn(q, inputs, context)
+                loss = loss / context.part.head_groups
+            if differentiate is not None:
+                differentiate(loss)
+            total = loss.detach() if total is None else total + loss.detach()
+            for name, value in values.items():
+                name = f"{kind}/{name}"
+                statistics[name] = statistics.get(name, 0.0) + value / context.part.head_groups
+        self.run.note(self.attention.layer, statistics)
+        return total
+
+    def _sample(self, q: Tensor, first: int) -> None:
+        """Keep the drawn queries among those (B, H, T, D) from position `first` on."""
+        for number, (share, drawn) in enumerate(zip(q.detach().chunk(len(self.heads), dim=1), self.drawn, strict=True)):
+            if drawn is not None:
+                slot = (drawn - first).clamp(0, q.shape[2] - 1)
+                inside = (slot == drawn - first)[:, None]
+                before = self.samples[number]
+                new = share[:, :, slot]
+                self.samples[number] = new if before is None else torch.where(inside, new, before)
+
     def _store_all(self, tiles: Iterable[Tensor]) -> int:
         """Project the keys and values of all tiles. Returns this rank's number of tokens."""
         first = 0
@@ -220,6 +285,18 @@ class TiledBlock:
             for of_head, y in zip(self.keys, x.split(1, dim=1), strict=True):
                 for start, piece in zip(self._starts(first), y.chunk(self.part.size, dim=2), strict=True):
                     of_head[name].narrow(2, start, piece.shape[2]).copy_(piece)
+        k = projected[0]
+        for number, (mechanism, (_, context), of_head) in enumerate(
+            zip(self.mechanisms, self.heads, k.split(1, dim=1), strict=True)
+        ):
+            index = mechanism.index_keys(of_head.expand(-1, self.layer.group, -1, -1), context)
+            if index is None:
+                continue
+            stored = self.indices[number]
+            if stored is None:
+                stored = index.new_empty(*index.shape[:2], self.tokens, index.shape[3])
+                self.indices[number] = stored
+            stored.narrow(2, first, index.shape[2]).copy_(index)
 
     def _gradients(self, of_keys: list[GradientSums], first: int, count: int) -> list[Tensor]:
         """Return the gradients (B, G, T, D) of this rank's keys and values from position `first` on."""
@@ -261,17 +338,22 @@ class TiledBlock:
         count = shares[0].shape[2] // self.part.size
         spans = [(start, start + count) for start in self._starts(first)]
         documents = list(_documents(self.run.padding.segments, spans))
-        for q, leaf, mechanism in zip(shares, leaves, self.mechanisms, strict=True):
+        for q, leaf, mechanism, index, (_, context) in zip(
+            shares, leaves, self.mechanisms, self.indices, self.heads, strict=True
+        ):
             lines = []
             for rows, parts in documents:
 
-                def keys(start: int, stop: int, rows: slice = rows, q: Tensor = q, leaf: Leaf = leaf) -> list[Tensor]:
-                    return [leaf(name, 2, start, stop - start)[rows].expand(-1, q.shape[1], -1, -1) for name in _NAMES]
+                def keys(
+                    start: int, stop: int, rows: slice = rows, q: Tensor = q, leaf: Leaf = leaf, index: Any = index
+                ) -> list[Tensor]:
+                    part = [leaf(name, 2, start, stop - start)[rows].expand(-1, q.shape[1], -1, -1) for name in _NAMES]
+                    return part if index is None else [*part, index[rows, :, start:stop]]
 
                 queries = q[rows].split([stop - start for _, start, stop in parts], dim=2)
                 with autocast_off(q):
                     of_parts = [
-                        mechanism.attend_prefix(x, keys, start, document)
+                        mechanism.attend_prefix(x, keys, start, document, context)
                         for x, (document, start, _) in zip(queries, parts, strict=True)
                     ]
                 lines.append(torch.cat(of_parts, dim=2) if len(of_parts) > 1 else of_parts[0])

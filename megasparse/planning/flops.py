@@ -73,10 +73,10 @@ def tiled_layers(model: ModelConfig, ranks: int) -> list[bool]:
     whole = whole or model.feed_forward_tiles == 1 or model.padding_token is not None
     if whole or not model.activations.startswith("checkpoint"):
         return [False] * model.layers
+    group = model.heads // (model.key_heads or model.heads)
     with torch.device("meta"):
         kinds = {kind for layer in range(model.layers) for kind in heads_of_layer(model, layer)}
-        tiled = {kind for kind in kinds if build_mechanism(kind, model, model.heads).attends_prefix}
-    group = model.heads // (model.key_heads or model.heads)
+        tiled = {kind for kind in kinds if build_mechanism(kind, model, model.heads).attends_prefix(group, ranks)}
     splits = [heads_of_layer(model, layer) for layer in range(model.layers)]
     return [split.keys() <= tiled and not any(n // group % ranks for n in split.values()) for split in splits]
 

@@ -41,7 +41,7 @@ LSH (1 and 18 of them in 2.5 ms), local attention (1 and 6, 1.3 ms) and LHA (345
 with an H200."""
 PERIODS = 7, 8
 """Periods of the pattern in the two shallow models from which the pass of a deeper model is extrapolated linearly."""
-SHORT = 2, 3
+SHORT = 1, 2
 """The same if layers are recomputed or stored one by one."""
 SHORTEST = 8192
 """Tokens of the shorter of two passes from which a pass of many recomputed tiles is extrapolated."""
@@ -263,13 +263,16 @@ class ConfiguredPass:
         short, double = (self._reduced(tiles=number)._whole(number * tile) for number in (few, 2 * few))
         times = length / (few * tile)  # in units of the first pass
 
-        names = "beside", "moved", "by_attention", "host"
-        beside, moved, *others = (
-            getattr(double, name) + (getattr(double, name) - getattr(short, name)) * (times - 2) for name in names
-        )
-        # Gradients of keys are added tile by tile to longer and longer prefixes: a·n + b·n².
-        grown = short.moved * times + (double.moved - 2 * short.moved) / 2 * times * (times - 1)
-        return PassBytes(short.gradients, beside, max(moved, grown), *others)
+        def line(low: Any, high: Any) -> Any:
+            return high + (high - low) * (times - 2)
+
+        def parabola(low: float, high: float) -> float:
+            """Return at least a·n + b·n²: tiles read longer and longer prefixes."""
+            return max(line(low, high), low * times + (high - 2 * low) / 2 * times * (times - 1))
+
+        names = "moved", "by_attention", "host"
+        of_all = (parabola(getattr(short, name), getattr(double, name)) for name in names)
+        return PassBytes(short.gradients, line(short.beside, double.beside), *of_all)
 
     def _with(self, tiles: int | None = None, layers: int | None = None) -> "ConfiguredPass":
         """Return the pass with fewer layers, or with fewer tiles of the same size of a shorter sequence."""

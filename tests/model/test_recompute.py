@@ -18,6 +18,12 @@ PATTERNS = {
     "window, sinks": ("local",),
     "split heads": ({"local": 4, "full": 4}, "full"),
     "hashed, whole": ("lsh", "full"),
+    "ranked": ("ranked", {"ranked": 4, "smart_bird": 4}, "full"),
+}
+CHOICES = {"keys": 5, "sketch_heads": 2, "sketch_dim": 8, "local": True, "chunk": 8, "sinks": 3}
+CHOICES = {
+    "ranked": {**CHOICES, "buckets": 4, "probes": 2},
+    "smart_bird": {**CHOICES, "sketch": "heads", "objective": "attention", "sampling": "top_k"},
 }
 
 
@@ -52,7 +58,7 @@ def assert_same(config, tokens, tolerance, dtype=torch.float64, lora=False, **ch
 )
 def test_gradients_equal_those_of_stored_activations(pattern, separator, changes):
     """With grouped keys, biases, norms of queries and keys, dropout and an uneven last tile."""
-    layers = attention(*PATTERNS[pattern], lsh={"shared_qk": False}, local={"chunk": 8, "sinks": 3})
+    layers = attention(*PATTERNS[pattern], lsh={"shared_qk": False}, local={"chunk": 8, "sinks": 3}, **CHOICES)
     parts = {**PARTS, "key_heads": 4, "attention_biases": "all", "query_key_norm": True, "dropout": 0.1}
     settings = {"heads": 8, "layers": 3, "feed_forward_tiles": 4, "document_separator": separator}
     config = small(attention=layers, **{**parts, **settings, **STORED})

@@ -145,9 +145,9 @@ def packed(conversations: Iterable[np.ndarray], length: int, filler: int) -> Ite
 
 
 def is_chat(record: Any) -> bool:
-    """True if the object of a line of JSON is a conversation, not a text."""
-    forms = {"messages"}, {"conversations"}, {"prompt", "completion"}
-    return isinstance(record, dict) and any(keys <= record.keys() for keys in forms)
+    """True if an object of JSON is a conversation, not a text. Merged tables contain null for other forms."""
+    forms = ("messages",), ("conversations",), ("prompt", "completion")
+    return isinstance(record, dict) and any(all(record.get(key) is not None for key in keys) for keys in forms)
 
 
 def contains_chats(parts: Iterable[Part], most: int = 100) -> bool:
@@ -372,7 +372,7 @@ def _messages(record: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the checked messages of a record, with contents as strings. Raises Invalid."""
     if not is_chat(record):
         raise Invalid('no "messages", "conversations", "prompt" and "completion", or "text"', FORM)
-    messages = record["messages"] if "messages" in record else _turns(record)
+    messages = _turns(record) if record.get("messages") is None else record["messages"]
     if messages is None and "prompt" in record:
         prompt, completion = (
             [{"role": role, "content": side}] if isinstance(side, str) else side

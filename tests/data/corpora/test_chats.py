@@ -127,7 +127,8 @@ def test_parts_of_text_completions_and_tools_are_the_same_conversation(tmp_path)
         {"prompt": "How far?", "completion": "Far."},
         {"prompt": conversation(parts)["messages"], "completion": [{"role": "assistant", "content": "Far."}]},
         {"conversations": [{"from": "human", "value": "How far?"}, {"from": "gpt", "value": "Far."}]},
-        {"conversations": conversation("How far?", "Far.")["messages"], "system": ""},
+        {"conversations": conversation("How far?", "Far.")["messages"], "system": "", "messages": None},
+        {"messages": None, "conversations": None, "prompt": "How far?", "completion": "Far."},
     ):
         assert tokens_of(file, record).tolist() == expected.tolist()
     called = [{"role": "user", "content": "How far?"}, {"role": "assistant", "content": None, "tool_calls": [CALL]}]
@@ -158,7 +159,7 @@ def test_answers_of_weight_0_are_read_and_not_learned(tmp_path, template):
 
 def test_plain_texts_are_predicted_whole_with_their_end(tmp_path):
     file = model_folder(tmp_path / "model", None)
-    tokens = tokens_of(file, {"text": "a <s> b"})
+    tokens = tokens_of(file, {"text": "a <s> b", "messages": None})
     assert (tokens[:-1] < UNSCORED).all() and decoded(file, tokens[:-1]) == "a <s> b</s>" and START not in tokens
 
 
