@@ -1,15 +1,7 @@
 """Exceptions for errors that users can correct. Each names the key or file, the value and a hint.
 
-Every entry point wraps its `main` in `report_user_errors`: a `UserError` ends as one line on stderr with an exit code,
-without a traceback. A bug in megasparse prints its traceback and exits with 1.
-
-    0  done, or saved and stopped after a signal
-    2  a mistake in configuration, data or command: correct it
-    3  a checkpoint could not be written: repair the storage
-    4  training diverged: restarting would diverge again
-    5  the run hung; its last activity is printed
-    6  another rank was lost; its message gives the reason
-    7  out of memory; memory use and sizes that fit are printed
+Every entry point wraps its `main` in `report_user_errors`: a `UserError` ends as one line on stderr with an exit code
+(docs/reference/exit-codes.md), without a traceback. A bug in megasparse prints its traceback and exits with 1.
 """
 
 import argparse

@@ -143,7 +143,7 @@ def model_of(mechanism: str, settings: Mapping[str, Any], **model: Any) -> Model
     model: keys of the section `model`. Raises ConfigError, with the names of the settings as keys.
     """
     if not isinstance(mechanism, str) or mechanism not in MECHANISMS:
-        raise ConfigError("mechanism", f"{show(mechanism)} is no mechanism", did_you_mean(str(mechanism), MECHANISMS))
+        raise ConfigError("mechanism", f"unknown: {show(mechanism)}", did_you_mean(str(mechanism), MECHANISMS))
     section = {"objective": "attention", **settings} if mechanism == "smart_bird" else dict(settings)
     attention = {"pattern": [mechanism], mechanism: section, "dropout": model.pop("dropout")}
     values = {"layers": 1, "positions": {"kind": "none"}, **model, "attention": attention}
@@ -262,9 +262,11 @@ def _attend(
     names = {"cu_seqlens": None, "position_ids": None, "seed": 0, "step": None}
     settings = {name: value for name, value in options.items() if name not in names}
     cu_seqlens, position_ids, seed, step = ({**names, **options}[name] for name in names)
-    tensors = {"query": heads.query, "key": None if heads.shared else heads.key, "value": heads.value}
-    tensors |= {"attn_mask": attn_mask, "tokens": tokens, "cu_seqlens": cu_seqlens, "position_ids": position_ids}
-    tensors |= {f"parameters.{name}": weight for name, weight in (parameters or {}).items()}
+    tensors = {  # not by `|=`, which torch.compile rejects before torch 2.10
+        **{"query": heads.query, "key": None if heads.shared else heads.key, "value": heads.value},
+        **{"attn_mask": attn_mask, "tokens": tokens, "cu_seqlens": cu_seqlens, "position_ids": position_ids},
+        **{f"parameters.{name}": weight for name, weight in (parameters or {}).items()},
+    }
     constants: dict[str, Any] = {"kind": kind, "dropout_p": dropout_p, "is_causal": is_causal}
     constants["settings"] = settings
     if not torch.compiler.is_compiling():
@@ -302,7 +304,8 @@ def _run(
     parameters = {name.removeprefix(prefix): x for name, x in tensors.items() if name.startswith(prefix)}
     expected = {name for name, _ in module.mechanism.named_parameters()}
     if different := expected ^ set(parameters):
-        raise ConfigError("parameters", f"{kind} has {sorted(expected) or 'none'}", f"Change {sorted(different)[0]}")
+        hint = f"Add or remove {sorted(different)[0]}"
+        raise ConfigError("parameters", f"{kind} with these settings has {sorted(expected) or 'none'}", hint)
     if parameters:
         named = {f"mechanism.{name}": weight for name, weight in parameters.items()}
         module = copy.deepcopy(module)  # another thread may call it with other parameters

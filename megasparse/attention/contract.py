@@ -23,6 +23,8 @@ from megasparse.ops.bucketed_attention import BucketedAttentionSpec, Codes, buck
 from megasparse.ops.random import PairDropout, RngContext
 
 R = TypeVar("R")
+PrefixKeys = Callable[[int, int], Sequence[Tensor]]
+"""Function that returns the keys and values (B, H, m, D) of the positions start … stop − 1."""
 
 
 class AttentionInputs(NamedTuple):
@@ -228,11 +230,9 @@ class Attention(nn.Module, ABC):
         """True if `attend_prefix` is defined: a tile of queries needs only the keys and values of its prefix."""
         return False
 
-    def attend_prefix(
-        self, q: Tensor, keys: Callable[[int, int], Sequence[Tensor]], position: int, document: int
-    ) -> Tensor:
+    def attend_prefix(self, q: Tensor, keys: PrefixKeys, position: int, document: int) -> Tensor:
         """Attend causally from queries (B, H, n, D) at positions from `position` on, in the document that starts at
-        token `document`. keys: returns the keys and values (B, H, m, D) of positions start … stop − 1.
+        token `document`.
         """
         raise self._lacks("cannot attend from a tile of queries", "attend_prefix")
 

@@ -49,7 +49,13 @@ class CrossAttention(nn.Module):
         keys = source if isinstance(source, SourceKeys) else self.read(source, context)
         part = context.part.of_heads(self.heads)
         (q,) = part.to_heads(split_heads(self.query(x), self.head_dim))
-        out = attend_to_all(q, keys.k, keys.v, keys.key_mask, self._dropout(q, context))
+        dropout = None
+        if context.rng.training and self.dropout > 0.0:
+            first = part.head_rank * q.shape[1]
+            rows = context.rng.at(0).rows(q.shape[2], q.device)
+            key = context.key("cross-attention probability dropout")
+            dropout = PairDropout.of(self.dropout, key, rows, range(first, first + q.shape[1]))
+        out = attend_to_all(q, keys.k, keys.v, keys.key_mask, dropout)
         return self.output(merge_heads(part.start_to_tokens(out)()))
 
     def read(self, source: EncoderOutput, context: AttentionContext) -> SourceKeys:
@@ -64,12 +70,3 @@ class CrossAttention(nn.Module):
         width = self.heads * self.head_dim
         projections = product(4.0 * self.query.weight.shape[1] * width * (source + target))
         return projections + product(4.0 * width * source * target)
-
-    def _dropout(self, q: Tensor, context: AttentionContext) -> PairDropout | None:
-        rng = context.rng
-        if not rng.training or self.dropout == 0.0:
-            return None
-        key = context.key("cross-attention probability dropout")
-        first = context.part.of_heads(self.heads).head_rank * q.shape[1]
-        rows = rng.at(0).rows(q.shape[2], q.device)
-        return PairDropout.of(self.dropout, key, rows, range(first, first + q.shape[1]))

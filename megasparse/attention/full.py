@@ -1,14 +1,19 @@
 """Full softmax attention with torch's scaled_dot_product_attention."""
 
-from collections.abc import Callable, Sequence
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from megasparse.attention.cache import KeyValueCache
-from megasparse.attention.contract import Attention, AttentionContext, AttentionInputs, AttentionOutput, MechanismSpec
+from megasparse.attention.contract import (
+    Attention,
+    AttentionContext,
+    AttentionInputs,
+    AttentionOutput,
+    MechanismSpec,
+    PrefixKeys,
+)
 from megasparse.attention.flops import Flops
 from megasparse.attention.sequence_part import WHOLE, SequencePart
 from megasparse.config.attention import MechanismSection, mechanism
@@ -75,8 +80,13 @@ class FullAttention(KeyValueAttention):
             window = Window("band", inputs.q.shape[2])
             spec = BucketedAttentionSpec(window, inputs.causal, scale, exclude_self=not self.ordinary)
             out = inputs.in_buckets(None, spec)[0]
+        elif not self.ordinary and inputs.causal and inputs.key_mask is None and inputs.segments is None:
+            # Attention to strictly earlier tokens is causal attention of queries 1… to keys 0…
+            q, k, v = inputs[:3]
+            rest = F.scaled_dot_product_attention(q[:, :, 1:], k[:, :, :-1], v[:, :, :-1], is_causal=True, scale=1.0)
+            out = torch.cat([v[:, :, :1], rest], dim=2)
         elif not self.ordinary:
-            out = self._shared(inputs)
+            out = _masked(inputs, 1.0, exclude_self=True)
         elif inputs.key_mask is not None or inputs.segments is not None:
             out = _masked(inputs, scale, exclude_self=False)
         else:
@@ -87,9 +97,7 @@ class FullAttention(KeyValueAttention):
     def attends_prefix(self) -> bool:
         return not (self.shared_qk or self.changes_keys)
 
-    def attend_prefix(
-        self, q: Tensor, keys: Callable[[int, int], Sequence[Tensor]], position: int, document: int
-    ) -> Tensor:
+    def attend_prefix(self, q: Tensor, keys: PrefixKeys, position: int, document: int) -> Tensor:
         k, v = keys(document, position + q.shape[2])
         # A plan's meta tensors cannot be given a bias; their memory does not depend on the alignment.
         aligned = q.is_meta or q.shape[2] == k.shape[2]
@@ -98,14 +106,6 @@ class FullAttention(KeyValueAttention):
         from torch.nn.attention.bias import causal_lower_right  # loads torch.compile, which takes seconds
 
         return F.scaled_dot_product_attention(q, k, v, attn_mask=causal_lower_right(q.shape[2], k.shape[2]))
-
-    def _shared(self, inputs: AttentionInputs) -> Tensor:
-        q, k, v = inputs[:3]
-        if inputs.causal and inputs.key_mask is None and inputs.segments is None:
-            # Attention to strictly earlier tokens is causal attention of queries 1… to keys 0…
-            rest = F.scaled_dot_product_attention(q[:, :, 1:], k[:, :, :-1], v[:, :, :-1], is_causal=True, scale=1.0)
-            return torch.cat([v[:, :, :1], rest], dim=2)
-        return _masked(inputs, 1.0, exclude_self=True)
 
     def _with_keys(self, inputs: AttentionInputs) -> AttentionInputs:
         return inputs._replace(k=inputs.q) if self.shared_qk and self.ordinary else inputs

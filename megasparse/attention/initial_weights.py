@@ -64,16 +64,13 @@ def initialise_buffers(module: nn.Module, seed: int) -> None:
             buffers(seed, name)
 
 
-BERT_DEVIATION = 0.02
-
-
 def _deviation(name: str, shape: Sequence[int], config: ModelConfig) -> float:
     if config.source is not None and name.startswith("encoder."):
         return _deviation(name.removeprefix("encoder."), shape, encoder_part(config))
     if name.startswith("embedding.ngrams.tables."):
         return 0.0
     if config.style == "bert" and "mechanisms." not in name:
-        return BERT_DEVIATION
+        return 0.02
     if name.startswith("embedding.") and not name.startswith("embedding.ngrams."):
         return 1.0
     for kind, mechanism in MECHANISMS.items():

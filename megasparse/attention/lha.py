@@ -89,8 +89,7 @@ class LHAAttentionConfig(BandSection):
     """N/B, tokens per bucket; max_length/chunk buckets, rounded up. Width of the band; top_k multiplies it by √2."""
     window: Literal["band", "top_k"] = "band"
     """`band`: the last N/B tokens of the token's (argmax) bucket, strictly causal; in an encoder N/B on either side.
-    `top_k`: the paper's ⌊√2·N/B⌋ best queries and keys of every bucket. Later tokens can displace them: not strictly
-    causal."""
+    `top_k`: the paper's ⌊√2·N/B⌋ best queries and keys of every bucket, which later tokens can displace."""
     joint: bool = True
     """Decoders: assign a token's query and key to one bucket, by H_Q(q) + H_K(k) (the paper's Eq. 18). false: separate
     buckets, as in encoders, so that a query can match unlike keys; use it with pretrained queries and keys."""
@@ -102,9 +101,9 @@ class LHAAttentionConfig(BandSection):
     """With top_k only: include a pair that shares N buckets once. false: N times, as in the paper's Algorithm 1."""
     utility: Literal["sampled", "features", "collisions"] = "sampled"
     """Target of the hash. `sampled`: the utilities ψ and ψ′ of some queries and keys per step. `features`: their
-    estimate by 256 positive random features (Eq. 15 to 17), whose noise hides long queries and keys. `collisions`, not
-    in the paper: softmax(H_Q) and softmax(H_K) of some queries and their best keys beyond the window and the sinks
-    should draw the same bucket, with all buckets used equally; in decoders with joint = false."""
+    estimate by 256 positive random features (Eq. 15 to 17). `collisions`, not in the paper: softmax(H_Q) and
+    softmax(H_K) of some queries and their best keys beyond the window and the sinks should draw the same bucket, with
+    all buckets used equally; in decoders with joint = false."""
     psi: Literal["best", "argmax"] = "best"
     """Not with collisions: ψ sums over each bucket's best members, as many of every bucket, or over the tokens with the
     highest score there (Eq. 11), by which one bucket that holds all tokens is perfect and is soon found."""
@@ -140,8 +139,8 @@ class LHAAttention(BandAttention):
     """Softmax attention inside the buckets of learned hash functions, h_Q(q) = h_K(k) (LHA Eq. 7).
 
     The hash functions H_Q and H_K learn each bucket's attention utility, its share of a token's full attention (Eq. 13
-    to 17), from queries and keys without gradient; the task trains everything else. In decoders, `joint` puts a token's
-    query and key into the same bucket (Eq. 18). Number and size of buckets follow from max_length.
+    to 17), from queries and keys without gradient. In decoders, `joint` puts a token's query and key into the same
+    bucket (Eq. 18). Number and size of buckets follow from max_length.
     """
 
     has_auxiliary_loss = True

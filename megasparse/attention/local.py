@@ -3,7 +3,6 @@ encoder also to the next chunk.
 """
 
 import math
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +17,7 @@ from megasparse.attention.contract import (
     AttentionOutput,
     IndexedTokens,
     MechanismSpec,
+    PrefixKeys,
 )
 from megasparse.attention.flops import Flops
 from megasparse.attention.sequence_part import WHOLE, SequencePart
@@ -115,9 +115,7 @@ class LocalAttention(Attention):
     def attends_prefix(self) -> bool:
         return self.relative is None
 
-    def attend_prefix(
-        self, q: Tensor, keys: Callable[[int, int], Sequence[Tensor]], position: int, document: int
-    ) -> Tensor:
+    def attend_prefix(self, q: Tensor, keys: PrefixKeys, position: int, document: int) -> Tensor:
         start = max(0, position // self.chunk - 1) * self.chunk
         stop = position + q.shape[2]
         k, v = keys(start, stop)

@@ -79,8 +79,7 @@ class NGramAttention(Attention):
 
     A decoder's position i has read the tokens before i, so the mechanism is strictly causal. Window and rounds are one
     softmax of the logits q·k/√D, plus a learned b_n per head in round n. The window and each round that selects a key
-    add a term for it; a document's first token follows nothing and is in no round. The hash is not learned, so it
-    matches repetitions from the first step on; queries, keys and b_n learn to use them.
+    add a term for it; a document's first token is in no round.
     """
 
     reads_tokens = True
@@ -92,13 +91,11 @@ class NGramAttention(Attention):
         self.bias = SourceBias(spec.heads, len(config.lengths))
         scale = spec.head_dim**-0.5
         window = Window("chunk", min(config.window, spec.max_length))
-        self.window_spec = BucketedAttentionSpec(
-            window, causal=True, scale=scale, exclude_self=False, self_at_last=False
-        )
+        self.window_spec = BucketedAttentionSpec(window, True, scale, exclude_self=False, self_at_last=False)
         # If t < i are in one bucket, i attends to the successor t + 1 <= i: shift keys and values by one position.
-        moved = Window("band", config.chunk)
-        self.moved = BucketedAttentionSpec(
-            moved, True, scale, buckets=self.buckets, longest=spec.max_length, self_at_last=False
+        band = Window("band", config.chunk)
+        self.moved = replace(
+            self.window_spec, window=band, exclude_self=True, buckets=self.buckets, longest=spec.max_length
         )
         far = Window("band", config.chunk - 1)
         self.far = replace(self.moved, window=far, exclude_self=False, buckets=self.buckets + 1)
@@ -169,11 +166,9 @@ class NGramAttention(Attention):
         v = band.tokens.v
         parts = [cached_window(q, k, v, k.shape[2], position, self.window_spec)]
         if sinks := self.config.sinks:
-            parts.append(
-                cached_sinks(
-                    range(sinks), q, k, v, position, scale=self.window_spec.scale, chunk=self.window_spec.window.chunk
-                )
-            )
+            chunk = self.window_spec.window.chunk
+            scale = self.window_spec.scale
+            parts.append(cached_sinks(range(sinks), q, k, v, position, scale=scale, chunk=chunk))
         bias = F.pad(self.bias(context.part), (len(parts), 0))[:, None]
         rank = band.size.gather(-1, codes)  # rank of the new token, whose successor does not exist yet
         for number in range(codes.shape[2]):
@@ -223,8 +218,8 @@ def ngram_codes(
 
 
 def _following(codes: Tensor, inputs: AttentionInputs, buckets: int) -> Tensor:
-    """Return the buckets of keys (B, R, L): the previous position's, or `buckets`, which has no queries, for a
-    document's first key.
+    """Return the buckets of keys (B, R, L): the previous position's, or `buckets`, without queries, for a document's
+    first key.
     """
     return F.pad(codes.int(), (1, -1)).masked_fill(~inputs.continues()[:, None], buckets)
 

@@ -214,7 +214,8 @@ class _Gather(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, group: torch.distributed.ProcessGroup) -> Tensor:
         ctx.group = group
         out = x.new_empty(group.size() * x.shape[0], *x.shape[1:])
-        torch.distributed.all_gather_single(out, x.contiguous(), group=group)
+        name = "all_gather_single" if hasattr(torch.distributed, "all_gather_single") else "all_gather_into_tensor"
+        getattr(torch.distributed, name)(out, x.contiguous(), group=group)  # the name before torch 2.13
         return out.unflatten(0, (-1, x.shape[0]))
 
     @staticmethod

@@ -86,6 +86,7 @@ class TaughtSketch(Attention):
         super().__init__(config, spec)
         window = Window("chunk", min(config.chunk, spec.max_length), ahead=not spec.causal)
         self.window_spec = BucketedAttentionSpec(window, spec.causal, spec.head_dim**-0.5, exclude_self=False)
+        self.chunk = window.chunk if config.local else None
         self.width = spec.heads * spec.head_dim  # numbers that all sketches read per token
         self.groups = spec.heads // config.sketch_heads
         self.index_width = config.sketch_dim // (8 if config.sketch_signs else 1)
@@ -112,25 +113,22 @@ class TaughtSketch(Attention):
     def _attend(self, inputs: AttentionInputs, index: Tensor, repeats: int) -> Tensor:
         """Attend to the selected keys, the sinks and the window."""
         sinks = self.config.sinks
-        chunk = self.window_spec.window.chunk if self.config.local else None
-        if sinks or chunk:
-            index = without_seen(index, inputs, sinks, chunk)
+        if sinks or self.chunk:
+            index = without_seen(index, inputs, sinks, self.chunk)
         if sinks:
-            first = sink_index(sinks, inputs, chunk=chunk)
+            first = sink_index(sinks, inputs, chunk=self.chunk)
             index = torch.cat([index, first.expand(*index.shape[:2], -1, -1)], dim=-1)
         k, v = (x[:, ::repeats] for x in (inputs.k, inputs.v))
         chosen = gathered_attention(inputs.q, k, v, index, scale=self.window_spec.scale, dropout=inputs.dropout)
-        return chosen[0] if chunk is None else merge([inputs.in_buckets(None, self.window_spec), chosen])[0]
+        return chosen[0] if self.chunk is None else merge([inputs.in_buckets(None, self.window_spec), chosen])[0]
 
     def learn(self, x: Tensor, inputs: AttentionInputs, context: AttentionContext) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the auxiliary loss of sketches that learn attention, and its statistics: the divergence of each from
         the mean attention of its heads, averaged over sketches. x: (B, L, E).
         """
         queries = drawn_positions(context.key("sketch sample"), inputs.q.shape[2], SAMPLES, inputs.q.device)
-        size = self.window_spec.window.chunk
-        in_window = (
-            (lambda q, k: (k // size <= q // size + 1) & (k // size + 1 >= q // size)) if self.config.local else None
-        )
+        size: Any = self.chunk
+        in_window = (lambda q, k: (k // size <= q // size + 1) & (k // size + 1 >= q // size)) if size else None
         far = far_pairs(inputs, queries, self.config.sinks, in_window)
         q, k = self.sketches(x.detach(), inputs, context, exactly=False)
         shares = far_attention(inputs, queries, far, self.window_spec.scale)
@@ -217,7 +215,7 @@ class TaughtSketch(Attention):
         k = cache.heads.k
         v = cache.heads.v
         out, lse = gathered_attention(q, k, v, chosen, scale=self.window_spec.scale)
-        if not self.config.local:
+        if self.chunk is None:
             return out
         # Round the window and the other keys separately, as `_attend`: another rounding flips keys of later layers.
         return merge([cached_window(q, k, v, k.shape[2], position, self.window_spec), (out, lse)])[0]
@@ -237,16 +235,14 @@ class TaughtSketch(Attention):
         keys = index.unflatten(2, (newest.queries.shape[1], -1)).transpose(1, 2)  # (B, S, L, d)
         masked = newest.inputs._replace(key_mask=tokens.real)
         chosen = self._choose((newest.queries, keys), masked, newest.context, index.shape[1] - tokens.number)
-        sinks = self.config.sinks
-        chunk = self.window_spec.window.chunk if self.config.local else None
-        near, first, start = tokens.window_and_sinks(chunk, sinks)
+        near, first, start = tokens.window_and_sinks(self.chunk, self.config.sinks)
         rank = chosen
         if tokens.real is not None:
             position = chosen.clamp_min(0).long().flatten(1)
             rank = tokens.rank.expand(len(chosen), -1).gather(1, position).view(chosen.shape)
-        chosen = chosen.masked_fill((rank < sinks) | (rank >= start), -1)
+        chosen = chosen.masked_fill((rank < self.config.sinks) | (rank >= start), -1)
         chosen = torch.cat([chosen, first.expand(*chosen.shape[:2], -1, -1)], dim=-1)
-        return (chosen,) if chunk is None else (near, chosen)
+        return (chosen,) if self.chunk is None else (near, chosen)
 
     @torch.no_grad()
     def _choose(
@@ -265,12 +261,9 @@ class TaughtSketch(Attention):
 
 def repeated_masks(inputs: AttentionInputs, count: int) -> tuple[Tensor | None, Tensor | None]:
     """Return the key mask and the documents of each of `count` sketches, (B·count, L), or None."""
-    mask = inputs.key_mask
-    segments = inputs.segments
-    return (
-        None if mask is None else mask.repeat_interleave(count, dim=0),
-        None if segments is None else segments.repeat_interleave(count, dim=0),
-    )
+    masks = inputs.key_mask, inputs.segments
+    mask, segments = (None if x is None else x.repeat_interleave(count, dim=0) for x in masks)
+    return mask, segments
 
 
 def signs(x: Tensor) -> Tensor:

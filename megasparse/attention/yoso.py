@@ -67,10 +67,8 @@ class YOSOAttentionConfig(MechanismSection):
     def _no_softmax(cls, values: object) -> object:
         extra = [key for key in ("local", "sinks") if isinstance(values, dict) and key in values]
         if extra:
-            raise ValueError(
-                f"{extra[0]} needs a softmax, but YOSO has none and weights every token already. To add a local window "
-                'use convolution, or split the heads, {"local": 2, "yoso": 2}'
-            )
+            hint = 'For a local window use convolution, or split the heads, {"local": 2, "yoso": 2}'
+            raise ValueError(f"{extra[0]} needs a softmax, but YOSO has none and weights every token already. {hint}")
         return values
 
     def check(self, key: str, model: ModelConfig) -> None:

@@ -1,4 +1,1 @@
-"""The command `megasparse`: main.py finds the subcommand; a file for each subject declares options and runs them.
-
-These files import slow modules inside functions, so that help and errors are printed quickly.
-"""
+"""The command `megasparse`. Files import slow modules inside functions, so that help and errors are printed quickly."""

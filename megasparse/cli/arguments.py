@@ -68,7 +68,8 @@ def require_config(args: argparse.Namespace, task: bool = False) -> Any:
     invalid; HubError or CheckpointError if the model of --start does not exist.
     """
     if (args.name is None) == (args.config is None):
-        raise ConfigError("--config", "none is given, or two", "Give one, such as quickstart or FILE.json")
+        problem = "no configuration is given" if args.name is None else f"{args.name} is also given"
+        raise ConfigError("--config", problem, "Give one, such as quickstart or FILE.json")
     if getattr(args, "start", None) is not None:
         require_model(args.start, checkpoints=True)
     from megasparse.config.finetuning import FinetuneConfig
@@ -153,7 +154,7 @@ def require_model(name: str | Path, checkpoints: bool = False) -> None:
     with suppress(HFValidationError):
         if isinstance(try_to_load_from_cache(str(name), "config.json"), str):
             return
-    raise HubError(name, "no such folder or file, nor a model in transformers' cache", "Run `hf download` first")
+    raise HubError(name, "no such file or folder, nor a model in transformers' cache", "Run `hf download` first")
 
 
 def config_from(args: argparse.Namespace, kind: "type[Settings]", weights: bool = True) -> "Settings":

@@ -2,6 +2,7 @@
 
 import argparse
 import inspect
+import re
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,10 @@ def add_prepare_data(parser: argparse.ArgumentParser) -> None:
     raw = argparse.RawDescriptionHelpFormatter
     corpora = parser.add_subparsers(dest="corpus", required=True)
     for name, corpus in CORPORA.items():
-        description = f"{inspect.getdoc(corpus)}\n\n    megasparse prepare-data {name} {corpus.EXAMPLE}"
-        part = corpora.add_parser(name, help=corpus.HELP, description=description, formatter_class=raw)
+        text = inspect.getdoc(corpus) or ""
+        purpose = re.split(r"\.\s+(?=[A-Z])|\n\n", text)[0]
+        description = f"{text}\n\n    megasparse prepare-data {name} {corpus.EXAMPLE}"
+        part = corpora.add_parser(name, help=purpose, description=description, formatter_class=raw)
         part.add_argument("--output", type=Path, required=True, metavar="DIR", help="folder for the shards")
         part.add_argument(
             "--shard-bytes", type=positive, default=64 << 20, help="bytes of text per shard (%(default)s)"
@@ -41,9 +44,8 @@ def prepare_data(args: argparse.Namespace) -> None:
 
     A source is a file, a folder of files (read in the order of their paths) or a URL (http(s), s3, gs, az, hf). .gz,
     .bz2, .xz, .zst and members of zip archives are decompressed on the fly. URLs are downloaded once, to
-    OUTPUT/.download. If it was interrupted, run the same command again to continue; shards are written atomically. The
-    output does not depend on --workers. For records (jsonl, parquet, huggingface), report.json and lengths.svg next to
-    the shards list the records read and skipped, and the lengths of the texts.
+    OUTPUT/.download. If it was interrupted, run the same command again. The output does not depend on --workers. For
+    records (jsonl, parquet, huggingface), report.json and lengths.svg list what was read and skipped, and lengths.
     """
     from megasparse.data.corpora import CORPORA
     from megasparse.data.corpora.records import RecordSource, write_report
@@ -85,29 +87,28 @@ SUFFIXES = {"sentencepiece": ".model", "words": ".txt"}
 
 
 def add_train_tokenizer(parser: argparse.ArgumentParser) -> None:
-    from megasparse.data.corpora.corpus import MEMBER, SOURCE, Options
+    from megasparse.data.corpora.corpus import MEMBER, SOURCE
 
+    help, raw = inspect.getdoc(train_tokenizer), argparse.RawDescriptionHelpFormatter
     number: dict[str, Any] = {"type": positive, "metavar": "N"}
-    words: Options = {
-        "--vocabulary": {**number, "help": "number of most frequent words, including <unk> and <eos> (default: all)"}
-    }
-    coverage = "fraction of the text whose characters become tokens; the rest is encoded as bytes (%(default)s)"
-    pieces: Options = {
-        "--vocabulary": {**number, "required": True, "help": "number of tokens"},
-        "--model-type": {"choices": ["unigram", "bpe"], "default": "unigram", "help": "default: %(default)s"},
-        "--character-coverage": {"type": float, "default": 0.9995, "metavar": "PART", "help": coverage},
-        "--sample-bytes": {**number, "default": 50_000_000, "help": "bytes of text to train on (%(default)s)"},
-    }
     kinds = parser.add_subparsers(dest="kind", required=True)
-    for kind, purpose, options in (
-        ("sentencepiece", "pieces of words, with a fallback to bytes", pieces),
-        ("words", "whole words, for adaptive softmax", words),
-    ):
-        help, raw = inspect.getdoc(train_tokenizer), argparse.RawDescriptionHelpFormatter
-        part = kinds.add_parser(kind, help=purpose, description=help, formatter_class=raw)
-        file = {"type": Path, "required": True, "metavar": f"FILE{SUFFIXES[kind]}", "help": "a new file"}
-        for name, settings in {**SOURCE, **MEMBER, "--output": file, **options}.items():
-            part.add_argument(name, **settings)
+    purposes = {
+        "sentencepiece": "pieces of words, with a fallback to bytes",
+        "words": "whole words, for adaptive softmax",
+    }
+    for kind, purpose in purposes.items():
+        add = kinds.add_parser(kind, help=purpose, description=help, formatter_class=raw).add_argument
+        for name, settings in {**SOURCE, **MEMBER}.items():
+            add(name, **settings)
+        add("--output", type=Path, required=True, metavar=f"FILE{SUFFIXES[kind]}", help="a new file")
+        if kind == "words":
+            add("--vocabulary", **number, help="number of most frequent words, with <unk> and <eos> (default: all)")
+            continue
+        add("--vocabulary", **number, required=True, help="number of tokens")
+        add("--model-type", choices=["unigram", "bpe"], default="unigram", help="default: %(default)s")
+        coverage = "fraction of the text whose characters become tokens; the rest is encoded as bytes (%(default)s)"
+        add("--character-coverage", type=float, default=0.9995, metavar="PART", help=coverage)
+        add("--sample-bytes", **number, default=50_000_000, help="bytes of text to train on (%(default)s)")
 
 
 def train_tokenizer(args: argparse.Namespace) -> None:
@@ -119,10 +120,9 @@ def train_tokenizer(args: argparse.Namespace) -> None:
         megasparse train-tokenizer words --source wikitext-103/wiki.train.tokens --output tokenizers/wikitext103.txt
         megasparse prepare-data text --source books/ --tokenizer tokenizers/books.model --output data/books
 
-    A source is a file, a folder of files or an http(s) URL, decompressed on the fly, as in `megasparse prepare-data`;
-    text that is not UTF-8 is an error. Use only the text of the training split. sentencepiece trains on a sample of
-    whole lines, spread evenly over the source, and needs about 20 times its size in memory. Its tokenizers are
-    lossless for any bytes. The same source and options give the same file, which is written atomically.
+    Sources are as in `megasparse prepare-data`; text that is not UTF-8 is an error. Use only the text of the training
+    split. sentencepiece trains on a sample of whole lines, spread evenly over the source, and needs about 20 times its
+    size in memory. Its tokenizers are lossless for any bytes. The same source and options give the same file.
     """
     from megasparse.data.corpora.corpus import LineSample
     from megasparse.data.corpora.source import Source

@@ -46,8 +46,8 @@ def add_evaluate(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add(
         "--checkpoint", required=True, nargs="+", action="extend", metavar="DIR",
-        help="a checkpoint, or a run (pretraining: newest checkpoint; fine-tuning: best checkpoint); for several "
-        "fine-tuned models, mean and interval over runs are reported",
+        help="a checkpoint, or a run (its newest, fine-tuned its best checkpoint); several fine-tuned models for the "
+        "mean and interval over runs",
     )  # fmt: skip
     add_overrides(parser)
     add("--split", help='default: "test"; "validation" for a task without test labels')
@@ -77,10 +77,8 @@ def evaluate(args: argparse.Namespace) -> None:
 
     Pretrained models: bits/dim, perplexities and accuracy of a decoder; loss and accuracy on the masked tokens of an
     encoder or on the targets of an encoder-decoder. Every token of the split (or of --limit windows) is scored once.
-    Fine-tuned models (--task): the official metric with its confidence interval. --json writes the metrics with
-    their complete protocol.
-
-    Several ranks divide the windows of a pretrained model, and with parallel.sequence the tokens of each window.
+    Several ranks divide the windows, and with parallel.sequence the tokens of each window. Fine-tuned models (--task):
+    the official metric with its confidence interval.
     """
     _check(args)
     require_paths(args.data, *args.source or ())
@@ -206,8 +204,7 @@ def predict(args: argparse.Namespace) -> None:
         megasparse predict --checkpoint runs/my-run --text "One text. For a pair, give --text twice."
 
     New files have the format of the task's files, with or without labels. The suffix of --output selects the format:
-    .jsonl, an object per example; .json; .csv; .tsv, GLUE's format of submissions. Without --output, the predictions
-    are printed as JSON lines.
+    .jsonl, an object per example; .json; .csv; .tsv, GLUE's format of submissions. Without it, JSON lines are printed.
     """
     require_checkpoint(args.checkpoint, args.set)
     require_paths(*args.source or ())
@@ -245,10 +242,9 @@ def compress(args: argparse.Namespace) -> None:
         megasparse compress book.txt --checkpoint runs/quickstart              (writes book.txt.msz)
         megasparse decompress book.txt.msz --checkpoint runs/quickstart --output again.txt
 
-    Decompression needs the same checkpoint, in any folder. Both commands predict token by token from a cache, many
-    windows in parallel, in fp64, so that they compute identical probabilities on the same machine. On another machine
-    they tolerate rounding differences, but not a different hash code: decompression then reports an error and writes
-    nothing.
+    Decompression needs the same checkpoint. Both commands predict token by token from a cache, many windows in
+    parallel, in fp64, so that they compute identical probabilities on the same machine. On another machine they
+    tolerate rounding differences, but not a different hash code: decompression then writes nothing.
     """
     require_paths(args.file)
     require_checkpoint(args.checkpoint)
@@ -269,7 +265,7 @@ def decompress(args: argparse.Namespace) -> None:
 
         megasparse decompress book.txt.msz --checkpoint runs/quickstart        (writes book.txt)
 
-    If the file is damaged or belongs to another model, a one-line error is printed and nothing is written.
+    If the file is damaged or belongs to another model, nothing is written.
     """
     if args.output is None and args.file.suffix != SUFFIX:
         raise ConfigError("--output", f"is missing, and {args.file} does not end in {SUFFIX}", "Name a file to write")

@@ -43,10 +43,9 @@ def convert_from_hf(args: argparse.Namespace) -> None:
         megasparse evaluate --checkpoint runs/imported --data data/enwik8
 
     The third command reads transformers' local cache. Nothing is downloaded, and code that comes with a model is never
-    run. GGUF files are dequantised to fp32 by transformers and gguf. The model's tokenizer.json is copied to the output
-    as data.tokenizer, with the chat template of a decoder. Both models run on the same tokens first, and nothing is
-    written unless their outputs agree. This needs memory for both models, and for a Reformer three times as much,
-    because it is compared in float64.
+    run. GGUF files are dequantised to fp32 by transformers and gguf. The tokenizer.json and a decoder's chat template
+    are copied. Nothing is written unless the outputs of both models on the same tokens agree. This needs memory for
+    both models, and for a Reformer, which is compared in float64, three times as much.
     """
     require_model(args.model)
     from megasparse.data.tokenizers import build_tokenizer
@@ -96,17 +95,15 @@ def convert_to_hf(args: argparse.Namespace) -> None:
     `--to megasparse`, the default, exports any megasparse model. With megasparse installed, AutoModelForCausalLM,
     AutoModelForMaskedLM or AutoModelForSeq2SeqLM load the folder with trust_remote_code=True, as do
     AutoModelForSequenceClassification and pipeline(), except for encoder-decoders. The other architectures are part of
-    transformers and support only models that they can express. The export includes the tokenizer, and the chat
-    template of an imported decoder.
+    transformers and support only models that they can express. The export includes the tokenizer and chat template.
 
     For a fine-tuned run, the best checkpoint by validation is exported: AutoModelForSequenceClassification loads
-    classifiers, with their classes, and models that predict a number, AutoModelForSeq2SeqLM models that write texts.
+    classifiers and models that predict a number, AutoModelForSeq2SeqLM models that write texts.
 
-    `--to peft` writes only the adapters of a run with `lora`, as adapter_config.json and adapter_model.safetensors,
-    which peft, transformers and vLLM load on top of DIR; only peft reads DoRA's norms. The other formats merge adapters
-    with the weights, as they were quantised in training.
+    `--to peft` writes only the adapters of a run with `lora`, which peft, transformers and vLLM load on top of DIR;
+    only peft reads DoRA's norms. The other formats merge adapters with the weights, as they were quantised in training.
 
-    Both models run on the same text, and OUT is written only if their outputs agree to 1e-4.
+    OUT is written only if the outputs of both models on the same text agree to 1e-4.
     """
     require_checkpoint(args.checkpoint)
     require_paths(args.evaluation, args.base)
@@ -143,9 +140,9 @@ def replace_attention(args: argparse.Namespace) -> None:
           --attention '{"pattern": [{"local": 6, "lha": 6}], "local": {"chunk": 64}}'
 
     The projections are unchanged; an encoder's position embeddings are repeated up to --max-length. --attention takes
-    the keys of model.attention (docs/attention.md): one kind with its settings, or a pattern of layers and heads. LHA's
-    new hash functions are untrained: train them with `megasparse teach`. `megasparse.hub.load_replaced`
-    loads the folder; transformers' from_pretrained with attn_implementation="sdpa" loads it with full attention.
+    the keys of model.attention (docs/attention.md): one kind with its settings, or a pattern of layers and heads. Train
+    LHA's new hash functions with `megasparse teach`. `megasparse.hub.load_replaced` loads the folder; transformers'
+    from_pretrained with attn_implementation="sdpa" loads it with full attention.
     """
     require_model(args.model)
     attention = parse_json(args.attention, "--attention")
@@ -183,11 +180,10 @@ def teach(args: argparse.Namespace) -> None:
           '{"kind": "smart_bird", "keys": 96, "sketch": "heads", "objective": "attention", "local": true, "sinks": 4}'
         megasparse teach --model HASHED --texts books/ --length 4096 --passes 24 --output TAUGHT
 
-    Text files are split into windows of --length tokens; a pass reads one window. The last --held-out windows are not
-    used for training; the loss on them is printed before and after. Progress is saved in TAUGHT.teaching after every
-    pass: the same command resumes from there with bit-identical results, and removes it when TAUGHT is written. For
-    hashes use {"kind": "lha", "chunk": 64} in an encoder, {"kind": "lha", "joint": false, "utility": "collisions"} in
-    a decoder. It runs on a GPU if there is one.
+    Text files are split into windows of --length tokens; a pass reads one window. The loss on the last --held-out
+    windows is printed before and after. Progress is saved in TAUGHT.teaching after every pass: the same command resumes
+    from there with bit-identical results. For hashes use {"kind": "lha", "chunk": 64} in an encoder, {"kind": "lha",
+    "joint": false, "utility": "collisions"} in a decoder. It runs on a GPU if there is one.
     """
     for key, value in (("--passes", args.passes), ("--held-out", args.held_out)):
         if value < 1:
@@ -246,8 +242,7 @@ def check_model(args: argparse.Namespace) -> None:
 
     Prints PASS or FAIL with the largest difference, relative to the standard deviation of the logits, and the first
     token that differs by more than rounding. A failed check ends the command with exit code 2. Weights are loaded in
-    fp32. Models of transformers, exports and models with replaced attention are supported. Code in the folder is never
-    executed.
+    fp32. Exports and models with replaced attention are supported, too. Code in the folder is never executed.
     """
     from megasparse.errors import UserError
 

@@ -43,8 +43,8 @@ def pretrain(args: argparse.Namespace) -> None:
         megasparse pretrain decoder_64k --start runs/smollm2 --data my_books/    # a downloaded decoder, your own texts
         megasparse pretrain decoder_64k --start runs/smollm2 --data chats.jsonl  # conversations, loss on the answers
 
-    Run the same command again to resume from the newest checkpoint in `run.directory`. After SIGTERM, SIGINT or SIGUSR1
-    the run saves a checkpoint and stops at the end of the current step.
+    Run the same command again to resume from the newest checkpoint. After SIGTERM, SIGINT or SIGUSR1 the run saves a
+    checkpoint and stops at the end of the current step.
     """
     if args.gpus is not None and not args.dry_run:
         raise ConfigError("--gpus", f"{args.gpus} is only for --dry-run", "Start the ranks with torchrun or deepspeed")
@@ -61,7 +61,6 @@ def pretrain(args: argparse.Namespace) -> None:
     signals = None if args.dry_run else StopSignals()
     if signals is not None:
         signals.follow_launcher()
-    # Imported when the configuration is known to be right: a mistake in it should be reported at once.
     from megasparse.planning.dry_run import dry_run_report
     from megasparse.runs.data import from_data, open_data
     from megasparse.runs.pretraining import pretrain
@@ -117,7 +116,6 @@ def finetune(args: argparse.Namespace) -> None:
     signals = None if args.dry_run else StopSignals()
     if signals is not None:
         signals.follow_launcher()
-    # Imported when the configuration is known to be right: a mistake in it should be reported at once.
     from megasparse.runs.finetuning import finetune, finetune_dry_run
 
     if args.dry_run:
@@ -149,8 +147,8 @@ def plan(args: argparse.Namespace) -> None:
         megasparse plan llama_8b_1m --gpus 8 --gpu H100
         megasparse plan decoder_64k --start FOLDER --gpus 1 --gpu-memory 24GB --host-memory 128GB
 
-    The prediction does not need a GPU or memory for the model: allocations are counted, not made. docs/scaling.md
-    explains the formulae. FOLDER needs only the config.json of a decoder, not its weights and tokenizer.
+    It needs neither a GPU nor memory for the model, because allocations are only counted. docs/scaling.md explains the
+    formulae. FOLDER needs only the config.json of a decoder.
     """
     for option in ("gpus", "gpus_per_node", "peak_tflops"):
         value = getattr(args, option)
@@ -185,7 +183,7 @@ def quickstart(args: argparse.Namespace) -> None:
         make quickstart                  # the first command in a checkout, after installing into .venv
 
     Each step is an ordinary megasparse command and is printed before it runs. When you run it again, finished steps are
-    skipped: the corpus is not downloaded twice, and training resumes or reports that it is complete.
+    skipped, and training resumes.
     """
     from megasparse.runs.quickstart import quickstart
 
@@ -242,11 +240,10 @@ def compare(args: argparse.Namespace) -> None:
 
     A comparison is a JSON file with the keys `prepare`, arguments of `megasparse prepare-data`; `config`, the run's
     configuration; `evaluate`, further arguments of `megasparse evaluate`, or name -> arguments for several evaluations;
-    and `arms`, name -> list of `section.key=value`. Arms differ only in these settings: they read the data in the same
-    order, and shared weights have the same initial values. Instead of `prepare`, `corpora` may define several corpora,
-    each with settings for all arms and with its own folder. Every step is an ordinary command, and finished steps are
-    skipped, so an interrupted comparison can be continued. The results are OUTPUT/table.md and, if evaluation.every is
-    above 0, OUTPUT/curves.svg; bits/token equals bits/dim if tokens are bytes or pixels.
+    and `arms`, name -> list of `section.key=value`. Arms read the data in the same order, and shared weights have the
+    same initial values. Instead of `prepare`, `corpora` may define several corpora, each with settings for all arms and
+    with its own folder. Finished steps are skipped. The results are OUTPUT/table.md and, if evaluation.every is above
+    0, OUTPUT/curves.svg; bits/token equals bits/dim if tokens are bytes or pixels.
     """
     import shlex
 
@@ -282,8 +279,8 @@ def report(args: argparse.Namespace) -> None:
         megasparse report runs/lsh runs/full --output comparison.html  # curves of several runs in the same charts
 
     The report contains headline numbers, curves of all scalars (docs/reference/scalars.md) with incidents marked,
-    attention maps, samples, incidents, checkpoints, and the configuration with its differences from the defaults. Runs
-    that are still training, crashed or were restarted are reported up to their last step.
+    attention maps, samples, checkpoints, and the configuration with its differences from the defaults. Runs that are
+    still training, crashed or were restarted are reported up to their last step.
     """
     from megasparse.evaluation.outputs import whole_file
     from megasparse.runs.report import page, read_run

@@ -139,15 +139,10 @@ class FinetuneTrainingConfig(TrainingConfig):
 
 class FinetuneOptimizerConfig(OptimizerConfig):
     learning_rate: Annotated[float, Field(gt=0.0)] = 2e-5
-    """Peak learning rate, after the warm-up."""
     betas: Annotated[tuple[Rate, Rate], JSON_LIST] = (0.9, 0.999)
-    """AdamW only."""
     weight_decay: Annotated[float, Field(ge=0.0)] = 0.01
-    """Decoupled weight decay, times the learning rate, of all weights with two dimensions or more."""
     schedule: Literal["constant", "linear", "cosine", "inverse_sqrt", "wsd"] = "linear"
-    """Learning rate after the warm-up."""
     final_fraction: Rate = 0.0
-    """Cosine, linear and wsd: learning rate of the last step as a fraction of `learning_rate`."""
     warmup_fraction: Rate = 0.1
     """Fraction of all steps used for warm-up, which sets `warmup_steps`; 0 keeps `warmup_steps`."""
 

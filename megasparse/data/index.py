@@ -137,4 +137,5 @@ def _how_to_prepare(directory: Path) -> str:
 
     name = next((corpus for corpus in CORPORA if corpus in directory.name), "text")
     options = CORPORA[name].EXAMPLE.rpartition("--output")[0]
-    return f"Prepare it: megasparse prepare-data {name} {options}--output {shlex.quote(str(directory))}"
+    command = f"megasparse prepare-data {name} {options}--output {shlex.quote(str(directory))}"
+    return f"Prepare it: {command}; or give pretrain your texts: --data my_books/"

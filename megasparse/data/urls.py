@@ -1,9 +1,8 @@
 """Files at URLs, read by fsspec with failed requests repeated, and folders of shards there.
 
-Each shard is fetched whole into a cache on this machine, which its processes and later runs share, and verified:
-
-    SHA256.tar    a shard, named by its content. Readers hold a shared lock (flock) on it
-    .lock         held while a process makes room and fetches a shard
+Each shard is fetched whole into a cache on this machine, which its processes and later runs share, and verified.
+`SHA256.tar` is a shard, on which readers hold a shared lock (flock); `.lock` is held while a process makes room and
+fetches a shard.
 """
 
 import hashlib

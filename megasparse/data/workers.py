@@ -49,7 +49,7 @@ class Workers(Generic[Result]):
             while waiting:
                 yield from waiting.popleft().result()
         except BrokenProcessPool:
-            raise ConfigError("--workers", "a worker process was killed", "Run it again, with fewer") from None
+            raise ConfigError("--workers", "a worker process was killed", "Run the command again, with fewer") from None
 
     def _submit(self, batch: list[bytes]) -> "Future[list[Result]]":
         if self._pool is None:

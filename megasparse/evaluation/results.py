@@ -32,9 +32,6 @@ from megasparse.settings.load import build_config
 from megasparse.training.checkpoints.checkpoint import Checkpoint, load_weights, open_newest
 from megasparse.training.ranks import Ranks, start_ranks
 
-OF_SOURCE = ("downsampling", "verified")
-"""Keys of the source in the data's index that affect a score."""
-
 
 def restore(directory: str | Path, overrides: Sequence[str] = ()) -> tuple[Model, Config, Checkpoint, Ranks]:
     """Load the model of a checkpoint, or of a run's newest one, in the precision and on the device of its run, on every
@@ -115,7 +112,9 @@ def protocol_of(
     length, section = config.evaluation_length, index.split(split)
     if index.record is not None and stride not in (None, length):
         raise ConfigError("--stride", f"{stride} starts windows inside records of {index.record} tokens", "Remove it")
-    source = index.file.source
+    source: dict[str, Any] = {
+        key: index.file.source[key] for key in ("downsampling", "verified") if key in index.file.source
+    }
     return Protocol(
         split=split,
         sequence_length=length,
@@ -134,7 +133,7 @@ def protocol_of(
         record=index.record,
         split_bytes=section.raw_bytes,
         split_words=section.words,
-        data_settings={**index.file.settings, **{key: source[key] for key in OF_SOURCE if key in source}},
+        data_settings={**index.file.settings, **source},
     )
 
 

@@ -4,12 +4,27 @@ B batch, n length of the input, E width.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from megasparse.model.decoder import DecodingCache
+
+
+def refuse_unsupported(arguments: dict[str, Any]) -> None:
+    """Raise ValueError for an argument that would be ignored."""
+    for name in ("inputs_embeds", "decoder_inputs_embeds"):
+        if arguments.get(name) is not None:
+            raise ValueError(f"{name} is not supported: mechanisms may read token ids. Give input_ids")
+    for name in ("output_hidden_states", "output_attentions"):
+        if arguments.get(name):
+            raise ValueError(f"{name} is not supported: layers do not keep them. Omit it")
+    cache = arguments.get("cache", arguments.get("past_key_values"))
+    if not isinstance(cache, MegasparseCache | None):
+        problem = f"past_key_values is a {type(cache).__name__}, which this model cannot read"
+        raise ValueError(f"{problem}. Omit it, or give the result of an earlier call")
 
 
 def refuse_shape(name: str, mask: Tensor | None, shape: Sequence[int]) -> None:

@@ -32,9 +32,6 @@ from megasparse.model.decoder import Causal
 from megasparse.training.checkpoints.checkpoint import Checkpoint, open_newest
 from megasparse.training.checkpoints.manifest import NO_DATA
 
-COMPARED = 3, 2
-"""Texts, and sequences per text, on which both models are compared."""
-
 
 def to_hf(
     checkpoint: str | Path, output: str | Path, to: str = "megasparse", evaluation: str | Path | None = None
@@ -83,7 +80,7 @@ def text_tokens(model: ModelConfig) -> list[Tensor]:
     """Return real text, the source code of this file, in three pieces (2, L) int64: of an encoder with masked tokens,
     of an encoder–decoder with padding.
     """
-    pieces, count, length = *COMPARED, compared_length(model)
+    pieces, count, length = 3, 2, compared_length(model)
     text = bytearray(Path(__file__).read_bytes()[: pieces * count * length])
     tokens = torch.frombuffer(text, dtype=torch.uint8).long().view(pieces, count, length)
     if model.kind == "encoder":

@@ -73,9 +73,6 @@ from megasparse.training.engines.contract import put
 from megasparse.training.ranks import Ranks
 from megasparse.training.reporting.memory import trim_memory
 
-DRAWS_COMPARED = 3
-"""Number of random inputs, one of which must agree."""
-
 
 @dataclass(frozen=True)
 class HFModel:
@@ -159,7 +156,7 @@ class HFModel:
             tokens = padded(torch.randint(model.vocabulary, (1, length), generator=generator), model)
             return our_logits(ours, tokens, seed), self.format.logits(theirs, tokens, seed)
 
-        if difference := disagreement(map(logits, range(DRAWS_COMPARED))):
+        if difference := disagreement(map(logits, range(3))):
             raise HubError(self.source, f"megasparse's logits differ from its logits by {difference:.2g}", "Report it")
         return length
 
@@ -338,7 +335,7 @@ def resumed_from(config: Config, source: str | Path, ranks: Ranks) -> str:
 def require_base(config: Config) -> None:
     """Raise ConfigError if a run with adapters lacks base weights."""
     if not (start := _start_of(config)).exists():
-        raise ConfigError("lora", f"{start.parents[1]} contains no base weights", "Name some with --start")
+        raise ConfigError("lora", f"{start.parents[1]} contains no base weights", "Name a model with --start")
 
 
 def base_digest(config: Config) -> str:

@@ -31,7 +31,7 @@ from megasparse.attention.contract import Targets
 from megasparse.attention.cross import EncoderOutput
 from megasparse.attention.heads import Padding
 from megasparse.config.schema import ModelConfig, predicts
-from megasparse.hub.aligned_rows import AlignedRows, MegasparseCache, refuse_shape
+from megasparse.hub.aligned_rows import AlignedRows, MegasparseCache, refuse_shape, refuse_unsupported
 from megasparse.hub.formats import TASKS
 from megasparse.hub.replaced_layer import IGNORED, share_of_batch
 from megasparse.model.build import empty_model, initialise
@@ -94,20 +94,6 @@ class MegasparseConfig(PretrainedConfig):
     def max_position_embeddings(self) -> int:
         """Longest input in tokens, of a decoder without its start vector."""
         return int(self.model["max_length"]) - self.is_decoder
-
-
-def refuse_unsupported(arguments: dict[str, Any]) -> None:
-    """Raise ValueError for an argument that would be ignored."""
-    for name in ("inputs_embeds", "decoder_inputs_embeds"):
-        if arguments.get(name) is not None:
-            raise ValueError(f"{name} is not supported: mechanisms may read token ids. Give input_ids")
-    for name in ("output_hidden_states", "output_attentions"):
-        if arguments.get(name):
-            raise ValueError(f"{name} is not supported: layers do not keep them. Omit it")
-    cache = arguments.get("cache", arguments.get("past_key_values"))
-    if not isinstance(cache, MegasparseCache | None):
-        problem = f"past_key_values is a {type(cache).__name__}, which this model cannot read"
-        raise ValueError(f"{problem}. Omit it, or give the result of an earlier call")
 
 
 class MegasparsePreTrainedModel(PreTrainedModel):
@@ -173,7 +159,7 @@ class MegasparsePreTrainedModel(PreTrainedModel):
         """Create the layers of a task, if it has any."""
 
     def initialize_weights(self) -> None:
-        """Initialise weights that were not loaded from the run's seed, as in a megasparse run."""
+        """Initialise weights that were not loaded as a megasparse run does: by the run's seed."""
         super().initialize_weights()
         values = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
         loaded = {name: x.detach().clone() for name, x in values.items() if getattr(x, "_is_hf_initialized", False)}

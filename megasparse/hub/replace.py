@@ -1,8 +1,8 @@
 """Replacement of a pretrained Hugging Face model's self-attention by megasparse mechanisms.
 
-The mechanisms are the submodule `megasparse` of every self-attention; transformers calls them through `attend`, see
-replaced_layer.py. Hooks pass the layer's input and the random state on as keyword arguments, so that recomputation of a
-checkpointed layer uses the same values.
+The mechanisms are the submodule `megasparse` of every self-attention; transformers calls them through `attend`. Hooks
+pass the layer's input and the random state on as keyword arguments, so that recomputation of a checkpointed layer uses
+the same values.
 """
 
 import inspect
@@ -35,7 +35,7 @@ from megasparse.hub.replaced_layer import (
     share_of_batch,
 )
 from megasparse.hub.tensor_file import ADAPTER, TensorFile, appearing, load_stored
-from megasparse.hub.versions import TESTED_TRANSFORMERS
+from megasparse.hub.versions import USE_TESTED
 from megasparse.model.build import initialise
 from megasparse.model.embedding import lengthened
 from megasparse.settings.checks import check_model
@@ -44,11 +44,11 @@ ENTRY = "megasparse_attention"
 """Key of config.json with the arguments of the replacement: {"attention", "max_length", "seed"}."""
 DRAWS, TARGETS = "megasparse_draws", "megasparse_targets"
 """Arguments of a replaced model's forward, for training loops: an RngContext that replaces the model's seed and pass
-number, and labels (B,) for mechanisms to learn from in a model without a head. With the first one, the training loop
-calls the mechanisms' `after_step`.
+number, and labels (B,) in a model without a head. With the first one, the training loop calls the mechanisms'
+`after_step`.
 """
 ENCODERS = ("bert", "roberta", "xlm-roberta", "distilbert")
-"""`model_type` of the encoders whose attention can be replaced. Decoders may be of any type."""
+"""`model_type` of the encoders whose attention can be replaced."""
 HINT = f"Use a decoder such as Llama, Qwen or Gemma, or one of {', '.join(ENCODERS)}"
 
 
@@ -115,7 +115,7 @@ def replace_attention(
     for key, value in replacement(config, seed).items():
         setattr(model.config, key, value)
     if config.kind == "decoder" and config.max_length > 1:
-        _require_same_step(model, min(CHECKED_TOKENS, config.max_length))
+        _require_same_step(model, min(4, config.max_length))
     return model
 
 
@@ -137,9 +137,8 @@ def replacement(config: ModelConfig, seed: int) -> dict[str, Any]:
 
 
 def auxiliary_loss(model: PreTrainedModel) -> Tensor:
-    """Return the mechanisms' auxiliary loss of the last training pass, a scalar to add to your objective.
-
-    It is 0 if `outputs.loss` includes it (the model computed a loss) and if the mechanisms learn nothing.
+    """Return the mechanisms' auxiliary loss of the last training pass, a scalar to add to your objective: 0 if
+    `outputs.loss` includes it.
     """
     pending = _state(model).pending
     return torch.zeros((), device=device_of(model)) if pending is None else pending
@@ -164,7 +163,7 @@ class _State:
 
 def _interface_calls(model: PreTrainedModel) -> list[InterfaceCall]:
     """Record the calls of transformers' attention interface, one per layer, in a pass over two tokens. Raises HubError
-    unless they ask for plain attention of queries, keys and values, causal in a decoder.
+    unless they ask for plain attention.
     """
     _require_plain(model)
     base, calls, name = cast(Any, model.base_model), list[InterfaceCall](), type(model).__name__
@@ -187,20 +186,15 @@ def _interface_calls(model: PreTrainedModel) -> list[InterfaceCall]:
         raise HubError(name, problem, HINT)
     if model.config.model_type not in ENCODERS and "position_ids" not in inspect.signature(base.forward).parameters:
         problem = f"takes no position_ids with transformers {transformers.__version__}, which separate packed documents"
-        raise HubError(name, problem, f"Use a tested version: {', '.join(TESTED_TRANSFORMERS)}")
+        raise HubError(name, problem, USE_TESTED)
     for call in calls:
         _require_attention(model, call, calls[0])
     return calls
 
 
-CHECKED_TOKENS = 4
-"""Tokens of the pass that `replace_attention` repeats with a cache."""
-
-
 def _require_same_step(model: PreTrainedModel, length: int) -> None:
-    """Raise HubError unless a token read with a cache gets the output that it has in a whole pass of `length` tokens.
-
-    How transformers passes caches to attention layers is private to it and differs between its versions.
+    """Raise HubError unless a token read with a cache gets the output of a whole pass: how transformers passes caches
+    to attention layers is private to it.
     """
     base: Any = model.base_model
     tokens = torch.arange(length, device=device_of(model))[None] % model.config.vocab_size
@@ -212,7 +206,7 @@ def _require_same_step(model: PreTrainedModel, length: int) -> None:
     tolerance = 0.05 if whole.is_cuda else 1e-3  # TF32 keeps 11 bits of each factor
     if exact and (step - whole).abs().max() > tolerance * whole.abs().max():
         problem = f"decodes from a cache unlike its whole pass with transformers {transformers.__version__}"
-        raise HubError(type(model).__name__, problem, f"Use a tested version: {', '.join(TESTED_TRANSFORMERS)}")
+        raise HubError(type(model).__name__, problem, USE_TESTED)
 
 
 @contextmanager
@@ -228,7 +222,6 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def _require_plain(model: PreTrainedModel) -> None:
-    """Raise HubError for a model whose attention cannot be replaced according to its configuration."""
     name = type(model).__name__
     if not isinstance(model, PreTrainedModel):
         raise HubError(name, "is not a model of Hugging Face transformers", HINT)
@@ -251,9 +244,8 @@ def _require_plain(model: PreTrainedModel) -> None:
 
 
 def _require_attention(model: PreTrainedModel, call: InterfaceCall, first: InterfaceCall) -> None:
-    """Raise HubError unless a call asks for plain attention of the same shape as the first layer's.
-
-    Names of arguments are private to transformers: a tensor or number under another name is an error.
+    """Raise HubError unless a call asks for plain attention of the first layer's shape. Names of arguments are private
+    to transformers: a tensor or number under another name is an error.
     """
     name, encoder = type(model).__name__, model.config.model_type in ENCODERS
     values = {key for key, x in call.others.items() if isinstance(x, Tensor | int | float) and not isinstance(x, bool)}
@@ -261,8 +253,7 @@ def _require_attention(model: PreTrainedModel, call: InterfaceCall, first: Inter
         problem = f"caps its scores (attn_logit_softcapping = {cap}), which no mechanism supports"
         raise HubError(name, problem, "Set it to null in config.json, then fine-tune, because the scores change")
     if extra := sorted(values - {"dropout", "position_ids"}):
-        hint = f"Use another model, or a tested version of transformers: {', '.join(TESTED_TRANSFORMERS)}"
-        raise HubError(name, f"its attention has {extra[0]} next to queries, keys and values", hint)
+        raise HubError(name, f"its attention has {extra[0]} next to queries, keys and values", USE_TESTED)
     if call.attention_mask is not None:
         raise HubError(name, "adds its own mask or bias to its scores", HINT)
     if encoder == getattr(call.module, "is_causal", not encoder) or (encoder and call.sliding_window is not None):
@@ -274,7 +265,6 @@ def _require_attention(model: PreTrainedModel, call: InterfaceCall, first: Inter
 
 
 def _require_length(model: PreTrainedModel, max_length: int, window: int | None) -> None:
-    """Raise HubError unless a decoder's attention is full over `max_length` tokens."""
     name = type(model).__name__
     if max_length > positions(model):
         problem = f"has {positions(model)} positions, fewer than max_length = {max_length}"
@@ -307,7 +297,7 @@ def _require_decodable(layers: list[Mechanisms]) -> None:
 def _model_config(
     model: PreTrainedModel, call: InterfaceCall, attention: dict[str, Any] | AttentionConfig, max_length: int
 ) -> ModelConfig:
-    """Return a megasparse configuration with the same heads and `attention`. Raises ConfigError."""
+    """Return a megasparse configuration with the same heads and `attention`."""
     hf = model.config
     values = {
         "kind": "encoder" if hf.model_type in ENCODERS else "decoder",
@@ -352,18 +342,15 @@ def _state(model: nn.Module) -> _State:
 
 
 Arguments = tuple[object, ...]
-"""Positional arguments of a module's call."""
 
 
 def _cache_among(args: Arguments, kwargs: dict[str, Any]) -> Cache | None:
-    """Return the generation cache among a module's arguments. Its name depends on the model and on transformers'
-    version: cache, past_key_values or layer_past.
-    """
+    """Return the generation cache among a module's arguments, whose name depends on the version."""
     return next((value for value in (*args, *kwargs.values()) if isinstance(value, Cache)), None)
 
 
 def _hand_over_input(module: Any, args: Arguments, kwargs: dict[str, Any]) -> tuple[Arguments, dict[str, Any]]:
-    """Pass a self-attention's input and cache on, creating the cache layer if necessary. A forward pre-hook."""
+    """Pass a self-attention's input and cache on. A forward pre-hook."""
     x, layer = args[0] if args else kwargs["hidden_states"], getattr(module, NAME)
     cache = _cache_among(args, kwargs)
     kwargs = {**kwargs, "megasparse_input": x}
@@ -419,8 +406,8 @@ def _finish(model: PreTrainedModel, args: Arguments, kwargs: dict[str, Any], out
 
 
 def _targets(model: PreTrainedModel, named: dict[str, Any]) -> Targets | None:
-    """Return the labels of tokens, without ignored ones (−100), or of sequences; None for other tasks. For a causal
-    language model, shift them to the next tokens. named: arguments of its forward.
+    """Return the labels of tokens or of sequences; None for other tasks. For a causal language model, shift them to the
+    next tokens. named: arguments of its forward.
     """
     labels = named.get("labels")
     if labels is None or labels.is_floating_point():
@@ -479,22 +466,19 @@ def load_replaced(
 
 
 def _base_state(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Return the mechanisms' tensors by their name in the base model."""
     return {name: x for name, x in model.base_model.state_dict().items() if f".{NAME}." in name}
 
 
 def load_whole(loader: Any, folder: str | Path, new_head: bool = False, **settings: Any) -> PreTrainedModel:
-    """Load the model of a folder, and replace its attention if its config.json specifies that. Arguments and errors are
-    those of `load_stored`.
-    """
+    """Load the model of a folder, and replace its attention if config.json specifies that. See `load_stored`."""
     model: PreTrainedModel = load_stored(loader, folder, new_head, **settings)
     restore_attention(model, folder)
     return model
 
 
 def restore_attention(model: PreTrainedModel, directory: str | Path) -> None:
-    """Replace the attention of a model that transformers has loaded from a folder, as its config.json specifies; do
-    nothing if it specifies none. Raises HubError if a tensor is missing or unknown.
+    """Replace the attention of a model that transformers has loaded from a folder, if its config.json specifies that.
+    Raises HubError if a tensor is missing or unknown.
     """
     implementation = model.config._attn_implementation
     if not hasattr(model.config, ENTRY) and implementation != NAME:
@@ -526,10 +510,7 @@ def entry_of(config: Any, directory: str | Path) -> dict[str, Any]:
 
 
 def load_plain(directory: str | Path) -> PreTrainedModel:
-    """Load the original model of a folder, with the saved class. Nothing is downloaded or unpickled.
-
-    Raises HubError if a weight is missing or a tensor is unknown.
-    """
+    """Load the original model of a folder, with the saved class."""
     TensorFile.open(directory)
     return load_whole(_saved_class(Path(directory)), directory)
 
@@ -556,7 +537,7 @@ def _saved_class(directory: Path) -> type[PreTrainedModel]:
 
 
 def position_offset(model: PreTrainedModel) -> int:
-    """Return the row of the first token in the table of positions: pad_token_id + 1 in RoBERTa's families, else 0."""
+    """Return the row of the first token in the table of positions."""
     return model.config.pad_token_id + 1 if model.config.model_type in ("roberta", "xlm-roberta") else 0
 
 
@@ -568,9 +549,7 @@ def positions(model: PreTrainedModel) -> int:
 @torch.no_grad()
 def extend_positions(model: PreTrainedModel, length: int) -> None:
     """Extend a pretrained encoder to `length` tokens, in place: position i gets the embedding of position i mod P.
-
-    Updates the configuration and the position buffers too. Raises HubError if the model has more positions, or if they
-    are offloaded.
+    Raises HubError if the model has more positions, or if they are offloaded.
     """
     old, offset = positions(model), position_offset(model)
     if length < old:

@@ -38,7 +38,7 @@ from megasparse.attention.sinks import merge
 from megasparse.config.attention import AttentionConfig
 from megasparse.config.schema import ModelConfig, heads_of_layer
 from megasparse.errors import HubError
-from megasparse.hub.versions import TESTED_TRANSFORMERS
+from megasparse.hub.versions import USE_TESTED
 from megasparse.ops.gathered_attention import gathered_attention
 from megasparse.ops.operator import autocast_off
 from megasparse.ops.random import RngContext
@@ -84,7 +84,7 @@ class Mechanisms(nn.ModuleDict):
         return all(_attends_fully(attention) for attention in self.values())
 
     def attend(self, inputs: Projected, padding: Padding, context: AttentionContext) -> tuple[Tensor, list[Tensor]]:
-        """Return the outputs of all heads (B, H, L, D), and the mechanisms' auxiliary losses."""
+        """Return the outputs of all heads (B, H, L, D), and the auxiliary losses."""
         outs, losses = [], []
         for mechanism, heads, part in self.split_heads_by_mechanism(inputs.q, inputs.k, inputs.v, padding, context):
             with autocast_off(inputs.x):
@@ -95,7 +95,7 @@ class Mechanisms(nn.ModuleDict):
         return torch.cat(outs, dim=1), losses
 
     def index(self, inputs: Projected, context: AttentionContext, position: int) -> list[_Part]:
-        """Index the newest tokens for each mechanism; later queries select their keys by the index."""
+        """Index the newest tokens for each mechanism."""
         parts = []
         for mechanism, heads, local in self.split_heads_by_mechanism(
             inputs.q, inputs.k, inputs.v, Padding(), context, position
@@ -119,7 +119,7 @@ class Mechanisms(nn.ModuleDict):
         sinks: Tensor | None = None,
     ) -> Tensor:
         """Attend from the newest n tokens to a cache, (B, H, n, D). k, v: (B, G, L, D). index: of all tokens. sinks:
-        (H,), see `InterfaceCall`.
+        (H,).
         """
         repeats, real, outs, first = sum(self.split.values()) // k.shape[1], tokens.real, [], 0
         for part, entries in zip(parts, index, strict=True):
@@ -170,7 +170,7 @@ class IndexedLayer(DynamicLayer):  # type: ignore[misc]
     """A layer of transformers' generation cache with an index for the mechanisms' selection of keys.
 
     Its tensors have spare capacity, so that most tokens are appended without a copy. capacity: number of tokens of a
-    static cache, allocated at once; None for a growing one.
+    static cache, allocated at once.
     """
 
     def __init__(self, capacity: int | None = None) -> None:
@@ -180,7 +180,7 @@ class IndexedLayer(DynamicLayer):  # type: ignore[misc]
 
     @staticmethod
     def of(cache: Cache, number: int, needs_index: bool) -> None:
-        """Replace an empty layer of a cache by an IndexedLayer. Raises HubError for a layer of another type."""
+        """Replace an empty layer of a cache by an IndexedLayer."""
         while len(cache.layers) <= number:
             cache.layers.append(DynamicLayer())
         layer: Any = cache.layers[number]
@@ -243,7 +243,7 @@ class IndexedLayer(DynamicLayer):  # type: ignore[misc]
             self.index = change(self.index)
 
     def _append(self, name: str, old: Tensor, new: Tensor) -> Tensor:
-        """Append `new` (..., n, w) to `old` (..., L, w), which may be empty, in a tensor with spare capacity."""
+        """Append `new` (..., n, w) to `old` (..., L, w) in a tensor with spare capacity."""
         length, store = old.shape[-2] if old.numel() else 0, self.stores.get(name)
         total = length + new.shape[-2]
         if self.capacity is not None and total > self.capacity:
@@ -262,17 +262,15 @@ class IndexedLayer(DynamicLayer):  # type: ignore[misc]
 
 
 def cache_name(model: nn.Module) -> str:
-    """Return the name of the generation cache in the arguments and outputs of a model, which depends on transformers'
-    version.
-    """
+    """Return the name of the generation cache of a model, which depends on transformers' version."""
     return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
 class InterfaceCall(NamedTuple):
     """Arguments of one self-attention's call of transformers' attention interface.
 
-    query: (B, H, n, D), the last n tokens. key, value: (B, G, L, D), all tokens. attention_mask: (B, L) bool or None,
-    from `key_mask`. sinks: (H,), a learned sink per head, the score of a key without a value (s_aux of gpt-oss).
+    query: (B, H, n, D), the last n tokens. key, value: (B, G, L, D), all tokens. attention_mask: (B, L) bool or None.
+    sinks: (H,), a learned sink per head, the score of a key without a value (s_aux of gpt-oss).
     """
 
     module: nn.Module
@@ -302,7 +300,7 @@ class ReplacedPass:
     """Replaces the model's seed and pass number."""
     losses: list[Tensor] = field(default_factory=list)
     calls: list[InterfaceCall] | None = None
-    """If set, the pass only records its calls of the attention interface, and attention returns its values."""
+    """If set, the pass only records its calls of the attention interface."""
     _of_layers: dict[Any, Any] = field(default_factory=dict)
     """Values that all layers of the pass share."""
 
@@ -316,13 +314,13 @@ class ReplacedPass:
         return cast(RngContext, self._of_layers[batch])
 
     def record(self, call: InterfaceCall) -> Tensor:
-        """Record a call. Returns its values as the outputs of the query heads, (B, H, n, D)."""
+        """Record a call. Returns its values as outputs, (B, H, n, D)."""
         assert self.calls is not None
         self.calls.append(call)
         return call.value.repeat_interleave(call.query.shape[1] // call.value.shape[1], dim=1)
 
     def documents(self, call: InterfaceCall) -> Tensor | None:
-        """Return the document numbers (B, L) of packed documents, which start at jumps of positions; None for one."""
+        """Return the numbers (B, L) of packed documents, which start at jumps of positions; None for one."""
         batch, _, count, _ = call.query.shape
         if call.attention_mask is not None or self.position_ids is None or count != call.key.shape[2]:
             return None
@@ -330,7 +328,7 @@ class ReplacedPass:
         return starts.cumsum(1).expand(batch, count) if bool(starts.any()) else None
 
     def tokens(self, length: int, count: int, real: Tensor | None, device: torch.device) -> CachedTokens:
-        """Return the tokens of a cache, of which the newest `count` are queries. real: (B, length) bool, or None."""
+        """Return the tokens of a cache, of which the newest `count` are queries."""
         key = length, count, id(real), device
         if key not in self._of_layers:
             self._of_layers[key] = CachedTokens.of(length, count, real, device)
@@ -338,7 +336,7 @@ class ReplacedPass:
 
 
 class _LayerCall:
-    """Call of a layer with mechanisms: `prefill` attends from whole sequences, `extend` from new tokens to a cache."""
+    """Call of a layer with mechanisms: `prefill` attends from whole sequences, `extend` to a cache."""
 
     def __init__(self, call: InterfaceCall, layer: Mechanisms, run: ReplacedPass, x: Tensor, cache: Cache | None):
         batch, heads, count, _ = call.query.shape
@@ -391,7 +389,7 @@ class _LayerCall:
             return self.extend(parts, index, mask)
         if not self.layer.attends_fully:
             problem = f"got no cache that megasparse can read from transformers {transformers.__version__}"
-            raise HubError(self.call.name, problem, f"Use a tested version: {', '.join(TESTED_TRANSFORMERS)}")
+            raise HubError(self.call.name, problem, USE_TESTED)
         return _after(self.call.query, self.call.key, self.call.value, mask, sinks=self.call.sinks)
 
     def prefill(self) -> Tensor:
@@ -409,7 +407,7 @@ class _LayerCall:
         return _after(query, key, value, mask, None, segments, self.call.sinks)
 
     def extend(self, parts: list[_Part], index: Sequence[Tensor | None], real: Tensor | None) -> Tensor:
-        """Attend from the newest tokens to a cache. index: of all tokens. real: (B, L) bool, or None."""
+        """Attend from the newest tokens to a cache. index: of all tokens."""
         key, value = self.call.key, self.call.value
         tokens = self.run.tokens(self.length, self.length - self.position, real, key.device)
         return self.layer.attend_cached(parts, key, value, index, tokens, self.call.sinks)
@@ -426,10 +424,9 @@ def attend(
     megasparse_pass: ReplacedPass | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Attention function of a layer, called by transformers with the tensors of `InterfaceCall`.
-
-    options: sliding_window, output_attentions and s_aux of transformers, and the layer's input and cache from hooks.
-    Returns (B, n, H, D). Raises HubError for unsupported arguments.
+    """Attention function of a layer, called by transformers with the tensors of `InterfaceCall`. options:
+    sliding_window, output_attentions and s_aux of transformers, and the layer's input and cache from hooks. Returns (B,
+    n, H, D).
     """
     x = options.pop("megasparse_input", None)
     cache = options.pop("megasparse_cache", None)
@@ -459,9 +456,8 @@ def attend(
 
 
 def _indexed(cached: IndexedLayer, parts: list[_Part], position: int) -> list[Tensor | None]:
-    """Add the newest tokens to the index of a layer. Return the index of all tokens, (B, L, w) per mechanism.
-
-    The index is one byte tensor per layer, with the entries of all mechanisms concatenated.
+    """Add the newest tokens to the index of a layer, one byte tensor with the entries of all mechanisms. Return the
+    index of all tokens, (B, L, w) per mechanism.
     """
     newest = [part.newest.entries for part in parts]
     entries = [x.contiguous().view(torch.uint8) for x in newest if x is not None]
@@ -487,7 +483,7 @@ def _gathered(q: Tensor, k: Tensor, v: Tensor, chosen: tuple[Tensor, ...]) -> tu
 
 
 def _again(part: _Part, k: Tensor, v: Tensor, entries: Tensor | None, real: Tensor | None) -> Tensor:
-    """Recompute all tokens for a mechanism that does not select keys, and return the newest. entries: its unit keys."""
+    """Recompute all tokens for a mechanism that does not select keys, and return the newest."""
     q = part.newest.inputs.q
     before = k.shape[2] - q.shape[2]
     if real is None and (skip := part.mechanism.skipped(before)).stop > skip.start:
@@ -512,10 +508,8 @@ def _after(
     segments: Tensor | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Full attention of the last n tokens (B, H, n, D) to a cache, or attention to the last `window` tokens.
-
-    key, value: (B, G, L, D). mask: (B, L or more) bool, its last L columns are used. segments: (B, L) document numbers.
-    sinks: (H,), see `InterfaceCall`.
+    """Full attention of the last n tokens (B, H, n, D) to a cache, or attention to the last `window` tokens. key,
+    value: (B, G, L, D). mask: bool, its last L columns are used. segments: (B, L) document numbers. sinks: (H,).
     """
     count, length, outs = query.shape[2], key.shape[2], []
     position = torch.arange(length, device=query.device)
@@ -543,8 +537,8 @@ def _after(
 
 
 def share_of_batch(labels: Tensor | None, accumulated: Tensor | int | None) -> Tensor | float:
-    """Return the weight of a batch's auxiliary loss. transformers' Trainer divides the task's losses by `accumulated`
-    (`num_items_in_batch`), the labels of all batches whose gradients it adds; without it the weight is 1.
+    """Return the weight of a batch's auxiliary loss: transformers' Trainer divides the task's losses by `accumulated`
+    (`num_items_in_batch`), the labels of all batches whose gradients it adds.
     """
     return 1.0 if accumulated is None or labels is None else (labels != IGNORED).sum() / accumulated
 

@@ -141,7 +141,7 @@ def found_tokenizer(folder: Path, named: str | None) -> str:
         return str(named)
     if named is not None:
         if named not in {path.name for path in folder.iterdir() if path.is_file()}:
-            raise HubError(folder, f"its tokenizer {named[:200]!r} is missing", "Copy the whole folder again")
+            raise HubError(folder, f"the tokenizer {named[:200]!r} of its config.json is missing", "Copy it again")
         return str(folder / named)
     file = folder / FILE
     of_text = file.is_file()

@@ -10,6 +10,7 @@ OLDEST_TRANSFORMERS = "5.5.4"
 """Earlier GPT-2 models do not pass the scale of their scores to transformers' attention interface."""
 TESTED_TRANSFORMERS = "5.23.0", "5.24.0"
 """Versions with which replaced and exported models were tested in full."""
+USE_TESTED = f"Use a tested version: {', '.join(TESTED_TRANSFORMERS)}"
 
 
 def require_transformers() -> None:

@@ -29,8 +29,8 @@ from megasparse.model.branch import (
     inside,
     owned,
 )
-from megasparse.model.head_groups import HeadGroups, attend_in_groups
-from megasparse.model.recompute import recomputed
+from megasparse.model.head_groups import HeadGroups, InGroups, group_weights
+from megasparse.model.recompute import Recomputed
 from megasparse.ops.operator import Function, linear, remember_autocast
 from megasparse.ops.random import RngContext, dropout, relu_dropout
 from megasparse.ops.tiled import GradientSums, tiled
@@ -52,7 +52,8 @@ class AttentionBranch(Branch):
     def update(self, x: Tensor, run: Pass, cache: LayerCache | None = None) -> tuple[Tensor, Tensor | None]:
         """Return the output for a stream x (B, L, E), and the auxiliary loss. cache: empty, to prefill, or None."""
         if self.attention.groups > 1 and cache is None:
-            return attend_in_groups(self, self.attention, x, run)
+            out, loss = InGroups.apply(self, self.attention, run, x, *group_weights(self).values())
+            return out, loss
         decisions = run.recompute["attention", self.layer]
         context = AttentionContext(self.layer, run.rng, recompute=decisions, targets=run.targets, tokens=run.tokens)
         output = self.attention(self.read(x), context, run.padding, cache=cache)
@@ -189,9 +190,12 @@ class Block(Gathered):
         self, run: Pass, cache: LayerCache | None, source: Tensor | None, *streams: Tensor
     ) -> tuple[Tensor | None, ...]:
         """Return `whole` of all blocks that are recomputed together."""
-        if self.recomputed and cache is None:
-            return recomputed(self.recomputed, run, source, streams[0])
-        return self.whole(run, cache, source, *streams)
+        if not self.recomputed or cache is not None:
+            return self.whole(run, cache, source, *streams)
+        weights = [w for block in self.recomputed for w in block.parameters() if w.requires_grad]
+        trained = weights if torch.is_grad_enabled() else []
+        out, auxiliary = Recomputed.apply(self.recomputed, run, source, streams[0], *trained)
+        return auxiliary, out
 
     def runs_in_tiles(self, run: Pass) -> bool:
         """Return True if a recomputed pass can run tile by tile, see `model.recompute`."""

@@ -163,7 +163,7 @@ class SourceEncoder(Stack):
 
 class EncoderDecoder(Causal):
     """Encoder–decoder on sequences (B, S + T): `source.length` tokens for the encoder, followed by the tokens that the
-    decoder predicts. The decoder's modules are those of `Decoder`, plus a cross-attention per block.
+    decoder predicts. The decoder's modules equal `Decoder`'s, plus a cross-attention per block.
     """
 
     embedding_once = True

@@ -3,7 +3,7 @@
 This is Arctic's UPipe (long-sequence training), for every mechanism and inside reversible layers. For each group,
 queries, keys and values are projected tile by tile from the stream; its heads attend; its output is projected tile by
 tile and added. The backward recomputes one group after another. Random draws depend on a head's index in the layer, and
-decisions are cached per group, so results equal those of all heads at once, up to the order in which the groups'
+decisions are cached per group, so results are the same as for all heads at once, up to the order in which the groups'
 outputs and gradients are summed.
 
 B batch, L length, E d_model, D head dim, n heads of a group.
@@ -242,13 +242,9 @@ def group_weights(branch: Branch) -> dict[str, nn.Parameter]:
     return {n: w for n, w in branch.named_parameters() if not (norm_after and n.startswith("norm."))}
 
 
-def attend_in_groups(branch: Branch, layer: MultiHeadAttention, x: Tensor, run: Pass) -> tuple[Tensor, Tensor | None]:
-    """Run the branch of an ordinary layer. Returns its output, (B, L, E) fp32 or wider, and its auxiliary loss."""
-    output: tuple[Tensor, Tensor | None] = _InGroups.apply(branch, layer, run, x, *group_weights(branch).values())
-    return output
+class InGroups(Function):
+    """The branch of an ordinary layer. `apply` returns its output, (B, L, E) fp32 or wider, and its auxiliary loss."""
 
-
-class _InGroups(Function):
     @staticmethod
     def forward(
         ctx: Any, branch: Branch, layer: MultiHeadAttention, run: Pass, x: Tensor, *weights: Tensor

@@ -102,13 +102,6 @@ class Recomputed(Function):
         return None, None, d_source, d, *of_weights
 
 
-def recomputed(blocks: Sequence[Block], run: Pass, source: Tensor | None, x: Tensor) -> tuple[Tensor | None, Tensor]:
-    """Run consecutive blocks on a stream x (B, L, E). Returns the auxiliary loss or None, and the new stream."""
-    weights = [w for block in blocks for w in block.parameters() if w.requires_grad and torch.is_grad_enabled()]
-    out, auxiliary = Recomputed.apply(blocks, run, source, x, *weights)
-    return auxiliary, out
-
-
 def _forward(block: Block, run: Pass, source: Tensor | None, x: Tensor) -> tuple[Tensor, Tensor | None]:
     if block.runs_in_tiles(run):
         tiles, new = cut(x, block.tiles), torch.empty_like(x)

@@ -110,7 +110,7 @@ class _ClusterAttention(Function):
 
 
 class _Block(NamedTuple):
-    """Some queries of one cluster and all its keys, or those of n clusters. q: (n, m, D). k, v: (n, Mk, D). query, key:
+    """Some queries of one cluster and all its keys, or n clusters. q: (n, m, D). k, v: (n, Mk, D). query, key:
     (n, m) and (n, Mk), rows of the flattened heads, arbitrary in empty slots, whose weights are 0. score: (n, m, Mk),
     scale·q·k − log N, −∞ for invisible pairs. factors: of dropout, (n, m, Mk), or None.
     """

@@ -108,17 +108,17 @@ def counting_sort(keys: Tensor, bits: int, ordered: Tensor | None = None, revers
     digits = max(_FEWEST, 1 << digit_bits)
     tile = _TILE if digits <= _TILE else 4 * _TILE
     tiles = -(-length // tile)
-    counts = torch.empty(rows, tiles, digits, dtype=torch.int32, device=keys.device)
-    totals = torch.empty(rows, digits, dtype=torch.int32, device=keys.device)
+    counts = keys.new_empty(rows, tiles, digits, dtype=torch.int32)
+    totals = keys.new_empty(rows, digits, dtype=torch.int32)
     order: Tensor | None = None
     for shift in range(0, bits, digit_bits):
-        out = torch.empty(rows, length, dtype=torch.int32, device=keys.device)
+        out = keys.new_empty(rows, length, dtype=torch.int32)
         shared = {"keys": keys, "order": order, "counts": counts, "length": length, "tiles": tiles, "shift": shift}
         shared |= {"DIGITS": digits, "TILE": tile}
-        launch(count, (rows * tiles,), **shared, num_warps=4)
+        launch(count, (rows * tiles,), **shared)
         launch(
             add_up, (rows, digits // _WIDE), counts=counts, totals=totals, tiles=tiles, DIGITS=digits, WIDE=_WIDE,
-            TILES=_TILES_AT_ONCE, num_warps=4,
+            TILES=_TILES_AT_ONCE,
         )  # fmt: skip
         last = shift + digit_bits >= bits
         launch(

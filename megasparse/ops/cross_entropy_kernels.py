@@ -83,37 +83,28 @@ def token_scores(logits: Tensor, targets: Tensor, smoothing: float = 0.0) -> Ten
     return _TokenScores.apply(logits, targets, smoothing)
 
 
-def _settings(width: int, smoothing: float) -> dict[str, int]:
-    size = min(_BLOCK, triton.next_power_of_2(width))
-    return dict(COLUMNS=3 if smoothing else 2, BLOCK=size, num_warps=max(1, size // _PER_WARP))
-
-
 class _TokenScores(Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, smoothing: float) -> Tensor:
         logits = whole_vectors(logits)
         targets = targets.contiguous()
         count, width = logits.shape
-        settings = _settings(width, smoothing)
+        size = min(_BLOCK, triton.next_power_of_2(width))
+        ctx.shared = {"stride": logits.stride(0), "width": width, "smoothing": smoothing, "BLOCK": size}
+        ctx.shared |= {"COLUMNS": 3 if smoothing else 2, "num_warps": max(1, size // _PER_WARP)}
         lse = logits.new_empty(count, dtype=torch.float32)
-        scores = lse.new_empty(count, settings["COLUMNS"])
-        launch(
-            scores_forward, (count,), logits=logits, targets=targets, lse=lse, scores=scores, stride=logits.stride(0),
-            width=width, smoothing=smoothing, **settings,
-        )  # fmt: skip
+        scores = lse.new_empty(count, ctx.shared["COLUMNS"])
+        launch(scores_forward, (count,), logits=logits, targets=targets, lse=lse, scores=scores, **ctx.shared)
         ctx.save_for_backward(logits, targets, lse)
-        ctx.smoothing = smoothing
         return scores
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         logits, targets, lse = ctx.saved_tensors
         count, width = logits.shape
-        settings = _settings(width, ctx.smoothing)
         slopes = logits.new_empty(count, width)
         launch(
-            scores_backward, (count, triton.cdiv(width, settings["BLOCK"])), logits=logits, targets=targets, lse=lse,
-            grad=grad.contiguous(), slopes=slopes, stride=logits.stride(0), width=width, smoothing=ctx.smoothing,
-            **settings,
+            scores_backward, (count, triton.cdiv(width, ctx.shared["BLOCK"])), logits=logits, targets=targets, lse=lse,
+            grad=grad.contiguous(), slopes=slopes, **ctx.shared,
         )  # fmt: skip
         return slopes, None, None

@@ -28,10 +28,15 @@ def gathered_attention(
 ) -> tuple[Tensor, Tensor]:
     """Compute out_i = Σ_j exp(scale·q_i·k_j − lse_i) v_j over the keys j in row i of the index.
 
-    q: (B, H, Lq, D). k, v: (B, G, Lk, D), a divisor G of H: each key head serves H/G neighbouring heads. index: (B|1,
-    I, Lq, K) int32 or int64 key numbers, a divisor I of H, −1 in empty slots; repeated keys are included repeatedly.
-    Returns out (B, H, Lq, D) and lse (B, H, Lq) of all pairs, even dropped ones, 0 and −∞ for queries with no visible
-    key.
+    Args:
+        q: (B, H, Lq, D).
+        k, v: (B, G, Lk, D), a divisor G of H: each key head serves H/G neighbouring heads.
+        index: (B|1, I, Lq, K) int32 or int64 key numbers, a divisor I of H, −1 in empty slots; repeated keys are
+            included repeatedly.
+        dropout: Dropout of the probabilities; lse includes all pairs.
+
+    Returns:
+        out (B, H, Lq, D) and lse (B, H, Lq) as in `bucketed_attention`, 0 and −∞ for queries with no visible key.
     """
     size = len(q) * math.lcm(k.shape[1], index.shape[1]) * index.shape[2:].numel() * q.shape[3]
     numpy = q.device.type == "cpu" and q.dtype in (torch.float32, torch.float64) and not torch.is_grad_enabled()

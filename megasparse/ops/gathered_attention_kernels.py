@@ -252,8 +252,8 @@ class _GatheredAttention(Function):
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, index: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         q, k, v = (whole_vectors(x) for x in (q, k, v))
         index = index.contiguous()
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+        out = q.new_empty(q.shape)
+        lse = q.new_empty(q.shape[:3], dtype=torch.float32)
         grid, settings = _by_query(q, index)
         launch(
             attend, grid, q=q, k=k, v=v, index=index, out=out, lse=lse, scale=scale, **strides(q=q, k=k, v=v),
@@ -269,8 +269,8 @@ class _GatheredAttention(Function):
         q, k, v, index, out, lse = ctx.saved_tensors
         grad = torch.zeros_like(q) if grads[0] is None else whole_vectors(grads[0])
         grad_lse = None if grads[1] is None else grads[1].contiguous()
-        dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        pairs = torch.empty(*q.shape[:3], index.shape[3], 2, dtype=q.dtype, device=q.device)
+        dq = q.new_empty(q.shape)
+        pairs = q.new_empty(*q.shape[:3], index.shape[3], 2)
         grid, settings = _by_query(q, index)
         launch(
             query_gradients, grid, q=q, k=k, v=v, index=index, out=out, lse=lse, grad=grad, grad_lse=grad_lse, dq=dq,
@@ -302,7 +302,7 @@ def _key_gradients(
     keys = torch.where(index < 0, key_count, index).to(torch.int32).view(-1, entries)
     order = counting_sort(keys, key_count.bit_length())
     dk, dv = (torch.zeros(k.shape, dtype=k.dtype, device=k.device) for _ in range(2))
-    parts = torch.empty(2, batch * heads, tiles, 2, head_dim, dtype=torch.float32, device=q.device)
+    parts = q.new_empty(2, batch * heads, tiles, 2, head_dim, dtype=torch.float32)
     grid = (batch * heads * tiles,)
     shared: dict[str, Any] = {"order": order, "keys": keys, "dk": dk, "dv": dv, "key_parts": parts[0]}
     shared |= {

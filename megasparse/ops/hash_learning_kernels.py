@@ -24,7 +24,7 @@ def ranks(scores: Tensor, first: int) -> Tensor:
     """Compute `hash_learning.ranks`."""
     scores = scores.contiguous()
     batch, heads, tokens, buckets = scores.shape
-    out = torch.empty(batch, heads, buckets, tokens, dtype=torch.int64, device=scores.device)
+    out = scores.new_empty(batch, heads, buckets, tokens, dtype=torch.int64)
     tile = _tile(scores)
     blocks = -(-tokens // tile["ROWS"])
     launch(
@@ -41,7 +41,7 @@ def divergence(
     scores = scores.contiguous()
     count = codes.numel()
     tile = _tile(scores)
-    sums = torch.empty(count, 3, dtype=torch.float32, device=scores.device)
+    sums = scores.new_empty(count, 3, dtype=torch.float32)
     launch(
         divergence_kernel, (-(-count // tile["ROWS"]),), scores=scores, utility=utility.contiguous(),
         codes=codes.contiguous(), sums=sums, weight=weight, count=count, buckets=scores.shape[-1], LEARN=learn, **tile,

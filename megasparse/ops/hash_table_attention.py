@@ -116,7 +116,7 @@ def _buckets(
     most = length + k_codes.shape[2]
     if group is None and 1 << code_bits <= most:
         return HashCodes(q_codes, k_codes, 1 << code_bits)
-    dense = torch.empty(*q_codes.shape[:2], most, dtype=torch.int32, device=q_codes.device)
+    dense = q_codes.new_empty(*q_codes.shape[:2], most, dtype=torch.int32)
     first = None if group is None else torch.cat([number[part] for number in group], dim=-1) << code_bits
     for hash_ in range(q_codes.shape[1]):
         both = torch.cat([q_codes[:, hash_], k_codes[:, hash_]], dim=-1).to(torch.int64)  # (G, Lq + Lk)
@@ -134,8 +134,8 @@ class _HashTableAttention(Function):
         group: tuple[Tensor, Tensor] | None, spec: HashTableAttentionSpec,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         dtype = wide_dtype(v)
-        out = torch.empty(*q.shape[:3], v.shape[3], dtype=dtype, device=q.device)
-        total = torch.empty(q.shape[:3], dtype=dtype, device=q.device)
+        out = q.new_empty(*q.shape[:3], v.shape[3], dtype=dtype)
+        total = q.new_empty(q.shape[:3], dtype=dtype)
         for part in _parts(q, k, q_codes, spec):
             codes = _buckets(q_codes, k_codes, group, part, spec.code_bits)
             values = v.flatten(0, 1)[part].to(dtype)  # (G, Lk, D)
@@ -281,8 +281,8 @@ def _key_runs(codes: HashCodes, causal: bool) -> tuple[Tensor, Tensor, Tensor]:
     keys = codes.keys.shape[2]
     position = torch.arange(keys, device=codes.keys.device)
     latest = torch.arange(length, device=position.device) if causal else keys - 1
-    order = torch.empty(rows, hashes, keys, dtype=torch.int32, device=position.device)
-    start = torch.empty(rows, length, hashes, dtype=torch.int32, device=position.device)
+    order = position.new_empty(rows, hashes, keys, dtype=torch.int32)
+    start = position.new_empty(rows, length, hashes, dtype=torch.int32)
     size = torch.empty_like(start)
     for hash_ in range(hashes):
         # Sorted by (bucket, position), a bucket's keys up to a position are a run.
@@ -376,8 +376,8 @@ class _ExpectedAttention(Function):
         ctx.save_for_backward(q, k, v)
         dtype = wide_dtype(v)
         flat_q, flat_k, flat_v = (x.flatten(0, 1).to(dtype) for x in (q, k, v))  # (G, L, D)
-        out = torch.empty(*flat_q.shape[:2], v.shape[3], dtype=dtype, device=v.device)
-        total = torch.empty(flat_q.shape[:2], dtype=dtype, device=v.device)
+        out = v.new_empty(*flat_q.shape[:2], v.shape[3], dtype=dtype)
+        total = v.new_empty(flat_q.shape[:2], dtype=dtype)
         for rows, queries, keys, weight in _tiles(flat_q, flat_k, group, spec):
             out[rows, queries] = torch.bmm(weight, flat_v[rows, keys])
             total[rows, queries] = weight.sum(-1)

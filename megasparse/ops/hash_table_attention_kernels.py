@@ -400,14 +400,12 @@ class _HashTableAttention(Function):
 
 def _total(like: Tensor, shape: Sequence[int], dtype: torch.dtype, several: bool) -> Tensor:
     """Return the accumulator of slabs: fp32 zeros if there are several, else empty in the result's dtype."""
-    return like.new_zeros(shape, dtype=torch.float32) if several else like.new_empty(shape, dtype=dtype)
+    return torch.zeros(shape, device=like.device) if several else like.new_empty(shape, dtype=dtype)
 
 
 def _row_copies(dtype: torch.dtype, *xs: Tensor) -> list[Tensor]:
     """Return each x (B, H, L, D) as (G, L, D), contiguous and in the dtype, copied in one launch."""
-    rows = [
-        x if x.dtype == dtype and x.is_contiguous() else torch.empty(x.shape, dtype=dtype, device=x.device) for x in xs
-    ]
+    rows = [x if x.dtype == dtype and x.is_contiguous() else x.new_empty(x.shape, dtype=dtype) for x in xs]
     copied = [(row, x) for row, x in zip(rows, xs, strict=True) if row is not x]
     if copied:
         torch._foreach_copy_([row for row, _ in copied], [x for _, x in copied])
@@ -452,12 +450,12 @@ def _sorted(buckets: Tensor, code_bits: int, reverse: bool = False) -> _Sorted:
 def _windows(targets: Tensor, sources: _Sorted, spec: HashTableAttentionSpec) -> _Windows:
     rows, hashes, count = targets.shape
     length = sources.order.shape[2]
-    windows = _Windows(*(torch.empty(targets.shape, dtype=torch.int32, device=targets.device) for _ in range(2)))
+    windows = _Windows(*(targets.new_empty(targets.shape, dtype=torch.int32) for _ in range(2)))
     blocks = -(-count // _SEARCHES)
     launch(
         find_windows, (rows * hashes * blocks,), target_buckets=targets, buckets=sources.buckets, order=sources.order,
         first=windows.first, end=windows.end, targets=count, length=length, blocks=blocks, steps=length.bit_length(),
-        CAUSAL=spec.causal, REVERSED=sources.reversed, BLOCK=_SEARCHES, num_warps=4,
+        CAUSAL=spec.causal, REVERSED=sources.reversed, BLOCK=_SEARCHES,
     )  # fmt: skip
     return windows
 
@@ -474,7 +472,7 @@ def _add_sums(
     sizes = _sizes(head_dim, values.dtype)
     spans = -(-length // sizes.span)
     sums = torch.empty(rows, hashes, length, head_dim, dtype=_own_dtype(values), device=out.device)
-    tails = torch.empty(rows, hashes, spans, head_dim, dtype=torch.float32, device=out.device)
+    tails = out.new_empty(rows, hashes, spans, head_dim, dtype=torch.float32)
     shared = {"sums": sums, "tails": tails, "hashes": hashes, "length": length, "spans": spans}
     shared |= {"D": head_dim, "WIDTH": sizes.width, "SPAN": sizes.span}
     launch(
@@ -486,7 +484,7 @@ def _add_sums(
     launch(
         read_sums, (rows * blocks,), **shared, first=windows.first, end=windows.end, out=out, met=met,
         scale=1 / all_hashes, met_scale=1.0 if several else 1 / all_hashes, targets=count, blocks=blocks, ADD=several,
-        BLOCK=sizes.reads, num_warps=4,
+        BLOCK=sizes.reads,
     )  # fmt: skip
 
 
@@ -521,7 +519,7 @@ def _add_weighted(
     spans = -(-length // sizes.span)
     parts = -(-head_dim // sizes.columns)
     dtype = _own_dtype(left)
-    products = torch.empty(rows, hashes, spans, head_dim, head_dim, dtype=dtype, device=out.device)
+    products = out.new_empty(rows, hashes, spans, head_dim, head_dim, dtype=dtype)
     shared = {"left": left, "right": right, "order": order.order, "products": products, "hashes": hashes}
     shared |= {"length": length, "spans": spans, "parts": parts, "D": head_dim, "WIDTH": sizes.width}
     shared |= {"COLUMNS": sizes.columns, "SPAN": sizes.span, "PRECISION": precision(), "num_warps": sizes.warps}
@@ -529,7 +527,7 @@ def _add_weighted(
     _join_spans(products, order, sizes)
     blocks = -(-count // sizes.block)
     # Neighbours in one hash are unrelated in the next, so each hash writes separate results.
-    partial = torch.empty(rows, hashes, count, head_dim, dtype=dtype, device=out.device)
+    partial = out.new_empty(rows, hashes, count, head_dim, dtype=dtype)
     launch(
         weighted_sums, (rows * hashes * blocks * parts,), **shared, target_left=target_left,
         target_order=target_order.order, first=windows.first, end=windows.end, out=partial, targets=count,
@@ -538,5 +536,5 @@ def _add_weighted(
     blocks = -(-count // sizes.reads)
     launch(
         add_hashes, (rows * blocks,), partial=partial, out=out, scale=scale, hashes=hashes, targets=count,
-        blocks=blocks, D=head_dim, WIDTH=sizes.width, ADD=several, BLOCK=sizes.reads, num_warps=4,
+        blocks=blocks, D=head_dim, WIDTH=sizes.width, ADD=several, BLOCK=sizes.reads,
     )  # fmt: skip

@@ -31,8 +31,12 @@ def angular_hash(x: Tensor, rotations: Tensor, factors: list[int]) -> Tensor:
     A factorised hash costs √n instead of n. Implementations differ only if the two largest scores are equal up to
     rounding. On a CPU the code of a vector does not depend on the number of vectors.
 
-    x: (B, H, L, D). rotations: (H, R, D, Σ n_f/2), the concatenated matrices of the factors n_f. Returns codes (B, H,
-    R, L), int16 if large enough, else int32; not differentiable.
+    Args:
+        x: (B, H, L, D).
+        rotations: (H, R, D, Σ n_f/2), the concatenated matrices of the factors n_f.
+
+    Returns:
+        Codes (B, H, R, L), int16 if large enough, else int32; not differentiable.
     """
     of_blocks = []
     for rotated in _rotated(x, rotations):

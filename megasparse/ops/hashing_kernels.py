@@ -244,7 +244,7 @@ def learned_codes(inputs: Sequence[Tensor], weights: Sequence[tuple[Tensor, ...]
         hidden = torch.cat([x.float() for x in inputs], -1)
     else:
         total = width * len(inputs)
-        hidden = torch.empty(batch, heads, length, total, dtype=torch.float32, device=inputs[0].device)
+        hidden = inputs[0].new_empty(batch, heads, length, total, dtype=torch.float32)
         sizes = _tile(width, width)
         grid = (-(-length // sizes["TOKENS"]) * batch * heads * -(-width // sizes["COLUMNS"]),)
         for number, (x, w) in enumerate(zip(map(whole_vectors, inputs), weights, strict=True)):

@@ -50,7 +50,7 @@ class State(NamedTuple):
     def empty(batch: int, projection: Tensor, dtype: torch.dtype) -> "State":
         """Return the state before any key. projection: (H, F, D)."""
         heads, features, head_dim = projection.shape
-        like = at_least_fp32(torch.empty(0, dtype=dtype, device=projection.device))
+        like = at_least_fp32(projection.new_empty(0, dtype=dtype))
         level = like.new_full((batch, heads, 1, features), torch.finfo(like.dtype).min)
         return State(like.new_zeros(batch, heads, features, head_dim + 1), level)
 

@@ -106,8 +106,10 @@ def by_document(q: Tensor, key_mask: Tensor | None, segments: Tensor | None) -> 
     """
     if key_mask is None and segments is None:
         return None, None
-    shape = q.shape[0], q.shape[2]
-    document = q.new_zeros(shape, dtype=torch.int32) if segments is None else segments.to(torch.int32)
+    if segments is None:
+        document = torch.zeros(q.shape[0], q.shape[2], dtype=torch.int32, device=q.device)
+    else:
+        document = segments.to(torch.int32)
     if key_mask is not None:
         document = document.masked_fill(~key_mask, _LAST)
     document, order = torch.sort(document, dim=-1, stable=True)

@@ -92,7 +92,7 @@ class _LayerNorm(Function):
         rows = x.numel() // width
         programs = min(_PROGRAMS, rows)
         dx = torch.empty_like(x)
-        sums = torch.empty(programs, 1 + ctx.shared["CENTRED"], width, dtype=torch.float32, device=x.device)
+        sums = x.new_empty(programs, 1 + ctx.shared["CENTRED"], width, dtype=torch.float32)
         launch(
             norm_gradient, (programs,), x=x, weight=weight, grad=grads[0].contiguous(), dx=dx, sums=sums, rows=rows,
             programs=programs, **ctx.shared,
@@ -199,5 +199,5 @@ def _launch_unit(kernel: Any, shortest: float, q: Tensor, **others: Tensor | Non
     steps = strides(**{name: q if x is None else x for name, x in tensors.items()})
     launch(
         kernel, (blocks * batch * heads,), **tensors, **steps, heads=heads, length=length, blocks=blocks,
-        shortest=shortest, D=width, WIDTH=wide, TOKENS=tokens, num_warps=4,
+        shortest=shortest, D=width, WIDTH=wide, TOKENS=tokens,
     )  # fmt: skip

@@ -141,9 +141,7 @@ def _call(
 
 
 @_call.register_fake
-def _(
-    number: int, seed: int, step: int | None, tensors: list[Tensor], differentiated: list[bool]
-) -> tuple[Tensor, Tensor, Tensor]:
+def _(number: int, seed: Any, step: Any, tensors: list[Tensor], differentiated: Any) -> tuple[Tensor, Tensor, Tensor]:
     return *_calls[number].results(tensors[0]), torch.empty(1, dtype=torch.int64, device="cpu")
 
 
@@ -179,11 +177,8 @@ def _(
 ) -> list[Tensor]:
     grad = auxiliary if out is None else out
     assert grad is not None
-    ends = [*accumulate(dims)]
-    shapes = [sizes[end - count : end] for end, count in zip(ends, dims, strict=True)]
-    return [
-        grad.new_empty(shape, dtype=getattr(torch, name)) for shape, name in zip(shapes, dtypes.split(), strict=True)
-    ]
+    parts = zip(accumulate(dims), dims, dtypes.split(), strict=True)
+    return [grad.new_empty(sizes[end - count : end], dtype=getattr(torch, name)) for end, count, name in parts]
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

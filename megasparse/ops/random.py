@@ -203,7 +203,7 @@ def _dropped_in_blocks(x: Tensor, rate: float, key: int, rows: Tensor, dtype: to
     out = torch.empty_like(flat, memory_format=torch.contiguous_format)
     row, column = _seeds(key, rows.flatten(), x.shape[2])
     step = max(1, (_CPU_BLOCK_ELEMENTS if x.device.type == "cpu" else _GPU_BLOCK_ELEMENTS) // x.shape[2])
-    space = torch.empty(2, min(step, flat.shape[0]), x.shape[2], dtype=torch.int32, device=x.device)
+    space = x.new_empty(2, min(step, flat.shape[0]), x.shape[2], dtype=torch.int32)
     for start in range(0, flat.shape[0], step):
         block = slice(start, start + step)
         bits, spare = space[:, : flat[block].shape[0]]

@@ -121,7 +121,7 @@ def _bits(rows, out, columns, low, high, first, count, COLUMNS: tl.constexpr):
 
 def bits(key: int, rows: Tensor, columns: int) -> Tensor:
     """Compute `ops.random.random_bits` in one launch, bit-identical."""
-    out = torch.empty(*rows.shape, columns, dtype=torch.int32, device=rows.device)
+    out = rows.new_empty(*rows.shape, columns, dtype=torch.int32)
     return _draw_bits(out, rows.contiguous(), key, 0, 1)
 
 
@@ -137,7 +137,7 @@ def _draw_bits(out: Tensor, rows: Tensor | None, key: int, first: int, count: in
     low, high = halves(key)
     launch(
         _bits, grid, rows=rows, out=out, columns=columns, low=low, high=high, first=first, count=count,
-        COLUMNS=min(_LARGEST_COLUMNS, triton.next_power_of_2(columns)), num_warps=4,
+        COLUMNS=min(_LARGEST_COLUMNS, triton.next_power_of_2(columns)),
     )  # fmt: skip
     return out
 
@@ -165,6 +165,6 @@ def normals(key: int, heads: range, count: int, columns: int, device: torch.devi
     other_low, other_high = halves(derive(key, "angle"))
     launch(
         _normals, grid, out=out, first=heads.start, count=count, columns=columns, low=low, high=high,
-        other_low=other_low, other_high=other_high, COLUMNS=_LARGEST_COLUMNS, num_warps=4,
+        other_low=other_low, other_high=other_high, COLUMNS=_LARGEST_COLUMNS,
     )  # fmt: skip
     return out

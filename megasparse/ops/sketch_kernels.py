@@ -436,7 +436,7 @@ def chosen_keys(
     batch, queries, width = q.shape
     length = k.shape[1]
     heads = 1 if noise is None else len(noise.heads)
-    out = torch.empty(batch, heads, queries, spec.count, dtype=torch.int32, device=q.device)
+    out = q.new_empty(batch, heads, queries, spec.count, dtype=torch.int32)
     drawn = spec.sampling if noise is None or spec.sampling != "top_k" else "raw"
     needs_lse = noise is not None and spec.sampling.startswith("inverse_log")
     launch(
@@ -470,7 +470,7 @@ def exact_projection(x: Tensor, weight: Tensor) -> Tensor:
     """Compute `sketch.exact_projection` in one launch."""
     rows = x.reshape(-1, x.shape[2])
     width = len(weight)
-    out = torch.empty(len(rows), width, dtype=torch.float64, device=x.device)
+    out = x.new_empty(len(rows), width, dtype=torch.float64)
     wide = triton.next_power_of_2(width)
     launch(
         project, (-(-len(rows) * wide // 64),), x=rows, weight=weight.contiguous(), out=out, count=len(rows),
@@ -483,7 +483,7 @@ def gathered_products(q: Tensor, k: Tensor, index: Tensor) -> Tensor:
     """Compute `sketch.gathered_products` without storing the gathered rows."""
     candidates = index.shape[1]
     width = q.shape[1]
-    out = torch.empty(index.shape, dtype=torch.float64, device=q.device)
+    out = q.new_empty(index.shape, dtype=torch.float64)
     launch(
         multiply, (len(q), -(-candidates // 64)), q=q.contiguous(), k=k.contiguous(), index=index.contiguous(),
         out=out, candidates=candidates, width=width, WIDTH=triton.next_power_of_2(width), COLUMNS=64,

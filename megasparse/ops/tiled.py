@@ -40,17 +40,18 @@ class _Tiled(Function):
         needed = ctx.needs_input_grad[3:]
         grad_inputs = [torch.empty_like(x) if need else None for x, need in zip(inputs, needed, strict=False)]
         windows = [pieces([grad], ctx.tiles) for grad in grad_inputs if grad is not None]
-        sums = GradientSums({str(n): w for n, w in enumerate(weights)})
+        named = {str(number): weight for number, weight in enumerate(weights)}
+        sums = GradientSums(named)
         tiles = zip(pieces(inputs, ctx.tiles), pieces(grad_outputs, ctx.tiles), strict=True)
         for number, (tile, grads) in enumerate(tiles):
             leaves = [x.detach().requires_grad_(need) for x, need in zip(tile, needed, strict=False)]
             with torch.enable_grad():
-                output = ctx.function(*leaves, *(sums.leaf(str(n)) for n in range(len(weights))))
+                output = ctx.function(*leaves, *map(sums.leaf, named))
             gradients = sums.take([output], grads, [x for x in leaves if x.requires_grad])
             for window, grad in zip(windows, gradients, strict=True):
                 window[number][0].copy_(grad)
         weight_grads = sums.gradients()
-        return None, None, None, *grad_inputs, *(weight_grads.get(str(n)) for n in range(len(weights)))
+        return None, None, None, *grad_inputs, *map(weight_grads.get, named)
 
 
 class GradientSums:
@@ -83,8 +84,8 @@ class GradientSums:
         return self._sums[name]
 
     def take(self, outputs: Sequence[Tensor], grads: Sequence[Tensor], inputs: Sequence[Any]) -> tuple[Tensor, ...]:
-        """Return the gradients of `inputs`, None for the unused, and add those of the leaves since the last `take` to
-        the sums.
+        """Return the gradients of `inputs`, None for the unused. Add the leaves' gradients since the last `take` to the
+        sums.
         """
         leaves = self._used
         self._used = []

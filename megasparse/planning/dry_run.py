@@ -34,13 +34,11 @@ class DryRun:
     flops_per_step: float
     """Of a complete step of `training.global_batch` sequences."""
     peak_bytes: int
-    """Peak of the step, gradients and optimizer state included, and of longer windows of evaluation: GPU memory, or
-    growth of resident memory.
-    """
+    """Peak of the step, gradients and optimizer state included, and of longer windows of evaluation."""
     seconds: float
     """The median of warm steps of one micro-batch."""
     ranks: int
-    """Processes that this machine runs under torchrun: one per GPU or core, as many as share the batch evenly."""
+    """Processes that this machine runs under torchrun, as many as share the batch evenly."""
     rank_seconds: float
     """Seconds of the step in such a process on one core."""
     loss: float
@@ -122,7 +120,6 @@ def dry_run(config: Config) -> DryRun:
 
 
 def trial_engine(config: Config, ranks: Ranks) -> tuple[Engine, Batch]:
-    """Return a training engine on plain torch, and a micro-batch of synthetic records."""
     micro = config.training.micro_batch
     run, training = config.run.model_copy(update={"engine": "torch"}), config.training
     config = config.model_copy(update={"run": run, "training": training.model_copy(update={"global_batch": micro})})

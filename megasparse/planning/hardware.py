@@ -19,7 +19,7 @@ UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12} | {
 @dataclass(frozen=True)
 class Hardware:
     """One GPU: dense bf16 `peak` in FLOP/s, `memory` in bytes, `bandwidth` in bytes/s, and the fraction of the peak
-    that products `reach`. host: bytes/s of a node's CPU memory, shared by its GPUs. link: bytes/s between the two.
+    that products `reach`. host: bytes/s of a node's CPU memory. link: bytes/s between the two.
     """
 
     name: str
@@ -41,7 +41,6 @@ PCIe 4 or 5 with 16 lanes."""
 
 
 def hardware(name: str, peak_tflops: float | None) -> Hardware:
-    """Return the hardware with this name. Raises ConfigError for an unknown GPU without a peak."""
     gpu = next((gpu for key, gpu in GPUS.items() if key in name.upper()), None)
     if gpu is None and peak_tflops is None:
         raise ConfigError(
@@ -52,7 +51,7 @@ def hardware(name: str, peak_tflops: float | None) -> Hardware:
 
 
 def parse_bytes(option: str, text: str) -> int:
-    """Return the bytes of "80GiB" or "0.5TB". Raises ConfigError for a size without a known unit, or not above 0."""
+    """Return the bytes of "80GiB" or "0.5TB"."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*([A-Za-z]*)\s*", text)
     units = {unit.lower(): size for unit, size in UNITS.items()}
     number = float(match[1]) if match else 0.0

@@ -29,20 +29,20 @@ from megasparse.training.ranks import Ranks, local_ranks
 from megasparse.training.reporting.memory import available_bytes
 
 RESERVE = 1 << 30
-"""Bytes of a GPU assumed for the CUDA context, cuBLAS and NCCL."""
+"""Bytes of a GPU assumed for the CUDA context and libraries."""
 STREAMED = 0.8
-"""Assumed fraction of the memory bandwidth for streaming operations."""
+"""Assumed fraction of the memory bandwidth."""
 OPTIMIZER_BYTES = 30
 STEPS = 64
 """The longest sequence is searched in multiples of the configured length divided by this."""
 TILES = 4096, 2048, 1024
-"""Tokens of a tile that `Plan.fitted` tries. Products of at least 1,024 rows reach most of a GPU's speed."""
+"""Tokens of a tile that `Plan.fitted` tries. 1,024 rows reach most of a GPU's speed."""
 LARGEST = 1 << 14
 """The search ends at this multiple of the configured length."""
 
 
 class Plan:
-    """Plan of a configuration on `gpus` GPUs, `per_node` per node, with `available` bytes of free memory per GPU."""
+    """Plan of a configuration on `gpus` GPUs, `per_node` per node, with `available` bytes per GPU."""
 
     def __init__(
         self, config: Config, gpu: Hardware, gpus: int = 1, per_node: int = 8, available: int | None = None
@@ -64,7 +64,6 @@ class Plan:
 
     def _memory(self, passing: int, again: int, part: int) -> Memory:
         """Return the memory of a rank for the bytes of a pass with (`passing`) and without (`again`) its gradients.
-
         part: tokens of this rank's part of the sequence.
         """
         model, training = self.config.model, self.config.training
@@ -85,7 +84,6 @@ class Plan:
         return rank
 
     def _input(self, tokens: float) -> int:
-        """Return the bytes of a layer's input."""
         model = self.config.model
         return int(tokens * model.d_model * (2 if model.residual_dtype == "bf16" else 4))
 
@@ -144,7 +142,7 @@ class Plan:
     @cached_property
     def longest(self) -> int | None:
         """Longest sequence that fits, extrapolated linearly from passes of half and of the full configured length; None
-        if 1/64 of the configured length does not fit.
+        if 1/64 of it does not fit.
         """
         ranks, length = self.config.parallel.sequence, self.config.data.sequence_length
         part, unit = length // ranks, max(1, length // STEPS)
@@ -182,7 +180,7 @@ class Plan:
 
     @cached_property
     def seconds(self) -> dict[str, float]:
-        """Seconds of computation per rank and step, by part. Raises ConfigError if a mechanism does not count FLOPs."""
+        """Seconds of computation per rank and step, by part."""
         training, gpu, ranks = self.config.training, self.gpu, self.config.parallel.sequence
         tokens = self.micro_batches * training.micro_batch * self.config.data.sequence_length / ranks
         seconds = {part: tokens * flops / (gpu.peak * gpu.reach) for part, flops in self._flops.items()}
@@ -205,7 +203,7 @@ class Plan:
         return sum(self.seconds.values())
 
     def as_json(self) -> dict[str, Any]:
-        """Return the plan: sizes in bytes, times in seconds, speeds in FLOP/s and bytes/s."""
+        """Return the plan: sizes in bytes, times in seconds, speeds per second."""
         return {
             "gpus": self.gpus,
             "parameters": self.states.trained,
@@ -227,7 +225,7 @@ class Plan:
         }
 
     def lines(self) -> Iterator[str]:
-        """Yield the lines of the report: memory per rank, then FLOPs and time per step."""
+        """Yield the lines of the report."""
         config, states, gpu = self.config, self.states, self.gpu
         training, length = config.training, config.data.sequence_length
         yield (
@@ -272,7 +270,6 @@ def pretraining_pools(config: Config, ranks: Ranks) -> list[MemoryPool]:
 
 
 def duration(seconds: float) -> str:
-    """Return a time in hours or minutes."""
     return f"{seconds / 3600:,.1f} hours" if seconds >= 5400 else f"{seconds / 60:.2g} minutes"
 
 

@@ -40,7 +40,6 @@ class Zero:
 
     @staticmethod
     def of(engine: str, section: dict[str, Any], several_gpus: bool) -> "Zero":
-        """Read the ZeRO settings of the section `deepspeed`. engine: `run.engine`."""
         zero = section.get("zero_optimization", {}) if engine == "deepspeed" else {}
         weights, optimizer = (
             (zero.get(f"offload_{kind}") or {}).get("device", "none") != "none" for kind in ("param", "optimizer")
@@ -58,8 +57,8 @@ class Zero:
 @dataclass(frozen=True)
 class States:
     """Weights of a run. largest, frozen_largest: numbers of the largest weight. moments: bytes of the optimizer's state
-    that ZeRO divides among ranks; factors: of the rest. rounded: True if the model's weights are bf16 and the optimizer
-    keeps fp32 weights. scratch: bytes of its update.
+    that ZeRO divides among ranks; factors: of the rest. rounded: True if the model's weights are bf16. scratch: bytes
+    of its update.
     """
 
     trained: int
@@ -88,10 +87,9 @@ class Memory:
 def building(states: States, zero: Zero, ranks: int) -> tuple[int, int]:
     """Return the peak bytes of a rank's device and of its share of CPU memory while the model and engine are built.
 
-    Below ZeRO 3 the device stores all trained weights in fp32, read or drawn one at a time; frozen weights are rounded
-    or quantised one at a time. Under ZeRO 3 they are rounded in CPU memory, and the device stores this rank's partition
-    and one complete weight, also when DeepSpeed gathers weights to register hooks. Then DeepSpeed allocates fp32
-    weights and gradients, but not moments; with offloading it allocates gradients twice.
+    Below ZeRO 3 the device stores all trained weights in fp32; frozen weights are rounded or quantised one at a time.
+    Under ZeRO 3 they are rounded in CPU memory, and the device stores this rank's partition and one complete weight.
+    Then DeepSpeed allocates fp32 weights and gradients, but not moments; with offloading it allocates gradients twice.
     """
     frozen = states.frozen_bytes + 4 * states.frozen_largest
     if zero.stage < 3:
@@ -110,8 +108,8 @@ def building(states: States, zero: Zero, ranks: int) -> tuple[int, int]:
 
 
 def memory(states: States, zero: Zero, ranks: int, *, passing: int, again: int, accumulated: bool) -> Memory:
-    """Return the memory at the peak of a step on each of `ranks` ranks. passing: peak bytes of the pass of a
-    micro-batch, gradients included; again: without them. accumulated: True if a step consists of several micro-batches.
+    """Return the memory at the peak of a step on each of `ranks` ranks. passing, again: peak bytes of the pass of a
+    micro-batch, with gradients and without. accumulated: True if a step consists of several micro-batches.
     """
     number, shared = states.trained, ranks if zero.stage > 0 else 1
     has_masters, offloads = states.rounded or zero.stage > 0, zero.optimizer_offload

@@ -122,8 +122,6 @@ def training_batches(
 HELD_OUT = (5, 10, 20, 30)
 """Percentages of the bytes to hold out, at the end; the first that the last document fits into is used."""
 
-SHARD = 64 << 20
-
 
 def with_texts(config: Config, texts: str, ranks: Ranks) -> Config:
     """Return the configuration of a run on your own texts, which rank 0 prepares in RUN/data. All ranks call it.
@@ -184,7 +182,7 @@ def _prepare(texts: str, config: Config, output: Path) -> bool:
         share = shares[0] if shares else share
         options = _options(corpus, texts, tokenizer, share, *(["--documents"] if documents else []))
     sample, command = options.pop("sample_bytes"), "megasparse pretrain --data"
-    prepare(corpus, source, output, options=options, sample_bytes=sample, shard_bytes=SHARD, command=command)
+    prepare(corpus, source, output, options=options, sample_bytes=sample, shard_bytes=64 << 20, command=command)
     return documents
 
 

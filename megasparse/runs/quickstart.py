@@ -23,8 +23,6 @@ from megasparse.training.checkpoints.manifest import find_newest
 SHARDS = Path("data/quickstart")
 SMALL = ("training.steps=250", "evaluation.every=125", "checkpoint.every=125", "run.directory=runs/quickstart_small")
 """Settings that show all steps in two minutes; the model learns little."""
-SMALL_BYTES = 65536
-"""Held-out bytes that are then scored and compressed."""
 ROWS = {
     "gzip -9": "gzip_", "bzip2 -9": "bzip2_", "xz -9": "xz_", "xz -9, primed": "primed_xz_",
     "this model": "", "its file": "file_",
@@ -68,7 +66,7 @@ def quickstart(small: bool = False) -> None:
         megasparse("evaluate", "--checkpoint", run, "--data", SHARDS, *limit, "--json", result)
     say("4/5  the same text as a file, compressed by the model")
     text, held_out = run / "held_out.txt", EvaluationStream(Index.load(SHARDS), "test")
-    size = min(held_out.tokens, SMALL_BYTES) if small else held_out.tokens
+    size = min(held_out.tokens, 65536) if small else held_out.tokens
     write_file(text, bytes(held_out.read(0, size).tolist()))
     if importlib.util.find_spec("constriction") is None:
         print("  skipped: install the coder with pip install -e '.[compress]', then run this again")

@@ -1,4 +1,1 @@
-"""The settings of a run: reading of its JSON file (load.py), and the rules between its keys (checks.py).
-
-Above `attention`, whose mechanisms add their sections to the schema when they are imported.
-"""
+"""The settings of a run: reading of its JSON file (load.py), and the rules between its keys (checks.py)."""

@@ -84,7 +84,8 @@ class ExampleCounts:
         if length <= self.limit:
             return False
         if self.config.too_long == "refuse":
-            raise DataError(location, f"{length:,} tokens are more than {self.key} = {self.limit:,}", "Raise it")
+            problem = f"{length:,} tokens are more than {self.key} = {self.limit:,}"
+            raise DataError(location, problem, 'Raise it, or set task.too_long="cut"')
         self.cut, self.first_cut = self.cut + 1, self.first_cut or location
         return True
 

@@ -41,13 +41,11 @@ def to_hf(
     checkpoint: str | Path, output: str | Path, to: str = "megasparse", evaluation: str | Path | None = None
 ) -> Path:
     """Export a pretrained checkpoint, or a fine-tuned classifier, regression or text-to-text model, as a Hugging Face
-    model. The folder is written atomically.
-
-    Before the folder is renamed to `output`, both models run on the same tokens in fp32 and their logits are compared.
+    model. The folder is written atomically, if the logits of both models on the same tokens in fp32 agree.
 
     Args:
         checkpoint: A checkpoint's folder, or a run's (its newest checkpoint, of a fine-tuned run its best by
-            validation), of any number of ranks and ZeRO stage.
+            validation).
         output: Folder to write; it must not exist.
         to: Architecture, one of `hub.architectures.FORMATS`; "megasparse" for fine-tuned runs.
         evaluation: Result of `megasparse evaluate` for a pretrained model's card; by default the ones in the run's
@@ -59,8 +57,7 @@ def to_hf(
     Raises:
         CheckpointError: The checkpoint is missing or damaged.
         ConfigError: `to` is unknown, or not supported by the run.
-        HubError: The architecture cannot express the model, the folder exists or cannot be written, the evaluation
-            belongs to another model, or the two models differ.
+        HubError: The architecture cannot express the model, the folder cannot be written, or the two models differ.
 
     Examples:
         >>> folder = megasparse.to_hf("runs/quickstart", "export/quickstart")

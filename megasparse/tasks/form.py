@@ -113,7 +113,7 @@ class Form(ABC):
         several = f"{counts.examples:,} examples, the longest"
         title = f"{split}: {'1 example' if counts.examples == 1 else several} of {counts.longest:,} tokens"
         if counts.kinds:
-            title += "; " + ", ".join(f"{name} {count:,}" for name, count in sorted(counts.kinds.items()))
+            title += "; " + ", ".join(f"{name}: {count:,}" for name, count in sorted(counts.kinds.items()))
         return [title, *counts.notes(split)]
 
     def _join(self, inputs: tuple[Input, ...], location: SourceLocation) -> Segments:
@@ -385,7 +385,7 @@ class ChoiceForm(LabelForm):
         limit, location = self.task.config.max_length, example.location
         if first > limit:
             problem = f"question and {len(candidates)} candidates of {example.name} have {first:,} tokens"
-            raise DataError(location, f"{problem}, more than task.max_length = {limit:,}", "Raise that")
+            raise DataError(location, f"{problem}, more than task.max_length = {limit:,}", "Raise it")
         tokens = tokens[:limit] if self.counts.is_cut(len(tokens), location) else tokens
         sequences = (segments(tokens, first),)
         marks = np.maximum(ends[1:] - 1, 0)  # without separators, a candidate without tokens may end before the first

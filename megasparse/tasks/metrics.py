@@ -2,9 +2,8 @@
 confidence intervals. N examples, or impressions of a ranking.
 
 Rankings are scored as by MIND's official evaluate.py, as means over impressions. An impression's label is a tuple of 0
-and 1 (clicked), its answer the tuple of scores. Among equal scores the later candidate ranks higher, as in the official
-`argsort(scores)[::-1]`; AUC gives each such pair half a point. Statistics of text pairs and of rankings are cached, so
-that the thousand resamples of an interval take seconds.
+and 1 (clicked), its answer the tuple of scores. Among equal scores the later candidate ranks higher; AUC gives each
+such pair half a point. Statistics of texts and rankings are cached, so that resampling takes seconds.
 """
 
 import importlib.util
@@ -83,7 +82,8 @@ SACREBLEU: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """Classes of sacrebleu and their settings by metric. The tokenizer "intl" handles Unicode punctuation and symbols, as
 in Reformer's Table 4. `bleu_tokenized` is its first column, as multi-bleu.perl: texts tokenized by 13a, whose compounds
-are split at hyphens (Vaswani et al. 2017)."""
+are split at hyphens (Vaswani et al. 2017).
+"""
 ROUGE = ("rouge1", "rouge2", "rougeL", "rougeLsum")
 """Words, word pairs, longest common subsequence, union of subsequences over sentences (CNN/DailyMail's ROUGE-L)."""
 
@@ -137,7 +137,8 @@ SKLEARN: dict[str, tuple[str, dict[str, Any]]] = {
     "mae": ("mean_absolute_error", {}),
 }
 """Functions of scikit-learn and their settings by metric. f1 is for class 1, as in GLUE's MRPC and QQP; macro_f1 is the
-mean over classes that occur among labels or predictions; Matthews' correlation is CoLA's metric."""
+mean over classes that occur among labels or predictions.
+"""
 CORRELATIONS = ("matthews", "pearson", "spearman")
 LOWER_IS_BETTER = ("mse", "mae")  # computed over all numbers of all examples
 RANKING = ("auc", "mrr", "ndcg5", "ndcg10")
@@ -170,9 +171,9 @@ METRICS: dict[str, Callable[[np.ndarray, np.ndarray], float]] = {
     name: partial(_score, name=name) for name in (*SKLEARN, "pearson", "spearman", *SACREBLEU, *ROUGE, *RANKING)
 }
 """Metric of (labels (N,), answers (N,)): class numbers, numbers, or objects of another form, such as texts. A
-correlation with a constant is undefined and returns 0. BLEU (Papineni et al. 2002, Post 2018) and chrF (F2 of character
-n-grams to 6, Popović 2015) range from 0 to 100, as usual; ROUGE is the mean F1 over examples (Lin 2004), from 0 to 1,
-of stemmed words of the letters a to z and digits."""
+correlation with a constant returns 0. BLEU (Papineni et al. 2002, Post 2018) and chrF (Popović 2015) range from 0 to
+100; ROUGE is the mean F1 over examples (Lin 2004), from 0 to 1, of stemmed words.
+"""
 
 
 def require_metrics(names: Sequence[str]) -> None:

@@ -1,6 +1,4 @@
-"""Fine-tuning runs: their preparation (task, examples, model, configuration), the loading of a finished one, and its
-evaluation: predictions, official metrics with intervals, and files. N examples.
-"""
+"""Fine-tuning runs: their preparation, the loading of a finished one, and its evaluation. N examples."""
 
 import csv
 import io
@@ -63,15 +61,10 @@ class Finetuned:
 def restore_task(directory: str | Path, overrides: Sequence[str] = (), task: str | None = None) -> Finetuned:
     """Load the model of a fine-tuning run.
 
-    Args:
-        directory: A run's folder, for its best checkpoint by validation (without validation, its newest), or a
-            checkpoint.
-        overrides: `section.key=value` changes to the checkpoint's configuration.
-        task: Name of another task with the same classes, instead of the training task.
-
-    Raises:
-        CheckpointError: There is no checkpoint, it is damaged, or it belongs to a pretraining run.
-        ConfigError: An override is invalid, or the task is incompatible.
+    directory: a run's folder, for its best checkpoint by validation (without validation, its newest), or a checkpoint.
+    overrides: `section.key=value` changes to the checkpoint's configuration. task: name of another task with the same
+    classes. Raises CheckpointError if there is no checkpoint of a task, or it is damaged; ConfigError for an invalid
+    override or task.
     """
     checkpoint = Checkpoint.open(chosen_checkpoint(Path(directory)))
     settings = checkpoint.settings
@@ -421,18 +414,13 @@ def evaluate_checkpoints(
 ) -> tuple[dict[str, Any], list[Row]]:
     """Score checkpoints of a task on files with labels.
 
-    Args:
-        directories, overrides, name: See `restore_task`.
-        sources, split: See `chosen_files`.
-        say: Prints the counts of the examples.
+    directories, overrides, name: See `restore_task`. sources, split: See `chosen_files`. say: Prints the counts of the
+    examples.
 
-    Returns:
-        The result and the first checkpoint's predictions. Each metric has `value`, `low` and `high`: for one checkpoint
-        the bootstrap interval over examples, for several the mean with Student's t interval, and their
-        `standard_deviation`. `signatures`: settings and version of a metric's library.
-
-    Raises:
-        ConfigError: The same checkpoint is given twice; errors of `restore_task` and the task's reader.
+    Returns the result and the first checkpoint's predictions. Each metric has `value`, `low` and `high`: for one
+    checkpoint the bootstrap interval over examples, for several the mean with Student's t interval, and their
+    `standard_deviation`. `signatures`: settings and version of a metric's library. Raises ConfigError if the same
+    checkpoint is given twice, and the errors of `restore_task` and the task's reader.
     """
     paths = [chosen_checkpoint(Path(directory)).resolve() for directory in directories]
     if repeated := [path for number, path in enumerate(paths) if path in paths[:number]]:

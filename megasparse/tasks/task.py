@@ -99,7 +99,8 @@ class Task(ABC):
         """Return the number of a class, given its name. Raises DataError naming the location."""
         assert self.classes is not None
         if label not in self.classes:
-            raise DataError(location, f'"{label[:80]}" is no label of {self.name}', did_you_mean(label, self.classes))
+            problem = f'"{label[:80]}" is not a label of {self.name}'
+            raise DataError(location, problem, did_you_mean(label, self.classes))
         return self.classes.index(label)
 
 

@@ -110,9 +110,8 @@ def _take(directory: Path, held: ExitStack) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         files = {path: path.lstat() for path in directory.iterdir() if not path.is_dir()}
     except OSError as error:
-        raise ConfigError(
-            "run.directory", f"{directory} cannot be created or read ({error.strerror})", "Choose another"
-        ) from None
+        problem = f"{directory} cannot be created or read ({error.strerror})"
+        raise ConfigError("run.directory", problem, "Choose a writable folder") from None
     for path, status in files.items():
         if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1:
             problem = f"{path} is a link or not a regular file, and the run would write to it"

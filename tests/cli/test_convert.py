@@ -99,7 +99,7 @@ def test_a_name_is_looked_up_only_in_the_local_cache(tmp_path, monkeypatch, caps
     (place / "refs" / "main").write_text("0" * 40)
     convert("someone/reformer", tmp_path / "run")
     assert (tmp_path / "run" / "config.json").exists()
-    refuses("someone/else", tmp_path / "other", "no such folder or file, nor a model", capsys)
+    refuses("someone/else", tmp_path / "other", "no such file or folder, nor a model", capsys)
 
 
 def refuses(model, output, message, capsys):

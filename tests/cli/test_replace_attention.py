@@ -70,7 +70,7 @@ def test_a_text_is_cut_into_windows_that_hold_all_of_it(folder):
     ("tool", "arguments", "message"),
     [
         (teach, ["--passes", 0], "error: --passes: 0 is too few"),
-        (teach, ["--held-out", 24], "24 windows of 64 tokens are not more than --held-out 24"),
+        (teach, ["--held-out", 24], "24 windows of 64 tokens are too few"),
         (teach, ["--texts", "/dev/null"], "/dev/null: cannot be read as UTF-8 text"),
         (replace_attention, ["--attention", "[]"], "error: --attention: is not a JSON object"),
         (replace_attention, ["--attention", '{"kind": "lhaa"}'], 'Did you mean "lha"?'),

@@ -101,7 +101,7 @@ def test_invalid_requests_are_rejected_and_leave_no_file(tmp_path, books, capfd)
         ((*pieces, 400, "--output", tmp_path / "x.txt"), "end in .model"),
         (("words", "--source", books, "--output", out), "end in .txt"),
         ((*pieces, 261, "--output", out), "--vocabulary: 261 leaves no"),
-        ((*pieces, 90_000, "--output", out), "too high"),
+        ((*pieces, 90_000, "--output", out), "--vocabulary: Vocabulary size too high (90000)"),
         (("sentencepiece", "--source", tmp_path / "latin.txt", "--vocabulary", 400, "--output", out), "not UTF-8"),
         (("words", "--source", tmp_path / "empty.txt", "--output", tmp_path / "x.txt"), "nothing in it"),
         ((*pieces, 400, "--character-coverage", 2, "--output", out), "--character-coverage: 2.0"),

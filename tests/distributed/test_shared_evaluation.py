@@ -155,7 +155,7 @@ def test_started_ranks_write_one_text(folder, capsys):
 @pytest.mark.parametrize(
     ("command", "words", "message"),
     [
-        (generate, ["--images", "3"], "--images: several ranks can only continue"),
+        (generate, ["--images", "3"], "--images: not supported by several ranks"),
         (evaluate, ["--task", "table", "--source", "x.csv"], "--task: needs one process, but 2 ranks were started"),
     ],
 )

@@ -124,7 +124,7 @@ def test_each_folder_is_checked(folders, where):
     (folders["c"] / "train-000000.tar").unlink()
     refused(DataError, r"c/train-000000\.tar: this shard cannot be read")
     (folders["c"] / "index.json").unlink()
-    refused(DataError, r"/c: there is no data here")
+    refused(DataError, r"/c: there is no data here.*; or give pretrain your texts: --data my_books/")
 
 
 PADDED = {"width": 2, "record": 30}

@@ -12,6 +12,7 @@ from pydantic import BaseModel
 
 from megasparse.config.finetuning import FinetuneConfig
 from megasparse.config.schema import Config
+from megasparse.config.section import Section
 from megasparse.errors import ConfigError
 from megasparse.settings.load import build_config, load_config
 from tests.helpers.cases import together
@@ -178,7 +179,9 @@ def test_every_key_is_described_for_the_reference():
         for name, field in model.model_fields.items():
             kinds = [kind for kind in (field.annotation, *get_args(field.annotation)) if isclass(kind)]
             sections = [kind for kind in kinds if issubclass(kind, BaseModel)]
-            yield from [] if field.description or sections else [prefix + name]
+            fields = [base.model_fields.get(name) for base in model.__mro__ if issubclass(base, Section)]
+            described = any(field and field.description for field in fields)
+            yield from [] if described or sections else [prefix + name]
             for section in sections:
                 yield from keys(section, f"{prefix}{name}.")
 

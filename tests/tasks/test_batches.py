@@ -176,6 +176,6 @@ def test_an_example_that_fits_into_no_pack_is_named():
         sizes_of(given, PACK)
     assert str(caught.value) == (
         "made.en:2: 49 tokens with its answer are more than training.micro_batch = 48. "
-        "Raise it to 60 or more, or lower task.max_length"
+        "Raise it to 60, or lower task.max_length"
     )
     assert [len(pack) for pack in packed(sizes_of(given, 60), 60, 0, 0)] == [1, 1, 1]

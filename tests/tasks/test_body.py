@@ -144,7 +144,7 @@ def test_a_run_is_restored_from_its_adapters_and_the_pretrained_weights(tmp_path
     assert measured[result.form.task.metrics[0]] == last
 
     moved = pretrained.rename(tmp_path / "elsewhere")
-    with pytest.raises(CheckpointError, match=r"contains only adapters.*set start\.huggingface to their folder"):
+    with pytest.raises(CheckpointError, match=r"its pretrained weights cannot be read.*Set start\.huggingface"):
         restore_task(checkpoint.path)
     again = restore_task(checkpoint.path, [f"start.huggingface={moved}"])
     same = predict_examples(again.model, again.form, examples, again.config, again.ranks)

@@ -55,7 +55,6 @@ class BigBirdAttention(BlockSparseAttention):
         self.blocks = -(-spec.max_length // self.chunk)
 
     def flops(self, length: int) -> Flops:
-        """As in Longformer, with global blocks, plus random blocks."""
         work = self.spec.workload(length)
         blocks = self.config.random + self.config.globals * (1 if work.causal else 2)
         return work.pairs(work.chunks(self.chunk) + blocks * self.chunk)

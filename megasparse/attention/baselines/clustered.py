@@ -36,10 +36,7 @@ class ClusteredAttention(Attention):
 
     @torch.no_grad()
     def assign(self, q: Tensor, k: Tensor, lines: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the cluster of each query of a document, (B, H, n), and the K best keys of each cluster, (B, H, C, K).
-
-        q, k: (B, H, n, D). lines: (H, bits, D).
-        """
+        """Return the cluster of each query of a document, (B, H, n), and each cluster's K best keys, (B, H, C, K)."""
         q = at_least_fp32(q)
         signs = (q @ lines.to(q.dtype).transpose(-1, -2)).sign()  # (B, H, n, bits)
         count = min(self.config.clusters, q.shape[2])

@@ -33,10 +33,7 @@ class LinformerAttentionConfig(MechanismSection):
 @mechanism("linformer", LinformerAttentionConfig)
 class LinformerAttention(Attention):
     """Linformer, softmax(q(E k)ᵀ/√D) F v, with keys and values projected over the sequence to length P by matrices E
-    and F that all heads share.
-
-    Padding is projected as zeros. Packed documents are projected separately, with positions relative to their first
-    real token. Every projected key mixes all tokens, so a causal form does not exist.
+    and F that all heads share. Padding is projected as zeros, packed documents separately.
     """
 
     def __init__(self, config: LinformerAttentionConfig, spec: MechanismSpec):

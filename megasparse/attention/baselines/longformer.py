@@ -16,10 +16,8 @@ class LongformerAttentionConfig(MechanismSection):
 
 @mechanism("longformer", LongformerAttentionConfig)
 class LongformerAttention(BlockSparseAttention):
-    """Window of blocks, and global tokens that attend to all tokens and that all tokens attend to (causal in decoders).
-
-    A token attends to its own block and the neighbouring blocks (in a decoder the previous one), the paper's window in
-    blocks. The paper gives global tokens separate projections; here they share the projections of the other tokens.
+    """The paper's window in blocks, and global tokens that attend to all tokens and that all tokens attend to (causal
+    in decoders). The paper gives global tokens separate projections; here they share the others' projections.
     """
 
     def __init__(self, config: LongformerAttentionConfig, spec: MechanismSpec):

@@ -24,11 +24,8 @@ class RandomAttentionConfig(MechanismSection):
 
 @mechanism("random", RandomAttentionConfig)
 class RandomAttention(BandAttention):
-    """Random attention, softmax(qkᵀ/√D)v inside a band of the token's bucket; queries and keys share max_length/chunk
-    buckets.
-
-    A bucket depends only on head and position, never on a token or its sequence, so the only learnable patterns are
-    positional. Buckets are redrawn at each training step and fixed in evaluation.
+    """Random attention, softmax(qkᵀ/√D)v inside a band of the token's bucket, which depends only on head and position.
+    Buckets are redrawn at each training step and fixed in evaluation.
     """
 
     def __init__(self, config: RandomAttentionConfig, spec: MechanismSpec):
@@ -36,7 +33,7 @@ class RandomAttention(BandAttention):
         self.rule = {"scale": spec.head_dim**-0.5, "exclude_self": False, "count_rounds": False}
 
     def assign(self, inputs: AttentionInputs, first: int, context: AttentionContext) -> Tensor:
-        """Return the bucket of every position from `first` on: (B, H, 1, L). Positions skip padding."""
+        """Return the bucket of every position from `first` on, without padding: (B, H, 1, L)."""
         batch, count, length = inputs.q.shape[:3]
         head = torch.tensor(context.heads(count), device=inputs.q.device)
         position = torch.arange(first, first + length, device=inputs.q.device).expand(batch, -1)

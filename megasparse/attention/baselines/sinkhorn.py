@@ -26,8 +26,7 @@ class SinkhornAttention(Attention):
     """Softmax attention to a token's own block and to the block that a learned sorting puts there.
 
     Block j moves to place i with weight S_ij, S = Sinkhorn(P), P_i = (Σ of block i's keys)·W: rows and columns are
-    normalised in turn until S is nearly doubly stochastic. Without the paper's Gumbel noise. Documents are sorted
-    separately; a last block that is not full has fewer keys.
+    normalised in turn. Without the paper's Gumbel noise. Documents are sorted separately.
     """
 
     def __init__(self, config: SinkhornAttentionConfig, spec: MechanismSpec):
@@ -45,7 +44,11 @@ class SinkhornAttention(Attention):
             count = -(-length // size)
             padded = (F.pad(x, (0, 0, 0, count * size - length)).unflatten(2, (count, size)) for x in inputs[:3])
             q, k, v = padded  # (B, H, N, M, D)
-            order = self._sorted(k.sum(3) @ places[..., :count])  # (B, H, N, N)
+            order = k.sum(3) @ places[..., :count]  # (B, H, N, N)
+            for _ in range(self.config.iterations):
+                order = order.log_softmax(-1)
+                order = order.log_softmax(-2)
+            order = order.exp()
             real = (torch.arange(count * size, device=q.device) < length).view(count, size).to(q.dtype)
             sorted_k, sorted_v = ((order @ x.flatten(3)).view_as(x) for x in (k, v))
             share = order @ real  # (B, H, N, M), of real tokens in the sorted block
@@ -57,12 +60,6 @@ class SinkhornAttention(Attention):
             return out.flatten(2, 3)[:, :, :length]
 
         return AttentionOutput(attend_each(padding_apart(inputs), attend))  # the order depends on the number of blocks
-
-    def _sorted(self, scores: Tensor) -> Tensor:
-        for _ in range(self.config.iterations):
-            scores = scores.log_softmax(-1)
-            scores = scores.log_softmax(-2)
-        return scores.exp()
 
     def flops(self, length: int) -> Flops:
         """Two blocks per token; sorting, 4·D per block and token; the places of blocks, 2·D each per block."""

@@ -28,10 +28,8 @@ class SMYRFAttentionConfig(MechanismSection):
 
 @mechanism("smyrf", SMYRFAttentionConfig)
 class SMYRFAttention(Attention):
-    """SMYRF, softmax(qkᵀ/√D)v inside the clusters of each round; rounds are merged by log-sum-exp, and a pair in the
-    same cluster in several rounds is included in each of them, as in the paper.
-
-    Clusters contain only real tokens of one document: ⌈n/chunk⌉ per round, the last one possibly smaller.
+    """SMYRF, softmax(qkᵀ/√D)v inside the clusters of each round, ⌈n/chunk⌉ per document; rounds are merged by
+    log-sum-exp, and a pair in the same cluster in several rounds is included in each of them, as in the paper.
     """
 
     shares_pairs = True

@@ -52,7 +52,6 @@ class SparseTransformerAttention(FixedPatternAttention):
         return out.to(inputs.q.dtype)
 
     def flops(self, length: int) -> Flops:
-        """The last S positions (bidirectional: S on either side) and every S-th one."""
         work = self.spec.workload(length)
         return work.pairs(self.stride * (1 if work.causal else 2) + work.visible / self.stride)
 

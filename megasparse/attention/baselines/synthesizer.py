@@ -18,9 +18,7 @@ class SynthesizerAttentionConfig(MechanismSection):
 @mechanism("synthesizer", SynthesizerAttentionConfig)
 class SynthesizerAttention(Attention):
     """The dense Synthesizer, softmax(relu(q_i)·W)v: a token predicts the weight of each position, and no key is read.
-
-    W (D, n) is learned per head; its first hidden layer is the query projection. Positions are relative to the
-    document's first real token.
+    W (D, n) is learned per head; its first hidden layer is the query projection.
     """
 
     shared_qk = True  # without a key projection

@@ -73,7 +73,6 @@ class Chats(JsonLinesCorpus):
     `pip install -e '.[hf]'`.
     """
 
-    HELP = "conversations in JSON lines, for the chat template of a decoder"
     EXAMPLE = "--source chats.jsonl --tokenizer models/smollm2/tokenizer.json --length 4096 --output data/chats"
 
     FILE = option("--tokenizer", required=True, metavar="FILE", help="tokenizer.json next to the chat template")
@@ -90,13 +89,14 @@ class Chats(JsonLinesCorpus):
     def about(self, source: Any, settings: CorpusSettings) -> dict[str, Any]:
         """Add the number of conversations that are cut, and `model.document_separator`, and report the numbers."""
         facts, length = super().about(source, settings), settings["length"]
-        cut = sum(int((lengths > ChatEncoder.width * length).sum()) for lengths in source.lengths())
+        lengths = np.concatenate([*source.lengths()]) // ChatEncoder.width
+        cut, tokens = int((lengths > length).sum()), int(np.minimum(lengths, length).sum())
         report = f"{sum(facts['documents'].values()):,} conversations, of which {cut:,} are cut to {length:,} tokens"
         if left_out := facts["left_out"]:
             report += f"; left out: {', '.join(f'{count:,} {reason}' for reason, count in left_out.items())}"
         if damaged := [file.first_damaged[0] for file in source.examined if file.first_damaged]:
             report += f"; the first invalid line is {damaged[0]}"
-        report_line(source.name, report)
+        report_line(source.name, f"{report}; {tokens:,} tokens in all")
         return {**facts, "cut": cut, SEPARATOR: CONVERSATION_END + _renderer(settings).start}
 
     def encoder(self, settings: CorpusSettings) -> "ChatEncoder":  # type: ignore[override]
@@ -185,9 +185,7 @@ def _chat_tokenizer(file: str) -> Any:
     try:
         tokenizer = PreTrainedTokenizerFast.from_pretrained(str(Path(file).parent), local_files_only=True)
     except Exception as error:  # transformers raises errors of any type
-        raise ConfigError(
-            "data.tokenizer", f"{file} cannot be loaded ({one_line(str(error))})", "Copy it again"
-        ) from None
+        raise ConfigError("data.tokenizer", f"{file} does not load ({one_line(str(error))})", "Copy it again") from None
     tokenizer.backend_tokenizer.post_processor = ByteLevel(trim_offsets=False)
     return tokenizer
 

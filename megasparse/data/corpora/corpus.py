@@ -62,8 +62,6 @@ class Corpus(ABC):
     and ConfigError for settings that do not fit it.
     """
 
-    HELP: ClassVar[str]
-    """One line for the command's help."""
     EXAMPLE: ClassVar[str]
     """Its options and --output, for the command's help."""
     KIND: ClassVar[Kind] = "stream"

@@ -7,10 +7,8 @@ import hashlib
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Sequence
@@ -30,8 +28,6 @@ from megasparse.files import file_sha256, locked, open_file, read_file, write_fi
 from megasparse.system import sync_folder
 
 PIECE = 1 << 20
-TIMEOUT_SECONDS = 60
-LEAST_BYTES = 60_000  # required in each such time, as a server may send a byte at a time
 LARGEST_RECORD = 1 << 16  # bytes
 WHEELS = Path("data/.download")
 AT_ONCE = 8  # objects of a store
@@ -95,9 +91,8 @@ def download(url: str, folder: Path) -> Path:
             _fetch(url, unfinished, validator)
         except (StoreError, OSError, EOFError, HTTPException, ValueError) as error:
             have = unfinished.stat().st_size if unfinished.exists() else 0
-            reason = f"{str(error) or type(error).__name__} ({have:,} bytes are here)"
-            hint = "Run the command again, it goes on from there; or give the path of a file"
-            raise DataError(url, f"the download did not complete: {reason}", hint) from None
+            problem = f"the download did not complete: {str(error) or type(error).__name__} ({have:,} bytes are here)"
+            raise DataError(url, problem, "Run the command again, it goes on from there") from None
         validator.unlink(missing_ok=True)
         record.unlink(missing_ok=True)  # of an earlier copy, which was deleted
         unfinished.replace(copy)
@@ -123,22 +118,15 @@ def _fetch(url: str, copy: Path, validator: Path) -> None:
         if total is None:
             raise ValueError("the server does not say how long the file is")
         copy.parent.mkdir(parents=True, exist_ok=True)
-        if total - have > (free := shutil.disk_usage(copy.parent).free):
-            raise OSError(f"the server announces {total - have:,} bytes more, the disk has {free:,} free")
         with open_file(copy, "ab") as file:
             validator.unlink(missing_ok=True)  # it always describes the content of the file
             file.truncate(have)
             if body.tag:
                 write_file(validator, body.tag)
             with tqdm(desc="downloading", total=total, initial=have, unit="B", unit_scale=True, disable=None) as bar:
-                due, enough = time.monotonic() + TIMEOUT_SECONDS, have + LEAST_BYTES
                 while have < total and (piece := body.read(min(PIECE, total - have))):
                     have += file.write(piece)
                     bar.update(len(piece))
-                    if time.monotonic() > due:
-                        if have < min(enough, total):
-                            raise TimeoutError(f"less than {LEAST_BYTES:,} bytes came in {TIMEOUT_SECONDS} s")
-                        due, enough = time.monotonic() + TIMEOUT_SECONDS, have + LEAST_BYTES
             file.flush()
             os.fsync(file.fileno())
     if have < total:

@@ -63,7 +63,6 @@ class Duplication(DrawnCorpus):
     Only the second half can be predicted, by attention to the first: `model.score_from` = length/2 scores that half.
     """
 
-    HELP = "sequences 0w0w of random symbols, made here"
     EXAMPLE = "--output data/duplication"
     LENGTH, SEQUENCES, HELD_OUT = 1024, 12_800, 256
     LENGTH_HELP = "of a sequence, twice that of 0w"
@@ -73,7 +72,11 @@ class Duplication(DrawnCorpus):
     def draw(self, settings: CorpusSettings) -> Draw:
         length, symbols = settings["sample_bytes"], settings["symbols"]
         if length < 4 or length % 2:
-            raise ConfigError("--length", f"{length} is not twice the length of 0w", "Take an even length of 4 or more")
+            raise ConfigError(
+                "--length",
+                f"{length} is not twice the length of 0w",
+                f"Take an even one, such as {max(4, length + length % 2)}",
+            )
         if not 1 <= symbols <= 255:
             raise ConfigError("--symbols", f"{symbols} symbols and the 0 do not fit a byte", "Give 1 to 255")
         return lambda words: 2 * bytes([0, *(1 + words.random_raw(length // 2 - 1) % symbols)])
@@ -87,7 +90,6 @@ class Recall(DrawnCorpus):
     earlier occurrence, on average 3·pairs tokens back. A key is two bytes below 160, a value one byte from 160 on.
     """
 
-    HELP = "keys and their values, repeated far apart, made here"
     EXAMPLE = "--output data/recall"
     LENGTH, SEQUENCES, HELD_OUT = 8192, 1024, 32
     KEYS, VALUES = 160, 64

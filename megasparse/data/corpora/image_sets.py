@@ -33,7 +33,6 @@ class Cifar10(Corpus):
     random order, are the split `validation`. In folders and archives of images, often sorted by class, every 10th is.
     """
 
-    HELP = "CIFAR-10: the official binary version, or folders, tar and zip archives of its images"
     EXAMPLE = "--source https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz --output data/cifar10"
     KIND = "raw"
     VALIDATION = 5_000
@@ -111,7 +110,6 @@ class ImageNet64(Corpus):
     image is the split `validation`.
     """
 
-    HELP = "ImageNet at 64×64 pixels: npz batches, or folders, tar and zip archives of images"
     EXAMPLE = "--source Imagenet64_*_npz.zip --output data/imagenet64"
     KIND = "raw"
     VALIDATION_EVERY = 128

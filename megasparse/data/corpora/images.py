@@ -275,7 +275,6 @@ class Images(Corpus):
     train-01.tar); otherwise a random permutation of --seed does.
     """
 
-    HELP = "image files of one size, in folders, tar or zip archives"
     EXAMPLE = "--source photos/ --size 64 --output data/photos"
     KIND = "raw"
 
@@ -290,7 +289,7 @@ class Images(Corpus):
 
 
 def splits_by_folder(source: Source) -> list[str]:
-    """Return the split of each image of a source by its folders. Raises DataError if one's name none."""
+    """Return the split of each image of a source by its folders. Raises DataError if they name none."""
     labels = []
     for image in image_files(source):
         name = split_named(image.folders)

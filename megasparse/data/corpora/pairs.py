@@ -58,7 +58,6 @@ class Pairs(Corpus):
     ALBERT does, reveals which segment came first (62 % of movie reviews' pairs of 128 tokens by sentence lengths).
     """
 
-    HELP = "pairs of text segments, for masked tokens and sentence order"
     EXAMPLE = "--source books/ --tokenizer tokenizers/bert.json --length 512 --output data/pairs"
     KIND = "files"
     SENTENCE_PAIRS = True
@@ -213,7 +212,6 @@ class Parallel(Corpus):
     lists the lines of each split (source.lines); a split's tokens divided by the record's are the pairs taken.
     """
 
-    HELP = "lines and their translations, for encoder-decoders"
     EXAMPLE = "--source train.en --target train.de --tokenizer tokenizers/ende.model --output data/ende"
     KIND = "files"
 

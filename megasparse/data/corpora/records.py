@@ -35,7 +35,7 @@ from megasparse.data.corpora.corpus import (
 from megasparse.data.corpora.source import Part, Source, find_parts
 from megasparse.data.index_file import Split, public
 from megasparse.data.workers import Workers
-from megasparse.errors import ConfigError, DataError, SourceError, positive
+from megasparse.errors import DataError, SourceError, positive
 from megasparse.files import syntax_hint, write_file
 
 MOST_DAMAGED = 0.01
@@ -63,26 +63,22 @@ NOT_UTF8 = Unfit("not UTF-8", damaged=True)
 ZERO = Unfit("byte 0, which stands between documents", damaged=True)
 
 
+ONE_PER_LINE = "Write one object per line, as jq -c . or for an array jq -c '.[]' does"
+
+
 def json_hint(line: bytes) -> str:
     """Return what to do about a line that is not a JSON object."""
     try:
         text = line.decode("utf-8-sig").strip()
+        if not text.startswith("["):  # an array may be large
+            json.loads(text)
     except UnicodeDecodeError:
         return "The line is not UTF-8: convert the file, iconv -f latin1 -t utf-8"
-    if text.startswith("["):
-        return "Write the objects of an array one per line, as jq -c '.[]' does"
-    try:
-        rest = text[json.JSONDecoder().raw_decode(text)[1] :]
     except json.JSONDecodeError as error:
         return syntax_hint(text, error.pos) or ONE_PER_LINE
     except (ValueError, RecursionError):  # a number or a nesting that is too large
-        return ONE_PER_LINE
-    if "\r" in rest:
-        return "Its lines end in CR: convert them, tr '\\r' '\\n'"
-    return "Remove the comma at the end of each line" if rest.strip() == "," else ONE_PER_LINE
-
-
-ONE_PER_LINE = "Write one object per line, as jq -c . does: {...}"
+        pass
+    return ONE_PER_LINE
 
 
 @dataclass(frozen=True)
@@ -186,8 +182,6 @@ class RecordSource(Source):
         DataError for an unreadable file, more damaged records than MOST_DAMAGED, and if no text is left.
         """
         least, most = settings.get("min_bytes") or 1, settings.get("max_bytes") or float("inf")
-        if least > most:
-            raise ConfigError("--min-bytes", f"{least} is above --max-bytes {most}", "Give a smaller one")
         copies, column = bool(settings.get("deduplicate")), settings.get("column", "")
         reader = RecordReader(tuple(parts), texts, column, least, most, not as_bytes(settings), copies)
         with Workers(reader.examine, min(workers, len(parts)), task_pieces=1) as pool:
@@ -347,15 +341,13 @@ def _lengths(lengths: np.ndarray) -> dict[str, Any]:
 
     The i-th of `documents` and `bytes` are of the documents of edges[i] to below edges[i + 1] bytes, powers of two.
     """
-    classes = np.frexp(lengths.astype(np.float64))[1] - 1  # 2^class <= length < 2^(class + 1)
-    first, last = int(classes.min()), int(classes.max())
-    size = np.zeros(last - first + 1, dtype=np.int64)
-    np.add.at(size, classes - first, lengths)
+    first, last = (int(length).bit_length() for length in (lengths.min(), lengths.max()))
+    edges = [1 << power for power in range(first - 1, last + 1)]
     quantiles = np.quantile(lengths, QUANTILES, method="inverted_cdf").tolist()
     return {
         "mean": round(float(lengths.mean()), 2),
         "quantiles": {str(part): int(value) for part, value in zip(QUANTILES, quantiles, strict=True)},
-        "edges": [1 << power for power in range(first, last + 2)],
-        "documents": np.bincount(classes - first).tolist(),
-        "bytes": size.tolist(),
+        "edges": edges,
+        "documents": np.histogram(lengths, edges)[0].tolist(),
+        "bytes": np.histogram(lengths, edges, weights=lengths)[0].tolist(),
     }

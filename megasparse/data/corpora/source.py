@@ -103,7 +103,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Source:
-    """The files of a corpus, and their digests. A synthetic corpus has no files."""
+    """The files of a corpus, none of a synthetic one, and their digests."""
 
     locations: tuple[str, ...]
     """Paths and URLs as the user named them."""
@@ -318,9 +318,9 @@ def _require_text(part: Part, start: bytes) -> None:
     for kind, (offset, signature) in SIGNATURES.items():
         if start.startswith(signature, offset):
             hint = "Unpack it: .gz, .bz2, .xz, .zst and .zip are read as they are if their names end so"
-            coding = kind[8:14].lower()  # of "text in UTF-16"
-            hint = f"Convert it: iconv -f {coding} -t utf-8" if "UTF" in kind else EXTRACT if "PDF" in kind else hint
-            raise DataError(part, f"this is {kind}, not plain text", hint)
+            if "UTF" in kind:
+                hint = f"Convert it: iconv -f {kind[8:14].lower()} -t utf-8"  # of "text in UTF-16"
+            raise DataError(part, f"this is {kind}, not plain text", EXTRACT if "PDF" in kind else hint)
     even, odd = (start[first:512:2].count(0) for first in (0, 1))
     if len(start) > 16 and not min(even, odd) and 2 * max(even, odd) > len(start[1:512:2]):
         problem = "every second byte is 0, as in UTF-16"
@@ -331,8 +331,7 @@ def refuse_bomb(what: Part | Path | str, size: int, compressed: int) -> None:
     """Raise DataError if a file of `compressed` bytes unfolds to too many bytes: `size` or more."""
     if size > max(BOMB_BYTES, BOMB_RATIO * compressed):
         problem = f"its {compressed:,} bytes unfold to {BOMB_RATIO} times as many and more, too many for a corpus"
-        hint = "If you trust it, unpack it yourself; write the texts of Parquet and Arrow files to .jsonl files"
-        raise DataError(what, problem, hint)
+        raise DataError(what, problem, "If you trust it, unpack it yourself, Parquet and Arrow files to .jsonl")
 
 
 def _unreadable(what: Part | Path, error: Exception) -> DataError:

@@ -66,10 +66,10 @@ class JsonLinesCorpus(RecordCorpus):
     or *.json. Invalid lines are left out and counted, up to 1%.
     """
 
-    HELP = "JSON lines: a field of each is a document"
     EXAMPLE = "--source crawl/ --field text --min-bytes 200 --deduplicate --split 98,1,1 --output data/crawl"
 
-    KIND, SUFFIXES = "files", JSON_SUFFIXES
+    KIND = "files"
+    SUFFIXES = JSON_SUFFIXES
     FIELD = option("--field", dest="column", default="text", metavar="NAME", help="(default: %(default)s)")
     OPTIONS = SOURCE | MEMBER | SAMPLE | FIELD | RecordCorpus.OPTIONS | SPLIT_OPTION
 
@@ -84,10 +84,10 @@ class Parquet(RecordCorpus):
     and counted, up to 1%. It requires `pip install -e '.[arrow]'`.
     """
 
-    HELP = "Parquet files: a column of texts, each a document"
     EXAMPLE = "--source crawl/ --column text --min-bytes 200 --split 98,1,1 --output data/crawl"
 
-    KIND, SUFFIXES = "raw", (".parquet",)
+    KIND = "raw"
+    SUFFIXES = (".parquet",)
     OPTIONS = SOURCE | SAMPLE | COLUMN | RecordCorpus.OPTIONS | SPLIT_OPTION
 
     def texts(self, settings: CorpusSettings) -> Texts:
@@ -104,7 +104,6 @@ class HuggingFace(RecordCorpus):
     cut by bytes. The revision, if the folder or its URL states one, is in index.json and report.json.
     """
 
-    HELP = "a dataset's folder, as datasets or the Hub's client leave it: a column of texts"
     EXAMPLE = "--source ~/.cache/huggingface/datasets/NAME/default/0.0.0/REVISION --column text --output data/name"
     KIND = "raw"
     SUFFIXES = (".arrow", ".parquet", *(name for name in JSON_SUFFIXES if name.startswith(".jsonl")))

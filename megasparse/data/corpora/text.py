@@ -35,7 +35,6 @@ class Text(TextCorpus):
     White space separates reference words.
     """
 
-    HELP = "any text files, split by byte position"
     EXAMPLE = "--source books/ --split 98,1,1 --output data/books"
 
     DOCUMENTS_OPTION = option("--documents", action="store_true", help="each file is a document, a separator after it")
@@ -69,7 +68,6 @@ class Enwik8(TextCorpus):
     position, so that figures are comparable. White space separates reference words, which include markup.
     """
 
-    HELP = "enwik8 (100,000,000 bytes of Wikipedia), split 90M/5M/5M by byte position"
     EXAMPLE = "--source https://mattmahoney.net/dc/enwik8.zip --output data/enwik8"
     MD5 = "a1fa5ffddb56f4953e226637dabbb36a"  # as published with the file
     SPLITS: ClassVar = {"train": 90_000_000, "validation": 5_000_000, "test": 5_000_000}
@@ -94,7 +92,6 @@ class BookCorpus(TextCorpus):
     reference words.
     """
 
-    HELP = "text files with one sentence per line, an empty line or a file's end between books"
     EXAMPLE = "--source books_in_sentences/ --split 98,1,1 --output data/bookcorpus"
     KIND = "files"
     OPTIONS = TextCorpus.OPTIONS | SPLIT_OPTION
@@ -152,7 +149,6 @@ class PG19(TextCorpus):
     and 6,966,499.
     """
 
-    HELP = "PG-19: a book a file in train/, validation/ and test/"
     EXAMPLE = "--source deepmind-gutenberg/ --output data/pg19"
     KIND = "files"
     DOCUMENTS = True
@@ -195,7 +191,6 @@ class WikiText103(TextCorpus):
     WikiText103Raw.
     """
 
-    HELP = "WikiText-103: wiki.train.tokens, wiki.valid.tokens and wiki.test.tokens, or the official zip"
     EXAMPLE = "--source wikitext-103-v1.zip --tokenizer tokenizers/wikitext103.txt --output data/wikitext103"
     KIND = "files"
     LINE_ENDS = True

@@ -13,7 +13,7 @@ from megasparse.data.tokenizers.tokenizer import (
     Tokenizer,
     words_of,
 )  # fmt: skip
-from megasparse.errors import ConfigError
+from megasparse.errors import ConfigError, did_you_mean
 
 __all__ = [
     "BEGIN", "MASK", "NAMED", "PADDING", "SEPARATOR", "SpecialTokens", "Tokenizer", "build_tokenizer", "words_of",
@@ -33,4 +33,5 @@ def build_tokenizer(name: str) -> Tokenizer:
     }  # fmt: skip
     if (kind := kinds.get(Path(name).suffix)) is not None:
         return kind(Path(name))
-    raise ConfigError("data.tokenizer", f'there is no tokenizer "{name}"', f"Give bytes, pixels, *{', *'.join(kinds)}")
+    hint = f"{did_you_mean(name, NAMED)} Or give the path of a tokenizer: FILE{', FILE'.join(kinds)}"
+    raise ConfigError("data.tokenizer", f'there is no tokenizer "{name}"', hint)

@@ -181,7 +181,8 @@ def train_sentencepiece(lines: Iterator[str], vocabulary: int, model_type: str, 
             minloglevel=1,
         )
     except RuntimeError as error:
-        raise ConfigError("--vocabulary", f"{vocabulary}: {' '.join(str(error).split())}", "Give another one") from None
+        reason = " ".join(str(error).rpartition("] ")[2].split())  # without its place in sentencepiece's source
+        raise ConfigError("--vocabulary", reason.rstrip("."), "Change it, or the text") from None
     if model_type != "unigram":
         return written.getvalue()
     model = ModelProto()

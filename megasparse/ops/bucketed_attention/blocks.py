@@ -198,13 +198,8 @@ class QueryBlock(TileBlock):
     """Block of single-query tiles, one per row, with the tile shape and key columns that the query's tile has in a full
     pass, so that outputs are bit-identical.
 
-    Args:
-        rows: (n,) int64, row numbers.
-        tokens, hidden: (n, K), key of each column in its row, arbitrary if hidden.
-        keys: Number of keys per row.
-        tile: T of the full pass.
-        like: A tensor with the query's dtype.
-        first_round: True if no earlier block computed outputs of these rows.
+    rows: (n,) row numbers. tokens, hidden: (n, K), key of each column in its row, arbitrary if hidden. keys: number of
+    keys per row. tile: T of the full pass. first_round: no earlier block computed outputs of these rows.
     """
 
     def __init__(

@@ -88,11 +88,11 @@ class Intervals:
         """Return first, end (G, R, ⌈L / block⌉) int32: only sorted queries [first, end) attend to keys of a block."""
         groups, rounds, length = self.low.shape
         count = -(-length // block)
-        first, end = (torch.empty(groups, rounds, count, dtype=torch.int32, device=self.low.device) for _ in range(2))
+        first, end = (self.low.new_empty(groups, rounds, count, dtype=torch.int32) for _ in range(2))
         grid = (-(-count // _BLOCKS) * groups * rounds,)
         launch(
             kernels.meeting, grid, lows=self.low, highs=self.high, first=first, end=end, length=length, count=count,
-            steps=length.bit_length(), BLOCK=block, BLOCKS=_BLOCKS, num_warps=4,
+            steps=length.bit_length(), BLOCK=block, BLOCKS=_BLOCKS,
         )  # fmt: skip
         return first, end
 
@@ -112,14 +112,14 @@ def shared_intervals(
     counted = order is not None and order.shape[1] > 1 and spec.count_rounds
     names = ["low", "high", *(["token_low", "token_high", "token_index"] if counted else [])]
     bounds: dict[str, Any] = dict.fromkeys(("token_low", "token_high", "token_index"))
-    bounds |= {name: torch.empty(shape, dtype=torch.int32, device=like.device) for name in names}
+    bounds |= {name: like.new_empty(shape, dtype=torch.int32) for name in names}
     one_group = not window.same_bucket and key_mask is None and segments is None
     steps = (window.chunk if window.kind == "band" else 3 * window.chunk).bit_length()
     launch(
         kernels.bounds, (-(-length // _PLACES) * shape[0] * shape[1],), keys=None if one_group else sorted_key,
         order=order, **bounds, length=length, chunk=window.chunk, offset=0 if spec.exclude_self else 1, steps=steps,
         PADDING=None if key_mask is None else _PADDING << 32, SHIFT=0 if window.same_bucket else 32, KIND=window.kind,
-        AHEAD=window.ahead, IN_ORDER=spec.causal and window.same_bucket, TOKENS=_PLACES, num_warps=4,
+        AHEAD=window.ahead, IN_ORDER=spec.causal and window.same_bucket, TOKENS=_PLACES,
     )  # fmt: skip
     return Intervals(order, order, **bounds, groups=sorted_key)
 
@@ -253,7 +253,7 @@ class _BucketedAttention(Function):
         q, k, v = (whole_vectors(x) for x in (q, k, v))
         call = _Call(q, spec, separate, Intervals(*layout))  # type: ignore[arg-type]
         out = empty_alike(q)
-        lse, lse2 = (torch.empty(q.shape[:3], dtype=torch.float32, device=q.device) for _ in range(2))
+        lse, lse2 = (q.new_empty(q.shape[:3], dtype=torch.float32) for _ in range(2))
         partial = call.partial(out)
         key_slot, slot_key = slots
         shared: dict[str, Any] = {"q": q, "k": k, "v": v, "partial": partial, "out": out, "lse2": lse2, "lse": lse}

@@ -143,7 +143,7 @@ class RangeLayout(NamedTuple):
         segments: Tensor | None,
     ) -> "RangeLayout":  # fmt: skip
         """Return the layout of integer codes (B, H|1, R, L). key_codes: None if shared, which requires causality."""
-        layout = cls(*(torch.empty(codes.shape, dtype=torch.int32, device=codes.device) for _ in range(4)))
+        layout = cls(*(codes.new_empty(codes.shape, dtype=torch.int32) for _ in range(4)))
         if key_codes is None:
             for piece, masks in row_pieces(codes, key_mask, segments):
                 for tensor, part in zip(layout, _own_ranges(codes[piece], *masks), strict=True):
@@ -283,7 +283,7 @@ class RangeRound:
         length = self.length
         count = self.query_high - self.query_first
         live = count > 0
-        if self.shared_codes and self.spec.exclude_self:  # a single token in a bucket has no visible key
+        if self.shared_codes and self.spec.exclude_self:  # a single token in a bucket sees no key
             only = torch.ones_like(live)
             only[:, :-1] = self.query_first[:, 1:] != self.query_first[:, :-1]
             live &= (count > 1) | ~only
@@ -371,7 +371,7 @@ class RangeBlock(TileBlock):
     def hidden(self) -> Tensor:
         round_ = self.round
         shape = (*self.query_tokens.shape, self.key_tokens.shape[1])
-        hidden, above, below = (torch.empty(shape, dtype=round_.dtype, device=self.index.device) for _ in range(3))
+        hidden, above, below = (self.index.new_empty(shape, dtype=round_.dtype) for _ in range(3))
         if self.same_hidden is not None:
             hidden.copy_(self.same_hidden)
         else:

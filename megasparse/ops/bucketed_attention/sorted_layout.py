@@ -43,7 +43,7 @@ class SortedLayout(NamedTuple):
         """Sort the tokens of q (B, H, L, D) by codes (B, H, R, L), or (B, 1, R, L); None: one bucket and round."""
         if codes is None:
             codes = q.new_zeros((q.shape[0], 1, 1, q.shape[2]), dtype=torch.int16)
-        order, slot = (torch.empty(codes.shape, dtype=torch.int32, device=q.device) for _ in range(2))
+        order, slot = (q.new_empty(codes.shape, dtype=torch.int32) for _ in range(2))
         for piece, masks in row_pieces(codes, key_mask, segments):
             order[piece], slot[piece] = _slots(codes[piece], window, *masks)
         return cls(order, slot)

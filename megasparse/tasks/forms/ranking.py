@@ -322,7 +322,7 @@ class RankingForm(Form):
 
     def model(self, body: Backbone) -> nn.Module:
         if self.config.head.pooling is not None:
-            raise ConfigError("head.pooling", f'"{self.config.head.pooling}", but news have their own', "Remove it")
+            raise ConfigError("head.pooling", f'"{self.config.head.pooling}" does not pool news', "Remove it")
         task, seed = self.config.task, self.config.run.seed
         if task.recommendation.user == "matching":
             return MatchingRecommender(body, task.recommendation, self.config.head, task.max_length, seed)

@@ -147,7 +147,7 @@ class TextForm(Form):
         super().__init__(task, config)
         zero = config.deepspeed.get("zero_optimization", {})
         if config.run.engine == "deepspeed" and int(zero.get("stage", 0)) == 3:
-            raise ConfigError("deepspeed.zero_optimization.stage", "3, but ranks' searches differ", "Set it to 2")
+            raise ConfigError("deepspeed.zero_optimization.stage", "3 needs equal searches on all ranks", "Set it to 2")
 
     def body(self, model: ModelConfig) -> Backbone:
         return SequenceToSequenceBody(model)
@@ -159,7 +159,8 @@ class TextForm(Form):
         end, longest = tokenizer.special.separator, body.stack.config.max_length
         require_vocabulary(body, max(tokenizer.vocabulary, end + 1))
         if generation.target_length > longest:
-            raise ConfigError("task.generation.target_length", f"{generation.target_length} > {longest}", "Lower it")
+            problem = f"{generation.target_length} tokens are more than the decoder's maximum of {longest}"
+            raise ConfigError("task.generation.target_length", problem, f"Set it to {longest}")
         if leaks := body.stack.leaks:
             raise ConfigError("model.attention", f"not strictly causal ({', '.join(leaks)})", 'Use window = "band"')
         self.tokenizer, self.end = tokenizer, np.array([end], dtype=np.int64)
@@ -256,9 +257,8 @@ class TokenBatches(ExampleBatches):
         while passed > 0:
             passed -= len(next(self._packs))
         if passed:
-            problem = f"{self.micro_batch}, but the checkpoint's position {self.position} is not the end of a batch of"
-            hint = "Restore the value that the run started with"
-            raise ConfigError("training.micro_batch", f"{problem} such a size", hint)
+            problem = f"{self.micro_batch}, but the checkpoint's position {self.position} is inside a batch"
+            raise ConfigError("training.micro_batch", problem, "Restore the value that the run started with")
 
     def _deal(self) -> list[list[tuple[Any, int]]]:
         micro_batches = []

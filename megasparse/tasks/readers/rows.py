@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from megasparse.data.corpora.records import json_hint
+from megasparse.data.corpora.records import ONE_PER_LINE, json_hint
 from megasparse.data.corpora.source import UNREADABLE
 from megasparse.errors import DataError, did_you_mean
 from megasparse.files import open_file, read_file, strict_json
@@ -52,8 +52,7 @@ def lines(file: Path, ends: bool = False) -> Rows:
                 if not raw:
                     return
                 if len(raw) > LONGEST_LINE:
-                    hint = "Convert the line ends: tr '\\r' '\\n'" if b"\r" in raw else HINT
-                    raise DataError(location, f"a line of more than {LONGEST_LINE:,} bytes", hint)
+                    raise DataError(location, f"a line of more than {LONGEST_LINE:,} bytes", HINT)
                 line = _decoded(raw, location, "utf-8-sig" if number == 1 else "utf-8")
                 if not ends and isinstance(line, str):
                     line = line.removesuffix("\n").removesuffix("\r")
@@ -121,10 +120,7 @@ def comma_separated(file: Path, columns: Sequence[str] | None = None) -> Rows:
             try:
                 row = next(reader, None)
             except csv.Error as error:
-                hint = "Close the quotation mark, or double it inside a quoted field"
-                hint = separator_hint if columns is None and location.line == 1 else hint
-                if "new-line" in str(error):
-                    hint = "A line ends in CR: convert line ends to LF, as tr '\\r' '\\n' does"
+                hint = "Close or double the quotation mark; end lines in LF, not CR"
                 raise DataError(location, f"not CSV ({error})", hint) from None
             if columns is None and location.line == 1 and row and len(row) == 1 and re.search("[;\t]", row[0]):
                 raise DataError(location, f'contains one column, "{row[0][:80]}"', separator_hint)
@@ -162,8 +158,7 @@ def json_lines(file: Path) -> Rows:
             except ValueError as error:
                 line = DataError(location, f"not JSON ({error})", json_hint(line.encode()))
         if not isinstance(line, dict | DataError):
-            hint = 'Write one object per line: {"text": "...", "label": "..."}; for an array jq -c \'.[]\' does'
-            line = DataError(location, "not a JSON object", hint)
+            line = DataError(location, "not a JSON object", ONE_PER_LINE)
         yield location, line
 
 
@@ -189,11 +184,8 @@ def open_dataset(path: Path) -> dict[str, Any]:
         raise DataError(path, "needs the package datasets", "pip install -e '.[tasks]'") from None
     except Exception as error:  # errors of pyarrow, the Hub's client and datasets
         problem = f"cannot be read as a dataset ({' '.join(str(error).split())[:200]})"
-        if str(path).startswith(HUB):
-            hint = "Check the network and the name, or give a folder of its files with --source"
-            raise DataError(f"hf://datasets/{str(path).removeprefix(HUB)}", problem, hint) from None
-        hint = "Use a folder of save_to_disk or of .parquet files, or hf://datasets/O/N"
-        raise DataError(path, problem, hint) from None
+        name = str(path).replace(HUB, "hf://datasets/")
+        raise DataError(name, problem, "Use a folder of save_to_disk or of .parquet files, or check the name") from None
 
 
 def dataset_rows(path: Path, split: str) -> Rows:

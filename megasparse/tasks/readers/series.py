@@ -86,9 +86,8 @@ class Series(Task):
         first, end = (official if month else custom)[PARTS.index(part) :][:2]
         begins = range(max(0, first - length), end - length - horizon + 1)
         if not begins:
-            problem = f"{rows} rows leave {end - first} for the {part} split, too few for a window of {length} rows to "
-            hint = "Use a longer file, or lower task.max_length or task.forecast.horizon"
-            raise DataError(file, f"{problem}read and {horizon} to predict", hint)
+            problem = f"{end - first} rows of the {part} split are too few to read {length} and predict {horizon}"
+            raise DataError(file, problem, "Use a longer file, or lower task.max_length or task.forecast.horizon")
         return begins
 
     def _fitted(self, forecast: ForecastConfig) -> ForecastConfig:

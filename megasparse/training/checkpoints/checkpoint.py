@@ -36,6 +36,7 @@ from megasparse.training.checkpoints.manifest import (
     weights_digest,
 )
 
+OTHER = "Build the model from the checkpoint's own configuration"
 FORGED = "Do not trust it"
 """Hint for checkpoints that megasparse cannot have written."""
 
@@ -138,7 +139,9 @@ class Checkpoint:
         """Configuration of its pretraining run, with paths in the run's folder, which may have been renamed."""
         settings = self.settings
         if not isinstance(settings, Config):
-            raise CheckpointError(self.path, "belongs to a fine-tuned model", "Use evaluate --task or predict")
+            raise CheckpointError(
+                self.path, "belongs to a fine-tuned model", "Use megasparse evaluate --task, or predict"
+            )
         run, data = self.path.absolute().parents[1], settings.data
         changes = {"tokenizer": tokenizer_copy(data.tokenizer, run)}
         if Path(data.path) == Path(settings.run.directory, "data") and (run / "data").is_dir():
@@ -184,8 +187,7 @@ class Checkpoint:
     def _entry(self, kind: str, name: str) -> dict[str, Any]:
         entry = self.manifest["tensors"].get(kind, {}).get(name)
         if entry is None:
-            hint = "Build the model from the checkpoint's own configuration"
-            raise CheckpointError(self.path, f"{kind} of {name} is missing: it belongs to another model", hint)
+            raise CheckpointError(self.path, f"{kind} of {name} is missing: it belongs to another model", OTHER)
         return entry
 
     def _check_headers(self) -> None:
@@ -267,7 +269,8 @@ def on_meta(checkpoint: Checkpoint, model: ModelConfig, build: Callable[[], nn.M
     weights = len(checkpoint.manifest["tensors"].get("weight", {}))
     layers = max(model.layers, (model.source and model.source.layers) or 0)
     if layers > weights:
-        raise CheckpointError(checkpoint.path, f"its configuration has {layers} layers, but {weights} weights", FORGED)
+        problem = f"its configuration has {layers} layers, more than its {weights} weights"
+        raise CheckpointError(checkpoint.path, problem, FORGED)
     try:
         with torch.device("meta"):
             return build()
@@ -282,14 +285,13 @@ def _matched(module: nn.Module, checkpoint: Checkpoint) -> dict[str, Tensor]:
     """Return the module's trained parameters and persistent buffers, which the checkpoint must contain exactly."""
     trained = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
     parameters = {**trained, **persistent_buffers(module)}
-    hint = "Build the model from the checkpoint's own configuration"
     for name in checkpoint.manifest["tensors"].get("weight", {}):
         if name not in parameters:
-            raise CheckpointError(checkpoint.path, f"contains a weight {name}, unknown to the model", hint)
+            raise CheckpointError(checkpoint.path, f"contains a weight {name}, unknown to the model", OTHER)
     for name, parameter in parameters.items():
         if (shape := checkpoint.shape("weight", name)) != list(parameter.shape):
             problem = f"{name} has shape {shape}, in the model {list(parameter.shape)}"
-            raise CheckpointError(checkpoint.path, problem, hint)
+            raise CheckpointError(checkpoint.path, problem, OTHER)
     return parameters
 
 

@@ -185,7 +185,8 @@ def find_checkpoint(directory: Path) -> Path:
     for folder in (directory / "checkpoints", directory):
         if newest := find_newest(folder):
             return newest
-    raise CheckpointError(directory, "contains no checkpoint", "Use a run's folder, or one of its checkpoints/00001000")
+    hint = "Use a run's folder (megasparse quickstart makes runs/quickstart), or one of its checkpoints/00001000"
+    raise CheckpointError(directory, "contains no checkpoint", hint)
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -27,6 +27,7 @@ from megasparse.errors import CheckpointError, StorageError, TrainingError, User
 from megasparse.files import LOCK_FILE, read_file
 from megasparse.system import sync_folder
 from megasparse.training.checkpoints.bucket import Uploads
+from megasparse.training.checkpoints.checkpoint import Fragment
 from megasparse.training.checkpoints.manifest import (
     MANIFEST,
     TEMPORARY,
@@ -39,10 +40,19 @@ from megasparse.training.checkpoints.manifest import (
     seal,
 )
 from megasparse.training.checkpoints.rank_file import RankFile, durable, free_bytes, make_folder
-from megasparse.training.engines.contract import Engine
 from megasparse.training.ranks import Ranks, RunHooks
 
 UNTOUCHED = "Older checkpoints are untouched"
+
+
+class StateOwner(Protocol):
+    """Owner of weights and optimizer state, such as an engine."""
+
+    def fragments(self) -> list[Fragment]:
+        """Return the fragments that this rank saves."""
+
+    def steps_done(self) -> int:
+        """Return the number of optimizer updates applied so far."""
 
 
 @dataclass(eq=False)
@@ -66,7 +76,7 @@ class Saver:
         self._uploads = Uploads(self.config, self.ranks, self.hooks)
         self._mark = self._read_mark()
 
-    def save(self, engine: Engine, step: int, sequences: int, state: dict[str, Any]) -> Path | None:
+    def save(self, engine: StateOwner, step: int, sequences: int, state: dict[str, Any]) -> Path | None:
         """Write the checkpoint of `step`. All ranks call it, and all get its path.
 
         With `checkpoint.asynchronous`, first finish the previous save, then return None as soon as the state is copied;
@@ -139,7 +149,7 @@ class Saver:
         if self.ranks.rank == 0 and self.config.checkpoint.bucket and (newest := find_newest(self.directory)):
             self._tidy(newest)  # checkpoints that could not be deleted while they were being uploaded
 
-    def _agree(self, engine: Engine, step: int, sequences: int, state: dict[str, Any]) -> "tuple[_Save, RankFile]":
+    def _agree(self, engine: StateOwner, step: int, sequences: int, state: dict[str, Any]) -> "tuple[_Save, RankFile]":
         """Start a save if all ranks call it with the same arguments and it fits; else raise on all."""
         save = _Save(self.directory, self.ranks.rank, step, sequences, state)
         file = save.attempt(lambda: self._prepare(save, engine))
@@ -164,7 +174,7 @@ class Saver:
             return read_file(self.directory.parent / LOCK_FILE)
         return None
 
-    def _prepare(self, save: "_Save", engine: Engine) -> RankFile:
+    def _prepare(self, save: "_Save", engine: StateOwner) -> RankFile:
         if self._read_mark() != self._mark:
             problem = f"{self.directory.parent / LOCK_FILE} does not belong to this run: is its file system mounted?"
             raise OSError(errno.ESTALE, problem, str(self.directory))

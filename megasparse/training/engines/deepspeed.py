@@ -139,24 +139,23 @@ class DeepSpeedEngine(Engine):
         evenly among the ranks, the last piece padded, and the pieces of a sub-group are one vector.
         """
         p: Any
+        span: Any
         if self._stage < 3:
             for name, p in self._trained.items():
-                flat = self.optimizer.param_groups[self._group_of[name]]["params"][0]
-                piece = Piece(name, self._shapes[name])
+                flat, span = self.optimizer.param_groups[self._group_of[name]]["params"][0], ()
                 if (mapping := p._hp_mapping) is not None:
-                    start, address = mapping.lp_fragment_address.start, mapping.hp_fragment_address
-                    piece = Piece(name, self._shapes[name], start, address.numel, address.start)
-                yield flat, piece
+                    address = mapping.hp_fragment_address
+                    span = mapping.lp_fragment_address.start, address.numel, address.start
+                yield flat, Piece(name, self._shapes[name], *span)
             return
         zero = self._engine.optimizer
         for number, group in enumerate(zero.fp16_groups):
             for p in group:
                 name, size = self._names[id(p)], p.ds_tensor.ds_numel
-                start, piece = self.ranks.rank * size, Piece(name, self._shapes[name])
+                start, span = self.ranks.rank * size, ()
                 if (numel := min(size, p.ds_numel - start)) > 0:
-                    offset = zero.grad_position[zero.get_param_id(p)][1]
-                    piece = Piece(name, self._shapes[name], start, numel, offset)
-                yield zero.fp32_partitioned_groups_flat[number], piece
+                    span = start, numel, zero.grad_position[zero.get_param_id(p)][1]
+                yield zero.fp32_partitioned_groups_flat[number], Piece(name, self._shapes[name], *span)
 
     def _contents(self) -> dict[Tensor, list[Piece]]:
         contents: dict[Tensor, list[Piece]] = {}

@@ -26,8 +26,6 @@ from megasparse.files import JsonLines, read_file, read_line, write_file
 from megasparse.settings.checks import BYTE_TOKENS
 from megasparse.training.ranks import Ranks
 
-PLAIN_LINE_SECONDS = 10.0
-"""Seconds between progress lines if stderr is not a terminal."""
 SHOWN = {
     "train/loss": "loss {:.4f}", "train/bits_per_dim": "{:.4f} {unit}", "optimizer/learning_rate": "lr {:.2e}",
     "speed/tokens_per_second": "{:,.0f} tokens/s", "evaluation/bits_per_dim": "held-out {:.4f} {unit}",
@@ -176,7 +174,7 @@ class Tracker(AbstractContextManager["Tracker"]):
         text, now = ", ".join(parts), time.monotonic()
         if not self._bar.disable:
             self._bar.set_postfix_str(text)
-        elif now - self._last_plain >= PLAIN_LINE_SECONDS or is_due:
+        elif now - self._last_plain >= 10.0 or is_due:  # stderr is not a terminal
             self._last_plain = now
             remaining = (now - self._began) / max(1, step - self._start_step) * (self._steps - step)
             left = f"{tqdm.format_interval(remaining)} left"

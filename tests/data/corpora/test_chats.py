@@ -221,7 +221,7 @@ BAD = {
     "name that is cut": (
         conversation("How far?", "So <name> far."), "the chat template cuts the name of a special token", "remove the",
     ),
-    "template": (conversation("How far?", "Far.", system="Hm"), "the chat template fails: no system", "change the"),
+    "template": (conversation("How far?", "Far.", system="Hm"), "the chat template fails: no system", "use roles"),
     "boundary": (conversation("How far?", "\n\nFar."), "a token contains the end of a prompt", "{% generation %}"),
 }  # fmt: skip
 REFUSING = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}" + CHATML.replace(
@@ -274,6 +274,7 @@ def test_a_few_invalid_lines_are_left_out_and_counted(tmp_path, capsys):
     said = capsys.readouterr().err
     assert "151 conversations, of which 1 are cut to 64 tokens; left out: 1 no message of the role assistant" in said
     assert "1 no token of an answer within 64 tokens; the first invalid line is 151" in said
+    assert f"; {150 * len(tokens_of(file, GOOD)) + 64:,} tokens in all" in said
 
 
 def test_packing_keeps_conversations_whole(tmp_path):

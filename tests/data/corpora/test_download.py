@@ -3,11 +3,9 @@
 import hashlib
 import json
 import os
-import shutil
 import subprocess
 import sys
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import fsspec
@@ -137,33 +135,13 @@ def test_a_planted_link_is_not_written_through(url, copies, tmp_path, name, link
     assert (tmp_path / "target").read_text() == "precious"
 
 
-def test_a_download_larger_than_the_disk_is_rejected_first(url, copies, monkeypatch):
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=3_071_999))
-    refusal(lambda: download(url, copies), match=r"announces 3,072,000 bytes more, the disk has 3,071,999 free")
-    assert not list(copies.iterdir())
-
-
-@pytest.mark.parametrize(
-    ("fault", "seconds", "problem"),
-    [("drip", 1.0, r"less than 60,000 bytes came in 1\.0 s .*goes on from there"), ("stall", 0.3, "timed out")],
-)
-def test_a_server_that_hardly_sends_is_given_up_and_gone_on_with(
-    server, url, copies, monkeypatch, fault, seconds, problem
-):
-    monkeypatch.setattr(download_module, "TIMEOUT_SECONDS", seconds)
-    monkeypatch.setattr(urls, "STALL_SECONDS", seconds)
-    server.faults[FILE].append(fault)
-    refusal(lambda: download(url, copies), match=problem)
+def test_a_server_that_sends_nothing_is_given_up_and_gone_on_with(server, url, copies, monkeypatch):
+    monkeypatch.setattr(urls, "STALL_SECONDS", 0.3)
+    server.faults[FILE].append("stall")
+    refusal(lambda: download(url, copies), match="timed out")
     monkeypatch.undo()
     assert download(url, copies).read_bytes() == BODY
     assert server.gets[1][1] is not None  # a Range: what had come was kept
-
-
-def test_a_small_file_may_come_slowly(server, url, copies, folder, monkeypatch):
-    monkeypatch.setattr(download_module, "TIMEOUT_SECONDS", 1.0)
-    (folder / FILE).write_bytes(b"abc")
-    server.piece, server.pause = 1, 0.35
-    assert download(url, copies).read_bytes() == b"abc"
 
 
 OBJECTS = {"a/1.txt": b"first\n" * 40_000, "a/2.txt": b"second\n", "a/b/3.txt": b"third\n", "a/.hidden": b"x"}

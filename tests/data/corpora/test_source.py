@@ -248,7 +248,7 @@ def test_a_bomb_is_not_unfolded(tmp_path, monkeypatch, name):
 def test_only_the_official_enwik8_is_accepted(tmp_path, monkeypatch):
     path = tmp_path / "enwik8"
     path.write_bytes(bytes(range(100)))
-    with pytest.raises(DataError, match=r"enwik8 has 100,000,000 bytes, this has 100\. .*`text`"):
+    with pytest.raises(DataError, match=r"enwik8 has 100,000,000 bytes, this 100\."):
         CORPORA["enwik8"].splits(open_source(path), {})
     assert list(Enwik8.SPLITS.values()) == [90_000_000, 5_000_000, 5_000_000]
     monkeypatch.setattr(Enwik8, "SPLITS", {"train": 90, "validation": 5, "test": 5})

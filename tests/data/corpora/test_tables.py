@@ -81,7 +81,7 @@ def test_malformed_lines_are_skipped_and_counted_by_reason(tmp_path):
 def test_selected_splits_and_columns(tmp_path, changed, want, why):
     (tmp_path / "a.jsonl").write_bytes(b"\n".join(JSON_LINES))
     if not want:
-        with pytest.raises(DataError, match=r'record 1 here: no "id"\. Up to 80% are left out; check the source and'):
+        with pytest.raises(DataError, match=r'record 1 here: no "id"\. Up to 80% are left out: check the source and'):
             json_source(tmp_path / "a.jsonl", **changed)
         return
     source = json_source(tmp_path / "a.jsonl", **changed)
@@ -183,7 +183,6 @@ def test_a_file_that_changes_between_its_readings_is_rejected(tmp_path):
     [
         ([b"{}"] * 3, {}, DataError, r'3 of 3 records are damaged, the first is record 1 here: no "text"'),
         ([b'{"text": ""}'], {}, DataError, r"no text is left of it \(1 empty\)"),
-        ([b'{"text": "abc"}'], {"min_bytes": 5, "max_bytes": 4}, ConfigError, r"--min-bytes: 5 is above --max-bytes 4"),
     ],
 )
 def test_a_source_without_texts_is_one_line(tmp_path, lines, changed, error, message):
@@ -241,7 +240,7 @@ def test_one_prompt_in_all_rows_is_read_up_to_the_limit_of_a_bomb(tmp_path, monk
     packed = (tmp_path / "a.parquet").stat().st_size
     assert read_parquet(tmp_path) == [prompt.encode()] * 300 and 300 * len(prompt) > source_module.BOMB_RATIO * packed
     monkeypatch.setattr(source_module, "BOMB_BYTES", 299 * len(prompt))
-    refusal(lambda: read_parquet(tmp_path), match=r"a\.parquet.*write the texts of Parquet and Arrow files to \.jsonl")
+    refusal(lambda: read_parquet(tmp_path), match=r"a\.parquet.*Parquet and Arrow files to \.jsonl")
 
 
 @together(

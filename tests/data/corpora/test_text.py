@@ -380,7 +380,7 @@ def test_bad_input_is_one_line(tmp_path):
     (tmp_path / "source" / "a.txt").write_bytes(b"ab \xff.")
     refusal(lambda: prepared_pairs({}, tmp_path), match=r"a\.txt: byte 3 is not UTF-8")
     assert not (tmp_path / "data").exists()
-    with pytest.raises(DataError, match="no document begins in the part that is for validation"):
+    with pytest.raises(DataError, match="no document begins in the part for validation"):
         prepared_pairs({"a.txt": "One. Two."}, tmp_path, split="50,50,0")
 
 

@@ -18,7 +18,6 @@ main = door("prepare-data")
 class Counting(DrawnCorpus):
     """Sequences that count upwards."""
 
-    HELP = "sequences that count, made here"
     EXAMPLE = "--output data/counting"
     LENGTH, SEQUENCES, HELD_OUT = 64, 8, 2
 

@@ -277,7 +277,7 @@ def test_a_pattern_that_backtracks_too_long_is_one_line(tmp_path):
     split = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}
     split = {"type": "Sequence", "pretokenizers": [split, {**values["pre_tokenizer"], "use_regex": False}]}
     tokenizer = built(tmp_path, {**values, "pre_tokenizer": split})
-    said = refusal(lambda: tokenizer.encode("a" * 1000 + "b"), ConfigError, "cannot encode a text of 1,001 characters")
+    said = refusal(lambda: tokenizer.encode("a" * 1000 + "b"), ConfigError, "cannot encode 1,001 characters")
     assert "retry-limit" in said
 
 

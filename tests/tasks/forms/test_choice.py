@@ -242,7 +242,7 @@ def test_examples_of_a_file(tmp_path):
         ({"candidates": ["a", " "]}, ": candidates.1: String should match pattern"),
         ({"candidates": ["estonia", "b", "estonia"]}, ' ("WH_dev_0"): "estonia" occurs twice among the candidates.'),
         ({"supports": ["a", None]}, ": supports.1: Input should be a valid string (null)"),
-        ({"answer": "Estonia"}, ' ("WH_dev_0"): the answer "Estonia" is not among the candidates. Its candidates are'),
+        ({"answer": "Estonia"}, ' ("WH_dev_0"): the answer "Estonia" is not among the candidates. Use one of them'),
         ({"answer": 1}, ": answer: Input should be a valid string (1)"),
     ],
 )

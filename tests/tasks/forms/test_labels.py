@@ -140,7 +140,7 @@ def test_truncated_texts_are_counted_and_printed():
     assert [len(example.sequences[0].tokens) for example in result] == [6, 6, 6, 3]
     assert (ours.counts.examples, ours.counts.cut, ours.counts.longest) == (4, 2, 10)
     said = ours.lines("training")
-    assert said[0] == "training: 4 examples, the longest of 10 tokens; no 2, yes 2"
+    assert said[0] == "training: 4 examples, the longest of 10 tokens; no: 2, yes: 2"
     assert said[1].startswith("training: 2 inputs of more than 6 tokens are truncated to their start")
     assert "made.tsv:6" in said[1] and "task.max_length" in said[1] and len(said) == 2
 

@@ -126,7 +126,7 @@ def test_each_text_and_each_history_is_encoded_once():
     assert result[0].history is result[2].history
     distinct = {id(each) for one in result for each in (*one.history, *one.sequences)}
     assert len(distinct) == own.counts.kinds["distinct texts"] == 4
-    counts = "clicks 3, distinct texts 4, users without clicks 1"
+    counts = "clicks: 3, distinct texts: 4, users without clicks: 1"
     assert own.lines("training") == [f"training: 3 examples, the longest of 3 tokens; {counts}"]
 
 

@@ -522,7 +522,7 @@ def test_a_folder_without_such_files_is_rejected(tmp_path):
 @together("name", ["parallel_text", "wmt14", "text_table"])
 def test_unsuitable_column_names_are_rejected(name):
     message = refusal(lambda: task_of(name, ["en", "fr"]), ConfigError)
-    assert message == f'task.text: 2 names, but "{name}" reads one text. Use one: task.text=["NAME"]'
+    assert message == f'task.text: 2 names, but "{name}" reads one. Name one'
     assert refusal(lambda: task_of(name, ["en"], "en"), ConfigError).startswith('task.label: "en" is also task.text')
 
 

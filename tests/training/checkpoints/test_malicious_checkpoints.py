@@ -236,7 +236,7 @@ CLAIMS = {
     "width": (claim(d_model=HUGE), rf"has shape \[.*, in the model \[.*{HUGE}"),
     "feed-forward": (claim(d_ff=HUGE), rf"has shape \[.*, in the model \[.*{HUGE}"),
     "vocabulary": (claim(vocabulary=HUGE), rf"has shape \[.*, in the model \[.*{HUGE}"),
-    "beyond 64 bits": (claim(d_model=4 * 10**30), "does not fit"),
+    "beyond 64 bits": (claim(d_model=4 * 10**30), "model.d_model: Input should be less"),
     "heads": (claim(heads=3), "its configuration: model"),
 }
 
