@@ -221,7 +221,7 @@ BAD = {
     "name that is cut": (
         conversation("How far?", "So <name> far."), "the chat template cuts the name of a special token", "remove the",
     ),
-    "template": (conversation("How far?", "Far.", system="Hm"), "the chat template fails: no system", "change the"),
+    "template": (conversation("How far?", "Far.", system="Hm"), "the chat template fails: no system", "use roles"),
     "boundary": (conversation("How far?", "\n\nFar."), "a token contains the end of a prompt", "{% generation %}"),
 }  # fmt: skip
 REFUSING = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}" + CHATML.replace(
