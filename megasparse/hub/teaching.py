@@ -46,13 +46,14 @@ class Teacher:
     def __init__(self, model: PreTrainedModel, seed: int = 0):
         """seed: for the draws of queries."""
         self.model, self.seed, self.passes, self.dtype = model, seed, 0, model.dtype
-        self.layers = [module for module in model.modules() if isinstance(module, Mechanisms)]
+        self.layers = {module.layer: module for module in model.modules() if isinstance(module, Mechanisms)}
+        self.causal = all(layer.causal for layer in self.layers.values())
         self._cast(torch.promote_types(self.dtype, torch.float32))  # Adam's steps vanish or overflow in half precision
         self.optimizers = {
             (number, kind): torch.optim.Adam(
                 [{"params": [x], "name": name} for name, x in mechanism.named_parameters()]
             )
-            for number, layer in enumerate(self.layers)
+            for number, layer in self.layers.items()
             for kind, mechanism in layer.items()
             if cast(Attention, mechanism).teaching_rate("") is not None
         }
@@ -81,7 +82,7 @@ class Teacher:
         """
         configs = [cast(Attention, self.layers[number][kind]).config for number, kind in self.optimizers]
         near = max((2 * config.chunk for config in configs if config.local), default=0)
-        if len(windows[0]) <= near and self.layers[0].causal:
+        if len(windows[0]) <= near and self.causal:
             problem = f"{len(windows[0])} tokens contain no key beyond the window of {near}"
             raise HubError("length", problem, f"Teach with more than {near} tokens, or replace with a smaller chunk")
         self._cast(torch.promote_types(self.dtype, torch.float32))
@@ -120,7 +121,7 @@ class Teacher:
         return self._run(tokens, _HELD_OUT, 0)
 
     def _cast(self, dtype: torch.dtype) -> None:
-        for layer in self.layers:
+        for layer in self.layers.values():
             layer.to(dtype)
 
     def _loss_on(self, windows: list[list[int]]) -> float:
@@ -129,7 +130,7 @@ class Teacher:
     def _run(self, tokens: Tensor, step: int, updates: int) -> float:
         losses: list[Tensor] = []
         base: Any = self.model.base_model
-        options = {"use_cache": False} if self.layers[0].causal else {}
+        options = {"use_cache": False} if self.causal else {}
 
         def listen(call: Call) -> None:
             losses.extend(self._learn_layer(call, step, updates))

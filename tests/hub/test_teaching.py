@@ -1,10 +1,11 @@
 """Teach a decoder's key selection from its attention: recall rises, other weights stay, interruptions resume."""
 
+import copy
 from unittest.mock import MagicMock
 
 import pytest
 import torch
-from transformers import ByT5Tokenizer
+from transformers import ByT5Tokenizer, Gemma3ForCausalLM
 
 from megasparse.attention.observation import Call, calls
 from megasparse.errors import HubError
@@ -12,7 +13,7 @@ from megasparse.evaluation.attention_quality import weights_of
 from megasparse.hub.replace import replace_attention
 from megasparse.hub.teaching import Teacher, full_attention, read_windows
 from tests.helpers.cases import together
-from tests.hub.test_replace_decoders import build, inputs
+from tests.hub.test_replace_decoders import FURTHER, build, inputs
 
 SEEN = {"chunk": 4, "local": True, "sinks": 1}
 SKETCH = {"kind": "smart_bird", "keys": 6, "sketch": "heads", "sketch_heads": 2, "objective": "attention", **SEEN}
@@ -58,6 +59,14 @@ def test_the_taught_choice_captures_more_attention_and_nothing_else_moves(attent
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor, before[name]) != (".megasparse." in name), name
     assert all(p.grad is None for name, p in model.named_parameters() if ".megasparse." not in name)
+
+
+def test_layers_between_windows_of_the_model_are_taught():
+    model = replace_attention(Gemma3ForCausalLM(copy.deepcopy(FURTHER["Gemma3"])), {**SKETCH, "sketch_heads": 1})
+    teacher = Teacher(model)
+    tokens = inputs(batch=1, length=64)["input_ids"]
+    losses = [teacher.learn(tokens) for _ in range(5)]
+    assert {number for number, _ in teacher.optimizers} == {1, 3} and losses[-1] < losses[0]
 
 
 def test_windows_of_a_slow_tokenizer_cover_the_text(tmp_path):
