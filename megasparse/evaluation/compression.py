@@ -199,7 +199,8 @@ DIGEST = 3
 
 
 def model_digest(model: Any, seed: int, window: int) -> bytes:
-    digest = hashlib.sha256(json.dumps([model.config.model_dump(mode="json"), seed, window]).encode())
+    settings = model.config.model_dump(mode="json", exclude_defaults=True)  # later versions have more keys
+    digest = hashlib.sha256(json.dumps([settings, seed, window]).encode())
     for name, tensor in sorted(model.state_dict().items()):
         digest.update(name.encode() + tensor.detach().cpu().contiguous().numpy().tobytes())
     return digest.digest()[:DIGEST]

@@ -11,6 +11,7 @@ import torch
 
 from megasparse.attention import lsh
 from megasparse.cli.main import main
+from megasparse.config.schema import ModelConfig
 from megasparse.errors import DataError, UserError
 from megasparse.evaluation import compression
 from megasparse.evaluation.bits_per_dim import of_model, score
@@ -150,6 +151,9 @@ def test_files_of_another_model_and_damaged_ones_are_rejected():
     with pytest.raises(DataError, match="compressed with another model"):
         unpack(path, raw, model_digest(build_model(model.config, seed=4).double(), 7, 60), 256)
     assert model_digest(model, 8, 60) != digest != model_digest(model, 7, 61)
+    later = type("Later", (ModelConfig,), {"__annotations__": {"new": int}, "new": 0})  # a key of a later version
+    model.config = later.model_validate(model.config.model_dump())
+    assert model_digest(model, 7, 60) == digest
     with pytest.raises(DataError, match="not written by megasparse compress"):
         unpack(path, b"PK" + raw, digest, 256)
     huge = raw[:9] + b"\xff" * 8 + b"\x01" + raw[11:]
