@@ -132,7 +132,7 @@ def test_a_pass_of_many_tiles_is_continued_from_short_ones(lora, monkeypatch):
     assert line.moved == pytest.approx(whole.moved, rel=0.1)
 
 
-@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("causal", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_choice_of_keys_counts_one_of_its_tiles(causal, monkeypatch):
     """Against all tiles on the meta device; of ranked keys, whose tiles depend on data, against those of a CPU."""
     monkeypatch.setenv("MEGASPARSE_OPS", "blockwise")

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -101,8 +102,14 @@ def stored_by_bitsandbytes(weight, kind):
     return functional.dequantize_4bit(codes, state)
 
 
-@pytest.mark.parametrize("changes", [{}, {"rslora": True}, {"dora": True}, {"quantized": "nf4", "dora": True},
-                                     {"quantized": "int8"}], ids=str)  # fmt: skip
+ADAPTERS: list[dict[str, Any]] = [{}, {"dora": True}, {"quantized": "nf4", "dora": True}]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [*ADAPTERS, *(pytest.param(one, marks=pytest.mark.slow) for one in ({"rslora": True}, {"quantized": "int8"}))],
+    ids=str,
+)
 def test_adapters_learn_and_are_merged(decoder, tmp_path, changes):
     if kind := changes.get("quantized"):
         pytest.importorskip("bitsandbytes")
@@ -188,7 +195,13 @@ TAUGHT = {"ranked": RANKED, "lsh": LSH, "lha": SEPARATE, "smart_bird": HEADS, "f
 
 
 @pytest.mark.parametrize("kind", ["ranked", *(pytest.param(kind, marks=pytest.mark.slow) for kind in [*TAUGHT][1:])])
-@pytest.mark.parametrize("lora", ["null", '{"rank": 4, "targets": ["query", "value"]}'], ids=["weights", "adapters"])
+@pytest.mark.parametrize(
+    "lora",
+    [
+        pytest.param("null", id="weights", marks=pytest.mark.slow),
+        pytest.param('{"rank": 4, "targets": ["query", "value"]}', id="adapters"),
+    ],
+)
 def test_a_taught_decoder_trains_on_with_its_maps(decoder, tmp_path, kind, lora, capsys):
     """Imported, trained, resumed bit-identically, exported and decoded with the same choice of keys."""
     model, taught = replace_attention(load_plain(decoder), TAUGHT[kind], max_length=LENGTH), tmp_path / "taught"
