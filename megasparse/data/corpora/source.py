@@ -335,9 +335,10 @@ def refuse_bomb(what: Part | Path | str, size: int, compressed: int) -> None:
 
 
 def _unreadable(what: Part | Path, error: Exception) -> DataError:
-    return DataError(
-        what, f"cannot be read: {reason(error)}", "Check that it is complete and of the kind its name says"
-    )
+    hint = "Check that it is complete and of the kind its name says"
+    if "too much memory" in str(error):
+        hint = "Its window is over 128 MiB: unpack it with zstd -d --long=31"
+    return DataError(what, f"cannot be read: {reason(error)}", hint)
 
 
 def reason(error: Exception) -> str:
