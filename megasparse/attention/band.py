@@ -61,7 +61,7 @@ class BandCache(Cache):
 
     codes: (B, H, R, capacity), the keys' buckets. rank: likewise, a key's index inside its bucket. last: (B, H, R, N,
     M) tokens; the key of rank k is at index k mod M. size: (B, H, R, N). If all heads share codes, H is 1 in these
-    four. next_key, next_codes: with LSH's shifted keys, what the next position stores, (B, H, 1, D) and (B, H, R, 1);
+    four. next_key, next_codes: with shifted keys, what the next position stores, (B, H, 1, D) and (B, H, R, 1);
     None in an empty cache.
     """
 
