@@ -165,6 +165,8 @@ def _shard_problem(shard: Shard, settings: dict[str, Any]) -> str | None:
         return f"has {shard.samples} samples for {tokens}, which are not samples of settings.sample_bytes = {size}"
     if (shard.samples - 1) * tar_stride(size) + TAR_HEADER + shard.data_bytes - before_last > shard.bytes:
         return f"has {shard.bytes} bytes, too few for its {shard.samples} samples"
+    if shard.crc32 is not None and len(shard.crc32) != 8 * shard.samples:
+        return f"has {len(shard.crc32)} digits of crc32 for {shard.samples} samples, 8 each are expected"
     if record is not None and shard.tokens % record:
         return f"has {shard.tokens} tokens, which is not a whole number of records of {record}"
     return None

@@ -4,6 +4,7 @@ A shard is verified against its size and sha256 before its first token is used, 
 """
 
 import os
+import zlib
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -33,15 +34,32 @@ def check_size(path: Path, shard: Shard, file: Path | int) -> None:
         raise DataError(path, f"this shard has {size} bytes, {INDEX_FILE} says {shard.bytes}", AGAIN)
 
 
-def verify_shard(path: Path, shard: Shard, file: Path | int) -> None:
-    """Raise DataError unless size and sha256 equal those in the index."""
+def verify_shard(path: Path, shard: Shard, file: Path | int, sample_bytes: int) -> None:
+    """Raise DataError unless size and sha256 equal those in the index. It names the first damaged sample if the index
+    contains crc32 checksums.
+    """
     check_size(path, shard, file)
     try:
         digest = file_sha256(file)
         if digest != shard.sha256:
-            raise DataError(path, f"this shard is damaged: its sha256 is {digest[:9]}…, not {shard.sha256[:9]}…", AGAIN)
+            problem = f"this shard is damaged: its sha256 is {digest[:9]}…, not {shard.sha256[:9]}…"
+            raise DataError(path, problem + _first_damage(shard, file, sample_bytes), AGAIN)
     except OSError as error:
         raise unreadable(path, error) from None
+
+
+def _first_damage(shard: Shard, file: Path | int, sample_bytes: int) -> str:
+    """Return the end of a message that names the first sample with another crc32; empty if there is none."""
+    with open(file, "rb", closefd=not isinstance(file, int)) as stream:
+        for number in range(len(shard.crc32 or "") // 8):
+            start = number * tar_stride(sample_bytes)
+            stream.seek(start + TAR_HEADER)
+            remaining, crc32 = min(sample_bytes, shard.data_bytes - number * sample_bytes), 0
+            while remaining and (piece := stream.read(min(remaining, 1 << 20))):
+                crc32, remaining = zlib.crc32(piece, crc32), remaining - len(piece)
+            if f"{crc32:08x}" != (shard.crc32 or "")[8 * number : 8 * number + 8]:
+                return f"; the first damaged sample is number {number}, at byte {start}"
+    return ""
 
 
 def unreadable(path: Path, error: OSError) -> DataError:
@@ -74,7 +92,7 @@ class ShardFile:
             raise unreadable(self.path, error) from None
         signature = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
         if _verified.get(key) != signature:
-            verify_shard(self.path, self.shard, self.descriptor)
+            verify_shard(self.path, self.shard, self.descriptor, self._sample_bytes)
             _verified[key] = signature
 
     def read(self, start: int, stop: int) -> "Tensor":

@@ -79,7 +79,7 @@ def test_a_fingerprint_of_one_byte_is_unchanged_and_a_wider_one_contains_the_wid
         ({"bytes": 9 * 1024}, {}, "has 9216 bytes, too few for its 10 samples"),
         ({"file": "train-000000.bin", "start": 0}, {}, r"shards\.0\.file: String should match pattern"),
         ({"start": 512}, {}, r"shards\.0\.start"),
-        *(({"crc32": crc32}, {}, "crc32") for crc32 in ("g" * 80, "")),
+        *(({"crc32": crc32}, {}, "crc32") for crc32 in ("0" * 79, "0" * 88, "g" * 80, "")),
     ],
 )
 def test_an_index_that_contradicts_itself_is_rejected(tmp_path, shard, settings, problem):
@@ -90,12 +90,12 @@ def test_an_index_that_contradicts_itself_is_rejected(tmp_path, shard, settings,
 
 
 Harm = Callable[[bytes], bytes]
-CONTENT: dict[str, Harm] = {
-    "a bit of the text": flip(5 * 1024 + 520),
-    "samples swapped": lambda tar: tar[1024:2048] + tar[:1024] + tar[2048:],
-    "garbage": lambda tar: random.Random(0).randbytes(len(tar)),
-    "a bit of a header": flip(5 * 1024 + 3),
-    "a bit of the padding": flip(5 * 1024 + 700),
+CONTENT: dict[str, tuple[Harm, str]] = {
+    "a bit of the text": (flip(5 * 1024 + 520), "; the first damaged sample is number 5, at byte 5120"),
+    "samples swapped": (lambda tar: tar[1024:2048] + tar[:1024] + tar[2048:], "sample is number 0, at byte 0"),
+    "garbage": (lambda tar: random.Random(0).randbytes(len(tar)), "sample is number 0, at byte 0"),
+    "a bit of a header": (flip(5 * 1024 + 3), ""),
+    "a bit of the padding": (flip(5 * 1024 + 700), ""),
 }
 SIZE: dict[str, Harm] = {
     "cut": lambda tar: tar[: 5 * 1024 + 100],
@@ -110,13 +110,14 @@ def test_damage_is_one_error_that_names_the_shard(index, harm, figures):
     """Also when the file is damaged after its first read."""
     reader = ShardReader(index, "train")
     reader.read(3, 0, 10)
-    path = do((CONTENT | SIZE)[harm], index.directory / THIRD)
+    path = do(CONTENT[harm][0] if harm in CONTENT else SIZE[harm], index.directory / THIRD)
     stated = "this shard is damaged: its sha256 is" if harm in CONTENT else "index.json says"
     checks = [lambda: reader.read(3, 0, 10), lambda: EvaluationStream(index, "train").read(3000, 3010)]
     for check in [*checks, lambda: Index.load(index.directory)][: 2 + (harm in SIZE)]:
         with pytest.raises(DataError) as caught:
             check()
         assert caught.value.path == str(path) and stated in str(caught.value) and "\n" not in str(caught.value)
+        assert CONTENT.get(harm, (None, ""))[1] in str(caught.value)
     figures(damages_done=1, damages_detected=1)
 
 
@@ -168,9 +169,12 @@ def test_files_are_closed(index):
 
 
 def test_missing_data_names_the_command_that_prepares_it(tmp_path):
-    with pytest.raises(DataError, match=r"megasparse prepare-data enwik8 --source https\S+ --output \S*/enwik8\b"):
+    other = "; or give pretrain your texts: --data my_books/$"
+    with pytest.raises(
+        DataError, match=r"megasparse prepare-data enwik8 --source https\S+ --output \S*/enwik8" + other
+    ):
         Index.load(tmp_path / "enwik8")
-    with pytest.raises(DataError, match=r"megasparse prepare-data text --source \S+ .*--output '.*my book'"):
+    with pytest.raises(DataError, match=r"megasparse prepare-data text --source \S+ .*--output '.*my book'" + other):
         Index.load(tmp_path / "my book")
 
 

@@ -23,6 +23,7 @@ SIDE = 32
 IMAGE = 3 * SIDE * SIDE
 RECORD = 1 + IMAGE  # the label, then the planes
 RECORDS = 10_000  # of a batch
+PICKLED = re.compile(r"\A(data_batch_[1-5]|test_batch)\Z")
 BATCHES = (*(f"data_batch_{i}.bin" for i in range(1, 6)), "test_batch.bin")
 
 
@@ -82,8 +83,11 @@ class Cifar10(Corpus):
 
 
 def _is_batch(name: str, shown: str, size: int) -> bool:
-    """True for a batch. Raises DataError for one of another size."""
+    """True for a batch. Raises DataError for a pickled batch, and for one of another size."""
     name = PurePosixPath(name).name
+    if PICKLED.match(name):
+        problem = "this batch is a pickle, which could run anything when it is read"
+        raise DataError(shown, problem, "Give the binary version, cifar-10-binary.tar.gz")
     if name in BATCHES and size != RECORDS * RECORD:
         raise DataError(shown, f"this batch has {size:,} bytes, {RECORDS * RECORD:,} are expected", "Get it again")
     return name in BATCHES

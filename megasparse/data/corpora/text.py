@@ -188,13 +188,14 @@ class WikiText103(TextCorpus):
 
     Each official split is one stream of lines. Ends of lines are reference words, too, as in the word perplexities of
     the literature (245,569 words in the test split). SHA-1 checksums are those of gluonnlp.data.WikiText103 and
-    WikiText103Raw.
+    WikiText103Raw, numbers of lines those of torchtext.datasets.WikiText103.
     """
 
     EXAMPLE = "--source wikitext-103-v1.zip --tokenizer tokenizers/wikitext103.txt --output data/wikitext103"
     KIND = "files"
     LINE_ENDS = True
     FILE = re.compile(r"(?:.*/)?wiki\.(train|valid|test)\.(tokens|raw)", re.DOTALL)
+    LINES: ClassVar = {"train": 1_801_350, "validation": 3_760, "test": 4_358}
     SHA1: ClassVar = {
         "tokens": {
             "train": "b7497e2dfe77e72cfef5e3dbc61b7b53712ac211",
@@ -209,17 +210,24 @@ class WikiText103(TextCorpus):
     }
 
     def about(self, source: Source, settings: CorpusSettings) -> dict[str, Any]:
-        """Return the kind of the files, and if all three are official."""
+        """Return the kind of the files, and if all three are official. A file with the official number of lines but
+        another checksum is an error.
+        """
         source.require_text()
         kind, files = self._files(source)
         others = [part.name for part in source.parts if part not in files.values()]
         report_left_out(source.name, len(files), others, "they are no splits of WikiText-103")
         digests = {}
         for name, part in files.items():
-            digest = hashlib.sha1(usedforsecurity=False)
+            digest, lines = hashlib.sha1(usedforsecurity=False), 0
             for piece in part.pieces():
                 digest.update(piece)
+                lines += piece.count(b"\n")
             digests[name] = digest.hexdigest()
+            published = self.SHA1[kind][name]
+            if lines == self.LINES[name] and digests[name] != published:
+                problem = f"its sha1 is {digests[name]}, the official file's is {published}"
+                raise DataError(part, problem, "Download it again")
         return {"kind": kind, "official": digests == self.SHA1[kind]}
 
     def splits(self, source: Source, settings: CorpusSettings) -> CorpusSplits:

@@ -222,6 +222,7 @@ def official_wikitext(monkeypatch):
     texts = {split: TEXTS[infix].encode() for split, infix in INFIXES.items()}
     digests = {split: hashlib.sha1(text).hexdigest() for split, text in texts.items()}
     monkeypatch.setitem(WikiText103.SHA1, "tokens", digests)
+    monkeypatch.setattr(WikiText103, "LINES", {split: text.count(b"\n") for split, text in texts.items()})
 
 
 @pytest.mark.usefixtures("official_wikitext")
@@ -245,10 +246,13 @@ def wikitext_about(*paths: Path) -> dict[str, Any]:
 
 
 @pytest.mark.usefixtures("official_wikitext")
-def test_another_text_and_a_part_are_not_called_official(wikitext):
+def test_a_wrong_checksum_is_rejected_and_a_part_is_not_called_official(wikitext):
     train, names = wikitext / "wiki.train.tokens", ("wiki.test.tokens", "wiki.valid.tokens")
     train.write_text(TEXTS["train"] + " more \n", encoding="utf-8")
     assert wikitext_about(wikitext) == {"kind": "tokens", "official": False}
+    train.write_text(TEXTS["train"].replace("word", "wort"), encoding="utf-8")
+    problem = r"wiki\.train\.tokens: its sha1 is \w{40}, the official file's is \w{40}\. Down"
+    refusal(lambda: wikitext_about(wikitext), match=problem)
     some = source_of(*(wikitext / name for name in names))
     assert CORPORA["wikitext103"].about(some, BYTES) == {"kind": "tokens", "official": False}
     assert [name for name, _ in CORPORA["wikitext103"].splits(some, BYTES)] == ["validation", "test"]
