@@ -35,7 +35,7 @@ from megasparse.data.corpora.corpus import (
 from megasparse.data.corpora.source import Part, Source, find_parts
 from megasparse.data.index_file import Split, public
 from megasparse.data.workers import Workers
-from megasparse.errors import DataError, SourceError, positive
+from megasparse.errors import ConfigError, DataError, SourceError, positive
 from megasparse.files import syntax_hint, write_file
 
 MOST_DAMAGED = 0.01
@@ -182,6 +182,8 @@ class RecordSource(Source):
         DataError for an unreadable file, more damaged records than MOST_DAMAGED, and if no text is left.
         """
         least, most = settings.get("min_bytes") or 1, settings.get("max_bytes") or float("inf")
+        if least > most:
+            raise ConfigError("--min-bytes", f"{least} is above --max-bytes {most}", "Give a smaller one")
         copies, column = bool(settings.get("deduplicate")), settings.get("column", "")
         reader = RecordReader(tuple(parts), texts, column, least, most, not as_bytes(settings), copies)
         with Workers(reader.examine, min(workers, len(parts)), task_pieces=1) as pool:

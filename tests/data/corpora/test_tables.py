@@ -183,6 +183,7 @@ def test_a_file_that_changes_between_its_readings_is_rejected(tmp_path):
     [
         ([b"{}"] * 3, {}, DataError, r'3 of 3 records are damaged, the first is record 1 here: no "text"'),
         ([b'{"text": ""}'], {}, DataError, r"no text is left of it \(1 empty\)"),
+        ([b'{"text": "abc"}'], {"min_bytes": 5, "max_bytes": 4}, ConfigError, r"--min-bytes: 5 is above --max-bytes 4"),
     ],
 )
 def test_a_source_without_texts_is_one_line(tmp_path, lines, changed, error, message):
