@@ -38,6 +38,7 @@ from megasparse.hub.tensor_file import ADAPTER, TensorFile, appearing, load_stor
 from megasparse.hub.versions import USE_TESTED
 from megasparse.model.build import initialise
 from megasparse.model.embedding import lengthened
+from megasparse.ops.operator import device_of
 from megasparse.settings.checks import check_model
 
 ENTRY = "megasparse_attention"
@@ -117,13 +118,6 @@ def replace_attention(
     if config.kind == "decoder" and config.max_length > 1:
         _require_same_step(model, min(4, config.max_length))
     return model
-
-
-def device_of(module: nn.Module) -> torch.device:
-    """Return the device on which a module computes; accelerate keeps offloaded weights on the meta device."""
-    hooks = (getattr(part, "_hf_hook", None) for part in module.modules())
-    used = (device for hook in hooks if (device := getattr(hook, "execution_device", None)) is not None)
-    return torch.device(next(used, next(module.parameters()).device))
 
 
 def replacement(config: ModelConfig, seed: int) -> dict[str, Any]:

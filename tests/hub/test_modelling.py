@@ -3,6 +3,7 @@
 import itertools
 import json
 
+import accelerate
 import pytest
 import torch
 import torch.nn.functional as F
@@ -27,9 +28,11 @@ from tests.helpers.hub import SEED, decoder, encoder, made
 from tests.helpers.models import (
     BERT,
     NGRAMS,
+    PARTS,
     by_path,
     causal_names,
     encoder_names,
+    named,
     random_tokens,
     small_pair,
     strict_names,
@@ -99,6 +102,41 @@ def test_text_is_generated_from_nothing():
     own = list(generate(made(config), nothing[0], 6, hash_seed=SEED, temperature=0.0))
     for use_cache in (True, False):
         assert hf.generate(nothing, max_new_tokens=6, use_cache=use_cache).tolist() == [own, own]
+
+
+def assert_offloaded_is_whole(config):
+    hf, tokens = wrapped(MegasparseForCausalLM, config), random_tokens(2, 21)
+
+    def outputs():
+        cached = [] if hf.model.leaks else [hf.generate(tokens, max_new_tokens=3, use_cache=True)]
+        with torch.no_grad():
+            return [hf(tokens).logits, *cached, hf(tokens[:, :9]).logits]
+
+    expected = [hf(tokens).logits, *outputs()]  # with and without a graph
+    accelerate.cpu_offload(hf, "cpu")
+    assert all(weight.is_meta for weight in hf.parameters())
+    for found, value in zip([hf(tokens).logits, *outputs()], expected, strict=True):
+        assert found.equal(value)
+
+
+RECOMPUTED = {"blocks": "ordinary", "activations": "checkpoint"}
+
+
+@together("name, changes", [
+    ("lsh", {"ngrams": NGRAMS}), ("lha", PARTS), ("smart_bird transformer", {"feed_forward_tiles": 3}),
+    ("yoso", RECOMPUTED | {"checkpoint_layers": 2}), ("local", RECOMPUTED | {"feed_forward_tiles": 3}),
+])  # fmt: skip
+def test_offloaded_weights_change_no_bit(name, changes):
+    assert_offloaded_is_whole(decoder(name, **changes))
+    groups = named(name).model_copy(update={"head_groups": 2})
+    if "key_heads" not in changes:
+        assert_offloaded_is_whole(decoder(name, **{**changes, "attention": groups}))
+
+
+@pytest.mark.slow
+@together("name", causal_names())
+def test_every_mechanism_can_be_offloaded(name):
+    assert_offloaded_is_whole(decoder(name))
 
 
 @together("kind", [MegasparseForCausalLM, MegasparseModel])
