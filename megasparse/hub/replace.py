@@ -39,6 +39,7 @@ from megasparse.hub.versions import USE_TESTED
 from megasparse.model.build import initialise
 from megasparse.model.embedding import lengthened
 from megasparse.ops.operator import device_of
+from megasparse.ops.random import drawn_step
 from megasparse.settings.checks import check_model
 
 ENTRY = "megasparse_attention"
@@ -145,10 +146,9 @@ def mechanisms(model: nn.Module) -> list[Attention]:
 
 @dataclass
 class _State:
-    """State of a replaced model. step: training passes so far. pending: see `auxiliary_loss`."""
+    """State of a replaced model. pending: see `auxiliary_loss`."""
 
     seed: int
-    step: int = 0
     pending: Tensor | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -368,11 +368,13 @@ def _begin(model: PreTrainedModel, args: Arguments, kwargs: dict[str, Any]) -> t
     cache = _cache_among(args, kwargs)
     if cache is not None and model.config._attn_implementation == NAME:
         IndexedLayer.of_static(cache)
-    run = ReplacedPass(model, state.seed, state.step, targets or _targets(model, named), positions_given, draws)
+    step, targets = 0, targets or _targets(model, named)
     if model.training and draws is None:
-        state.step += 1
-        for mechanism in mechanisms(model):
-            mechanism.after_step(True, lambda sums: sums)  # with the statistics of the previous pass
+        step = drawn_step()
+        for module in model.modules():
+            if isinstance(module, Mechanisms):
+                module.after_step(True)
+    run = ReplacedPass(model, state.seed, step, targets, positions_given, draws)
     return args, {**kwargs, "megasparse_pass": run}
 
 
