@@ -184,8 +184,11 @@ class AttentionLayer(MultiHeadAttention):
     def _advance(self) -> None:
         self.step += 1
         self._differentiated = False
+        self._after_step(True)
+
+    def _after_step(self, applied: bool) -> None:
         for kind in self.split:
-            self.mechanism(kind).after_step(True, lambda sums: sums)
+            self.mechanism(kind).after_step(applied, lambda sums: sums)
 
     def _note_backward(self, grad: Tensor) -> None:
         self._differentiated = True
@@ -196,9 +199,15 @@ class AttentionLayer(MultiHeadAttention):
             self._state, self._read = self.draws.tolist(), self.draws
         return self._state
 
+    def _save_to_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        if self._differentiated:
+            self._advance()  # so that a resumed layer starts with the next step
+        super()._save_to_state_dict(*args, **kwargs)
+
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         super()._load_from_state_dict(*args, **kwargs)
-        self._state, self._read = self.draws.tolist(), self.draws
+        self._state, self._read, self._differentiated = self.draws.tolist(), self.draws, False
+        self._after_step(False)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_auxiliary": None}  # a tensor with a graph cannot be copied

@@ -216,6 +216,29 @@ def test_the_step_is_counted_by_backward_passes_saved_and_set(tmp_path):
     assert layer.state_dict().keys() == {"query.weight", "value.weight", "output.weight", "draws"}
 
 
+@pytest.mark.parametrize("kind", ["lsh", "routing"])
+def test_a_saved_layer_trains_on_bit_for_bit(kind, tmp_path):
+    x = torch.randn(6, 2, 90, 32)
+
+    def train(layer, steps):
+        optimizer, losses = torch.optim.SGD(layer.parameters(), lr=0.1), []
+        for step in steps:
+            optimizer.zero_grad()
+            losses.append(loss := layer(x[step]).square().mean())
+            loss.backward()
+            optimizer.step()
+        return [loss.item() for loss in losses]
+
+    whole, stopped, new, used = (megasparse.AttentionLayer(kind, 32, 2, 128, chunk=8, seed=3) for _ in range(4))
+    losses, first = train(whole, range(6)), train(stopped, range(3))
+    torch.save(stopped.state_dict(), tmp_path / "layer.pt")
+    train(used, range(2))
+    for layer in (new, used):
+        layer.load_state_dict(torch.load(tmp_path / "layer.pt"))
+        assert losses == first + train(layer, range(3, 6))
+    assert losses == first + train(stopped, range(3, 6))
+
+
 @pytest.mark.parametrize(("reentrant", "compiled"), [(True, False), (False, False), (False, True)])
 def test_recomputation_uses_the_draws_of_its_forward_pass(reentrant, compiled):
     """Also of two passes whose gradients are computed together, and after other steps."""

@@ -16,7 +16,7 @@ from megasparse.attention.sinks import merge
 from megasparse.config.attention import MECHANISMS
 from megasparse.config.schema import ModelConfig, heads_of_layer, layers_with
 from megasparse.ops.normalize import Norm, unit_keys
-from megasparse.ops.operator import Linear, autocast_off
+from megasparse.ops.operator import Linear, autocast_off, device_of
 from megasparse.ops.positions import Rotary
 
 LayerCache = dict[str, Cache]
@@ -139,7 +139,7 @@ class MultiHeadAttention(nn.Module):
 
     def new_cache(self, batch: int, rounds: int | None, part: SequencePart = WHOLE) -> LayerCache:
         """Return an empty cache for each mechanism. part: see `Attention.new_cache`."""
-        like = self.query.weight
+        like = torch.empty(0, dtype=self.query.weight.dtype, device=device_of(self.query))
         parts = {kind: self.mechanism(kind).part_of(part, heads) for kind, heads in self.split.items()}
         return {kind: self.mechanism(kind).new_cache(batch, like, rounds, local) for kind, local in parts.items()}
 

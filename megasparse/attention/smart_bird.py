@@ -1,5 +1,6 @@
 """Smart Bird (Wu et al. 2021): a narrow single-head sketch of the attention selects the keys that queries attend to."""
 
+from operator import itemgetter
 from typing import Literal
 
 import torch
@@ -15,7 +16,7 @@ from megasparse.config.attention import mechanism
 from megasparse.config.schema import ModelConfig
 from megasparse.config.section import Positive
 from megasparse.errors import ConfigError
-from megasparse.ops.operator import at_least_fp32
+from megasparse.ops.operator import ParameterList, at_least_fp32
 from megasparse.ops.positions import sinusoids
 from megasparse.ops.sketch import KeyChoiceSpec, Noise, chosen_keys, exact_projection, sketched_attention
 from megasparse.ops.tiled import tiled
@@ -250,8 +251,8 @@ class SketchLayer(nn.Module):
         self.merge = Projection(width, width)
         self.hidden = Projection(width, 4 * width)
         self.back = Projection(4 * width, width)
-        self.scales = nn.ParameterList(nn.Parameter(torch.ones(width)) for _ in range(2))
-        self.shifts = nn.ParameterList(nn.Parameter(torch.zeros(width)) for _ in range(2))
+        self.scales = ParameterList(nn.Parameter(torch.ones(width)) for _ in range(2))
+        self.shifts = ParameterList(nn.Parameter(torch.zeros(width)) for _ in range(2))
 
     def forward(self, x: Tensor, attended: Tensor) -> Tensor:
         """Run the layer. x: (B, L, d), the attention's input. attended: its output."""
@@ -259,7 +260,7 @@ class SketchLayer(nn.Module):
         return self._norm(1, x + self.back(torch.relu(self.hidden(x))))
 
     def _norm(self, number: int, x: Tensor) -> Tensor:
-        scale, shift = (weights[number].to(x.dtype) for weights in (self.scales, self.shifts))
+        scale, shift = (weights(itemgetter(number)).to(x.dtype) for weights in (self.scales, self.shifts))
         return F.layer_norm(x, x.shape[-1:], scale, shift)
 
 

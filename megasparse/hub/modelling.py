@@ -8,7 +8,7 @@ last n outputs are returned. An empty input (B, 0) returns the first token's log
 the start vector replaces the embedding of Hugging Face's start token.
 
 Padding (attention_mask) may be on the left or right: positions count from the first real token. Random hashes depend
-only on the run's seed in evaluation, and are drawn for every forward pass in training.
+only on the run's seed in evaluation, and in training on torch's generator too.
 """
 
 from dataclasses import dataclass
@@ -35,7 +35,7 @@ from megasparse.hub.aligned_rows import AlignedRows, MegasparseCache, refuse_sha
 from megasparse.hub.formats import TASKS
 from megasparse.hub.replaced_layer import IGNORED, share_of_batch
 from megasparse.model.build import empty_model, initialise
-from megasparse.ops.random import EVALUATION_STEP, RngContext
+from megasparse.ops.random import EVALUATION_STEP, RngContext, drawn_step
 from megasparse.settings.checks import check_model
 
 
@@ -102,6 +102,7 @@ class MegasparsePreTrainedModel(PreTrainedModel):
     main_input_name = "input_ids"
     input_modalities = "text"
     supports_gradient_checkpointing = True
+    _no_split_modules: Any = ["Block"]  # its branches read the weights of their parts
     kinds: ClassVar[tuple[str, ...]] = ("decoder", "encoder")
 
     def __init__(self, config: MegasparseConfig):
@@ -116,8 +117,6 @@ class MegasparsePreTrainedModel(PreTrainedModel):
         if source is not None and source.shared_embedding:
             self._tied_weights_keys["model.encoder.embedding.weight"] = "model.embedding.weight"
         self.model: Any = empty_model(self.settings)
-        self.passes = 0
-        """Forward passes in training so far; random draws depend on it."""
         self.add_head()
         self.post_init()
 
@@ -196,8 +195,7 @@ class MegasparsePreTrainedModel(PreTrainedModel):
     def rng(self, batch: int) -> RngContext:
         if not self.training:
             return RngContext.evaluation(self.config.seed, batch)
-        self.passes += 1
-        return RngContext(self.config.seed, self.passes - 1, torch.arange(batch), training=True)
+        return RngContext(self.config.seed, drawn_step(), torch.arange(batch), training=True)
 
     def check_length(self, length: int) -> None:
         longest = self.config.max_position_embeddings

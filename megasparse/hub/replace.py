@@ -38,6 +38,8 @@ from megasparse.hub.tensor_file import ADAPTER, TensorFile, appearing, load_stor
 from megasparse.hub.versions import USE_TESTED
 from megasparse.model.build import initialise
 from megasparse.model.embedding import lengthened
+from megasparse.ops.operator import device_of
+from megasparse.ops.random import drawn_step
 from megasparse.settings.checks import check_model
 
 ENTRY = "megasparse_attention"
@@ -119,13 +121,6 @@ def replace_attention(
     return model
 
 
-def device_of(module: nn.Module) -> torch.device:
-    """Return the device on which a module computes; accelerate keeps offloaded weights on the meta device."""
-    hooks = (getattr(part, "_hf_hook", None) for part in module.modules())
-    used = (device for hook in hooks if (device := getattr(hook, "execution_device", None)) is not None)
-    return torch.device(next(used, next(module.parameters()).device))
-
-
 def replacement(config: ModelConfig, seed: int) -> dict[str, Any]:
     """Return the keys of config.json of a model with the attention of `config`."""
     used = {kind: getattr(config.attention, kind).model_dump(mode="json") for kind in kinds(config)}
@@ -151,10 +146,9 @@ def mechanisms(model: nn.Module) -> list[Attention]:
 
 @dataclass
 class _State:
-    """State of a replaced model. step: training passes so far. pending: see `auxiliary_loss`."""
+    """State of a replaced model. pending: see `auxiliary_loss`."""
 
     seed: int
-    step: int = 0
     pending: Tensor | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -374,11 +368,13 @@ def _begin(model: PreTrainedModel, args: Arguments, kwargs: dict[str, Any]) -> t
     cache = _cache_among(args, kwargs)
     if cache is not None and model.config._attn_implementation == NAME:
         IndexedLayer.of_static(cache)
-    run = ReplacedPass(model, state.seed, state.step, targets or _targets(model, named), positions_given, draws)
+    step, targets = 0, targets or _targets(model, named)
     if model.training and draws is None:
-        state.step += 1
-        for mechanism in mechanisms(model):
-            mechanism.after_step(True, lambda sums: sums)  # with the statistics of the previous pass
+        step = drawn_step()
+        for module in model.modules():
+            if isinstance(module, Mechanisms):
+                module.after_step(True)
+    run = ReplacedPass(model, state.seed, step, targets, positions_given, draws)
     return args, {**kwargs, "megasparse_pass": run}
 
 

@@ -6,7 +6,8 @@ dtype of its weights and is added to a stream in fp32. B batch, L length, E d_mo
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, ParamSpec, TypeVar
@@ -84,8 +85,22 @@ class Gathered(nn.Module):
         >>> logits = head(head.logits, streams)
     """
 
+    gathered_at_once: bool = False
+    """True if its methods read weights of submodules, for example tile by tile; ZeRO 3 gathers them at each call."""
+
     def forward(self, method: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        return method(*args, **kwargs)
+        with self._loaded() if self.gathered_at_once else nullcontext():
+            return method(*args, **kwargs)
+
+    @contextmanager
+    def _loaded(self) -> Iterator[None]:
+        """Load the weights that accelerate's hooks offload, which otherwise load a submodule when it is called."""
+        hooks = [(hook, part) for part in self.modules() if (hook := getattr(part, "_hf_hook", None)) is not None]
+        for hook, part in hooks:
+            hook.pre_forward(part)
+        yield
+        for hook, part in hooks:
+            hook.post_forward(part, None)
 
 
 class Branch(Gathered):
@@ -93,9 +108,6 @@ class Branch(Gathered):
 
     purpose: str
     """Purpose of the random draws of its dropout."""
-    gathered_at_once: bool = False
-    """True if its methods read weights of submodules and update a stream tile by tile; ZeRO 3 gathers them at each call
-    of the branch."""
 
     def __init__(self, config: ModelConfig, layer: int):
         super().__init__()

@@ -20,6 +20,7 @@ from megasparse.files import UNSCORED
 from megasparse.model.branch import Pass, Streams, mean_stream
 from megasparse.model.stack import Scored, Stack, TokenScores, Transformer, padding_of
 from megasparse.ops.normalize import Norm
+from megasparse.ops.operator import device_of
 from megasparse.ops.random import RngContext
 
 
@@ -118,8 +119,7 @@ class Causal(Transformer):
         recent = None
         if (ngrams := self.config.ngrams) is not None:
             shape = (len(rng.samples), max(ngrams.lengths) - 1)
-            device = self.embedding.weight.device
-            recent = torch.full(shape, -1, dtype=torch.int64, device=device)
+            recent = torch.full(shape, -1, dtype=torch.int64, device=device_of(self.embedding))
         return DecodingCache(layers, 0, rng, part, recent)
 
 

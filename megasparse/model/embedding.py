@@ -1,7 +1,7 @@
 """Token and position embeddings. B batch, L length, E d_model, V vocabulary, n positions."""
 
 import math
-from functools import reduce
+from functools import partial, reduce
 
 import torch
 import torch.nn.functional as F
@@ -11,7 +11,7 @@ from megasparse.attention.heads import Padding, projection
 from megasparse.attention.ngram import ngram_codes
 from megasparse.config.schema import ModelConfig
 from megasparse.ops.normalize import Norm
-from megasparse.ops.operator import at_least_fp32
+from megasparse.ops.operator import ParameterList, at_least_fp32
 from megasparse.ops.positions import sinusoids
 
 
@@ -30,24 +30,27 @@ class Positions(nn.Module):
         self.axial_shape = config.positions.axial_shape or []
         if self.kind == "axial":
             pairs = zip(self.axial_shape, config.positions.axial_dims or [], strict=True)
-            self.axes = nn.ParameterList(nn.Parameter(torch.empty(size, dim)) for size, dim in pairs)
+            self.axes = ParameterList(nn.Parameter(torch.empty(size, dim)) for size, dim in pairs)
         elif self.kind == "learned":
             self.table = nn.Parameter(torch.empty(self.offset + config.max_length, config.d_model))
 
     def forward(self, first: int, count: int, device: torch.device) -> Tensor | None:
         if self.kind == "axial":
-            position = torch.arange(first, first + count, device=self.axes[0].device)
-            parts = []
-            below = math.prod(self.axial_shape)
-            for table, size in zip(self.axes, self.axial_shape, strict=True):
-                below //= size
-                parts.append(table[position // below % size])
-            return torch.cat(parts, dim=-1)
+            return self.axes(partial(self._cells, first, count))
         if self.kind == "learned":
             return self.table[self.offset + first : self.offset + first + count]
         if self.kind == "sinusoidal":
             return sinusoids(first, count, self.width, device)
         return None  # rotary positions rotate queries and keys instead
+
+    def _cells(self, first: int, count: int, axes: list[Tensor]) -> Tensor:
+        position = torch.arange(first, first + count, device=axes[0].device)
+        parts = []
+        below = math.prod(self.axial_shape)
+        for table, size in zip(axes, self.axial_shape, strict=True):
+            below //= size
+            parts.append(table[position // below % size])
+        return torch.cat(parts, dim=-1)
 
 
 def lengthened(table: Tensor, rows: int, offset: int = 0) -> Tensor:
@@ -72,7 +75,7 @@ class NgramEmbedding(nn.Module):
         self.behind = 0 if config.kind == "encoder" else 1
         width = config.ngrams.width or config.d_model
         count = len(self.lengths)
-        self.tables = nn.ParameterList(nn.Parameter(torch.empty(self.rows, width)) for _ in self.lengths)
+        self.tables = ParameterList(nn.Parameter(torch.empty(self.rows, width)) for _ in self.lengths)
         self.projection = None if width == config.d_model else projection(count * width, config.d_model, biased=False)
 
     def codes(self, tokens: Tensor, padding: Padding) -> Tensor:
@@ -82,10 +85,10 @@ class NgramEmbedding(nn.Module):
     def forward(self, codes: Tensor) -> Tensor:
         """Return the embeddings of the codes (N, B, n): (B, n, E) in fp32 or wider."""
         sparse = self.sparse_gradients
-        pairs = zip(codes.long() if sparse else codes, self.tables, strict=True)  # sparse gradients need int64
-        rows = (F.embedding(code, table, sparse=sparse) for code, table in pairs)
+        codes = codes.long() if sparse else codes  # sparse gradients need int64
+        rows = self.tables(lambda tables: list(map(partial(F.embedding, sparse=sparse), codes, tables)))
         if self.projection is not None:
-            return at_least_fp32(self.projection(torch.cat(list(rows), dim=-1)))
+            return at_least_fp32(self.projection(torch.cat(rows, dim=-1)))
         return reduce(torch.add, map(at_least_fp32, rows))
 
 

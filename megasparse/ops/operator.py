@@ -272,3 +272,21 @@ class Linear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         return linear(input, self.weight, self.bias)
+
+
+def device_of(module: nn.Module) -> torch.device:
+    """Return the device on which a module computes; accelerate keeps offloaded weights on the meta device."""
+    hooks = (getattr(part, "_hf_hook", None) for part in module.modules())
+    used = (device for hook in hooks if (device := getattr(hook, "execution_device", None)) is not None)
+    return torch.device(next(used, next(module.parameters()).device))
+
+
+class ParameterList(nn.ParameterList):
+    """Parameters that a function reads in a call of this module, because ZeRO 3 and accelerate's offloading load the
+    weights of a module when it is called.
+    """
+
+    __call__ = nn.Module.__call__  # torch's list raises an error
+
+    def forward(self, read: Callable[[list[Tensor]], R]) -> R:
+        return read([*self])

@@ -22,6 +22,13 @@ _GPU_BLOCK_ELEMENTS = 1 << 26
 EVALUATION_STEP = -1  # step of evaluation and generation, independent of training
 
 
+def drawn_step() -> int:
+    """Draw the step of a training pass outside of our runs from torch's generator, whose state transformers' Trainer
+    saves, so that a resumed training uses the same draws.
+    """
+    return int(torch.randint(1 << 62, (), device="cpu"))
+
+
 def derive(*parts: int | str) -> int:
     """Derive a 64-bit key from numbers and words, the same on every machine."""
     text = "\x1f".join(f"{type(part).__name__}:{part}" for part in parts)

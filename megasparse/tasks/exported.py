@@ -14,7 +14,7 @@ from transformers.utils import can_return_tuple
 from megasparse.config.finetuning import HeadConfig
 from megasparse.hub.aligned_rows import AlignedRows
 from megasparse.hub.replaced_layer import share_of_batch
-from megasparse.ops.random import RngContext
+from megasparse.ops.random import RngContext, drawn_step
 from megasparse.tasks.batches import Inputs, Padded
 from megasparse.tasks.form import TaskModel
 from megasparse.tasks.start import body_of
@@ -46,8 +46,6 @@ class MegasparseTaskForSequenceClassification(PreTrainedModel):
         with torch.device("cpu"):  # not meta: replaced attention is checked with values
             head = HeadConfig.model_validate(config.head)
             self.task = TaskModel(body_of(config.body), config.num_labels or 1, head, False, config.seed)
-        self.passes = 0
-        """Forward passes in training so far; random draws depend on it."""
         stored = self.state_dict().keys()
         self._constants = {name: x.clone() for name, x in self.named_buffers() if name not in stored}
         self.post_init()
@@ -79,8 +77,7 @@ class MegasparseTaskForSequenceClassification(PreTrainedModel):
         read = Padded(rows.tokens, types, torch.tensor(rows.lengths, device=input_ids.device))
         rng = RngContext.evaluation(self.config.seed, len(input_ids))
         if self.training:
-            rng = RngContext(self.config.seed, self.passes, torch.arange(len(input_ids)), training=True)
-            self.passes += 1
+            rng = RngContext(self.config.seed, drawn_step(), torch.arange(len(input_ids)), training=True)
         classes = labels if self.training and self.task.outputs > 1 else None
         logits, auxiliary = self.task.predicted(Inputs((read,), labels), rng, classes)
         loss = None

@@ -1,10 +1,12 @@
 """Models for tests of exports to HuggingFace."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import Trainer, TrainingArguments
 
 from megasparse.config.schema import Config, DataConfig, MaskingConfig, ModelConfig, RunConfig
 from megasparse.hub.formats import Format, Imported
@@ -57,3 +59,21 @@ def assert_same_bits(found: dict[str, torch.Tensor], expected: dict[str, torch.T
     for name, value in expected.items():
         assert found[name].dtype == value.dtype, name
         assert torch.equal(found[name].view(torch.int32), value.view(torch.int32)), name
+
+
+def assert_trainer_resumes(make: Callable[[], torch.nn.Module], data: list[dict[str, Any]], folder: Path) -> None:
+    """Six steps of transformers' Trainer, and three followed by a resume, have the same losses and weights."""
+    runs = []
+    for name, saved, resumed in (("whole", 6, None), ("saved", 3, None), ("again", 3, folder / "saved/checkpoint-3")):
+        torch.manual_seed(len(runs))  # which Trainer replaces
+        arguments = TrainingArguments(
+            str(folder / name), max_steps=6, save_steps=saved, logging_steps=1, per_device_train_batch_size=2,
+            learning_rate=1e-2, report_to=[], use_cpu=True, disable_tqdm=True,
+        )  # fmt: skip
+        trainer = Trainer(make(), arguments, train_dataset=data)
+        trainer.train(resume_from_checkpoint=resumed and str(resumed))
+        losses = [line["loss"] for line in trainer.state.log_history if "loss" in line]
+        runs.append((losses, trainer.model.state_dict()))
+    for losses, weights in runs[1:]:
+        assert losses == runs[0][0] and len(losses) == 6
+        assert all(torch.equal(value, runs[0][1][name]) for name, value in weights.items())

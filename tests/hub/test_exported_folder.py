@@ -151,6 +151,27 @@ def test_an_encoder_decoder_is_loaded_generates_and_is_saved_again(folders, tmp_
             other.from_pretrained(folder, trust_remote_code=True)
 
 
+def test_weights_on_disk_compute_as_in_memory(folders, tmp_path):
+    tokens = random_tokens(2, 20)
+    mixed = {"model.embedding": "disk", "model.blocks.0": "cpu", "model.blocks.1": "disk", "model.head": "disk"}
+    for kind, auto, device_map in (
+        ("decoder", AutoModelForCausalLM, {"": "disk"}),
+        ("decoder", AutoModelForCausalLM, mixed),
+        ("encoder", AutoModelForMaskedLM, mixed),
+        ("encoder", AutoModelForSequenceClassification, {"model": "disk", "classifier": "disk"}),
+        ("encoder_decoder", AutoModelForSeq2SeqLM, {"": "disk"}),
+    ):
+        whole = auto.from_pretrained(folders[kind][1], trust_remote_code=True)
+        whole.save_pretrained(tmp_path / kind)  # with the new classifier
+        options = {"device_map": device_map, "offload_folder": tmp_path / "disk", "trust_remote_code": True}
+        hf = auto.from_pretrained(tmp_path / kind, **options)
+        assert any(weight.is_meta for weight in hf.parameters())
+        inputs = {"input_ids": tokens, **({"decoder_input_ids": tokens % 1 + PADDING} if "_" in kind else {})}
+        assert hf(**inputs).logits.equal(whole(**inputs).logits), kind
+        if hf.can_generate():
+            assert hf.generate(tokens, max_new_tokens=4).equal(whole.generate(tokens, max_new_tokens=4)), kind
+
+
 def test_code_of_a_folder_is_not_run_unasked(folders, monkeypatch):
     monkeypatch.setattr("builtins.input", lambda *_: "n")
     with pytest.raises(ValueError, match="trust_remote_code"):

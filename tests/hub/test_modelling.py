@@ -3,11 +3,13 @@
 import itertools
 import json
 
+import accelerate
 import pytest
 import torch
 import torch.nn.functional as F
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
-from transformers import DynamicCache
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from megasparse.attention.heads import Padding
 from megasparse.errors import ConfigError
@@ -20,16 +22,20 @@ from megasparse.hub.modelling import (
     MegasparseForSequenceClassification,
     MegasparseModel,
 )
+from megasparse.hub.replace import replace_attention
+from megasparse.layer import AttentionLayer
 from megasparse.model.build import build_model
 from megasparse.ops.random import RngContext
 from tests.helpers.cases import together
-from tests.helpers.hub import SEED, decoder, encoder, made
+from tests.helpers.hub import SEED, assert_trainer_resumes, decoder, encoder, made
 from tests.helpers.models import (
     BERT,
     NGRAMS,
+    PARTS,
     by_path,
     causal_names,
     encoder_names,
+    named,
     random_tokens,
     small_pair,
     strict_names,
@@ -99,6 +105,82 @@ def test_text_is_generated_from_nothing():
     own = list(generate(made(config), nothing[0], 6, hash_seed=SEED, temperature=0.0))
     for use_cache in (True, False):
         assert hf.generate(nothing, max_new_tokens=6, use_cache=use_cache).tolist() == [own, own]
+
+
+def assert_offloaded_is_whole(config):
+    hf, tokens = wrapped(MegasparseForCausalLM, config), random_tokens(2, 21)
+
+    def outputs():
+        cached = [] if hf.model.leaks else [hf.generate(tokens, max_new_tokens=3, use_cache=True)]
+        with torch.no_grad():
+            return [hf(tokens).logits, *cached, hf(tokens[:, :9]).logits]
+
+    expected = [hf(tokens).logits, *outputs()]  # with and without a graph
+    accelerate.cpu_offload(hf, "cpu")
+    assert all(weight.is_meta for weight in hf.parameters())
+    for found, value in zip([hf(tokens).logits, *outputs()], expected, strict=True):
+        assert found.equal(value)
+
+
+RECOMPUTED = {"blocks": "ordinary", "activations": "checkpoint"}
+
+
+@together("name, changes", [
+    ("lsh", {"ngrams": NGRAMS}), ("lha", PARTS), ("smart_bird transformer", {"feed_forward_tiles": 3}),
+    ("yoso", RECOMPUTED | {"checkpoint_layers": 2}), ("local", RECOMPUTED | {"feed_forward_tiles": 3}),
+])  # fmt: skip
+def test_offloaded_weights_change_no_bit(name, changes):
+    assert_offloaded_is_whole(decoder(name, **changes))
+    groups = named(name).model_copy(update={"head_groups": 2})
+    if "key_heads" not in changes:
+        assert_offloaded_is_whole(decoder(name, **{**changes, "attention": groups}))
+
+
+@pytest.mark.slow
+@together("name", causal_names())
+def test_every_mechanism_can_be_offloaded(name):
+    assert_offloaded_is_whole(decoder(name))
+
+
+class OwnModel(torch.nn.Module):
+    """A model of a user with a layer of each kind of state: random rotations and centroids."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding, self.head = torch.nn.Embedding(256, 16), torch.nn.Linear(16, 256)
+        self.layers = torch.nn.ModuleList(AttentionLayer(kind, 16, 2, 64, chunk=4) for kind in ("lsh", "routing"))
+
+    def forward(self, input_ids, labels):
+        x = self.embedding(input_ids)
+        for layer in self.layers:
+            x = x + layer(x)
+        logits = self.head(x)
+        return {"loss": F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()), "logits": logits}
+
+
+def replaced_llama():
+    config = LlamaConfig(
+        vocab_size=256, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+        max_position_embeddings=64,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    pattern = {"pattern": ["lsh", "routing"], "lsh": {"chunk": 4}, "routing": {"chunk": 4, "window": "band"}}
+    return replace_attention(LlamaForCausalLM(config), pattern)
+
+
+def with_adapters():
+    torch.manual_seed(0)
+    targets = LoraConfig(target_modules=["query", "value"], init_lora_weights="gaussian")
+    return get_peft_model(wrapped(MegasparseForCausalLM, decoder("lsh")), targets)
+
+
+@pytest.mark.parametrize("make", [
+    lambda: wrapped(MegasparseForCausalLM, decoder("lsh", dropout=0.1)), with_adapters, replaced_llama, OwnModel,
+], ids=["export", "adapters", "replaced", "layer"])  # fmt: skip
+def test_a_resumed_trainer_repeats_the_run_bit_for_bit(make, tmp_path):
+    rows = random_tokens(16, 32) % 256
+    assert_trainer_resumes(make, [{"input_ids": row, "labels": row} for row in rows], tmp_path)
 
 
 @together("kind", [MegasparseForCausalLM, MegasparseModel])
