@@ -142,6 +142,9 @@ def require_model(name: str | Path, checkpoints: bool = False) -> None:
 
     checkpoints: True also accepts a checkpoint or the folder of a run.
     """
+    from megasparse.training.checkpoints.manifest import refuse_adapters
+
+    refuse_adapters(Path(name))
     if os.path.isdir(name) and not (Path(name) / "config.json").exists():
         if not checkpoints:
             raise HubError(name, "contains no config.json", "Use the folder of a Hugging Face model")

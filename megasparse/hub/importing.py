@@ -65,6 +65,7 @@ from megasparse.training.checkpoints.manifest import (
     find_checkpoint,
     find_newest,
     read_manifest,
+    refuse_adapters,
     seal,
     weights_digest,
 )
@@ -171,6 +172,7 @@ def fill(model: Model, read: Callable[[str], Tensor]) -> Model:
 def find_folder(name: str | Path) -> Path:
     """Return `name` if it is a folder, else the folder of that model in the local cache."""
     if Path(name).is_dir():
+        refuse_adapters(Path(name))
         return Path(name)
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
@@ -338,6 +340,25 @@ def require_base(config: Config) -> None:
         raise ConfigError("lora", f"{start.parents[1]} contains no base weights", "Name a model with --start")
 
 
+def require_start(config: Config, source: Path, ranks: Ranks) -> None:
+    """Raise HubError if RUN/start was written from other weights than `source`. Every rank calls it.
+
+    It reads vectors and the first block, so that a resume does not read a large model twice.
+    """
+
+    def compare() -> None:
+        base, (pretrained, _) = Checkpoint.open(start := _start_of(config), build=empty_model), _weights_of(source)
+        for name, entry in base.manifest["tensors"]["weight"].items():
+            read = name in pretrained and (len(entry["shape"]) == 1 or "blocks.0." in name)
+            if read and not torch.equal(pretrained[name]().float(), base.tensor("weight", name)):
+                problem = f"{start.parents[1]} was written from other weights ({name} differs)"
+                hint = "Omit --start to continue that run, or set run.directory to a new folder"
+                raise HubError(source, problem, hint)
+
+    if _start_of(config).exists():
+        ranks.on_first_rank(compare)
+
+
 def base_digest(config: Config) -> str:
     return weights_digest(read_manifest(_start_of(config)))
 
@@ -374,13 +395,7 @@ def write_start(config: Config, source: Path, output: Path) -> tuple[list[str], 
     `source` and initial values for all others. A shorter table of positions is repeated. Return the names of the
     others, and of unused pretrained weights. Raises HubError if a weight has another shape or the tokenizers differ.
     """
-    if (hf_model := _hf_model(source)) is not None:
-        pretrained: Readers = hf_model.tensors
-        tokenizer = identity(hf_model.config.data.tokenizer)
-    else:
-        checkpoint = open_newest(source, build=empty_model)
-        names, tokenizer = checkpoint.manifest["tensors"]["weight"], checkpoint.manifest["tokenizer"]
-        pretrained = {name: partial(checkpoint.tensor, "weight", name) for name in names}
+    pretrained, tokenizer = _weights_of(source)
     if tokenizer != identity(config.data.tokenizer):
         problem = f"its tokenizer ({tokenizer['name']}) differs from data.tokenizer = {config.data.tokenizer}"
         raise HubError(source, problem, "Prepare the data with the model's tokenizer, and set data.tokenizer to it")
@@ -406,6 +421,15 @@ def write_start(config: Config, source: Path, output: Path) -> tuple[list[str], 
     readers = {name: partial(read, name, weight) for name, weight in weights.items()}
     write_checkpoint(config.model_copy(update={"lora": None}), readers, output)
     return new, [name for name in pretrained if name not in weights]
+
+
+def _weights_of(source: Path) -> tuple[Readers, dict[str, str]]:
+    """Return readers of the weights of a Hugging Face folder or a checkpoint, and the identity of its tokenizer."""
+    if (model := _hf_model(source)) is not None:
+        return model.tensors, identity(model.config.data.tokenizer)
+    checkpoint = open_newest(source, build=empty_model)
+    names = checkpoint.manifest["tensors"]["weight"]
+    return {name: partial(checkpoint.tensor, "weight", name) for name in names}, checkpoint.manifest["tokenizer"]
 
 
 def _hf_model(source: Path) -> HFModel | None:

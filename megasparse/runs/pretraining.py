@@ -95,6 +95,8 @@ def pretrain(
         flops_per_token=flops,
     )
     with open_training(recipe, ranks, resume, allow_changed_config, stop_at, signals) as run:
+        if start is not None:
+            importing.require_start(config, Path(start), ranks)
         if ranks.rank == 0 and (file := data.tokenizer.file) is not None:
             files: dict[str, str | bytes] = {f"tokenizer{file.suffix}": read_file(file)}
             if config.model.kind == "decoder" and file.name == "tokenizer.json":

@@ -179,6 +179,9 @@ def test_adapters_want_weights_that_they_belong_to(decoder, tmp_path, capsys):
     torch.nn.init.normal_(other.model.norm.weight)
     other.save_pretrained(tmp_path / "other")  # the same sizes, other weights
     go_on(tmp_path / "again", tmp_path / "other", texts, "--stop-at", "1")
+    message = refused(capsys, door("pretrain"), *words_of(tmp_path / "again", decoder, texts, {}))
+    assert f"error: {decoder}: {tmp_path / 'again' / 'start'} was written from other weights" in message
+    assert "Omit --start" in message
     (tmp_path / "again" / "start").rename(tmp_path / "run" / "start")
     assert "its adapters belong to weights" in refused(capsys, door("generate"), "--checkpoint", tmp_path / "run")
     resumed = ["decoder_64k", "--start", decoder, "--data", texts, "--set", folder, *sets]
@@ -188,6 +191,22 @@ def test_adapters_want_weights_that_they_belong_to(decoder, tmp_path, capsys):
     message = refused(capsys, door("convert to-hf"), *export, "--base", decoder)
     assert "is not the weight that the adapters of" in message and not (tmp_path / "adapter").exists()
     assert "--base: does not fit --to peft" in refused(capsys, door("convert to-hf"), *export)
+    adapters = tmp_path / "peft"
+    adapters.mkdir()
+    for content, base in {'{"base_model_name_or_path": "org/base"}': "'org/base'", "[]": "a base model that"}.items():
+        (adapters / "adapter_config.json").write_text(content)
+        for command, *words in (
+            ("pretrain", *words_of(tmp_path / "new", adapters, texts, {})),
+            ("plan", "decoder_64k", "--start", adapters, "--gpus", 1),
+            ("generate", "--checkpoint", adapters),
+            ("evaluate", "--checkpoint", adapters, "--data", texts),
+            ("convert from-hf", "--model", adapters, "--output", tmp_path / "new"),
+            ("convert to-hf", "--checkpoint", adapters, "--output", tmp_path / "new"),
+            ("convert to-hf", *export, "--base", adapters),
+            ("check-model", "--model", adapters),
+        ):
+            message = refused(capsys, door(command), *words)
+            assert f"error: {adapters}: contains adapters of PEFT for {base}" in message and "merge_and" in message
 
 
 RANKED = {"kind": "ranked", **BAND, "keys": 5, "sketch_heads": 4, "sketch_dim": 4, "buckets": 6, "probes": 2}

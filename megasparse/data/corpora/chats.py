@@ -337,7 +337,7 @@ def _tools(record: Mapping[str, Any]) -> list[Any] | None:
     tools = record.get("tools")
     if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
         raise Invalid("its tools are not a list of objects", "write a JSON schema for each tool")
-    return tools
+    return tools or None
 
 
 def _called(calls: Any) -> list[Any]:
@@ -401,8 +401,10 @@ def _messages(record: Mapping[str, Any]) -> list[dict[str, Any]]:
                 f"weight {one_line(repr(weight), 40)} of a message of the role {role}",
                 "give answers 0 or 1, others none",
             )
+        # merged tables contain null or [] for keys that other messages have; templates test whether a key exists
+        fields = {key: value for key, value in message.items() if value not in (None, [])}
         calls = {"tool_calls": _called(message["tool_calls"])} if message.get("tool_calls") else {}
-        checked.append({**message, "content": content, **calls})
+        checked.append({**fields, "content": content, **calls})
         before = role
     if all(message["role"] != "assistant" or message.get("weight") == 0 for message in checked):
         raise Invalid("no message of the role assistant, whose tokens are learned", "add the answer to learn")

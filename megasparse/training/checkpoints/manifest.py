@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import FailFast, Field, TypeAdapter, ValidationError
 from typing_extensions import NotRequired, TypedDict
 
-from megasparse.errors import CheckpointError
+from megasparse.errors import CheckpointError, one_line
 from megasparse.files import read_file
 
 if TYPE_CHECKING:
@@ -185,8 +185,21 @@ def find_checkpoint(directory: Path) -> Path:
     for folder in (directory / "checkpoints", directory):
         if newest := find_newest(folder):
             return newest
+    refuse_adapters(directory)
     hint = "Use a run's folder (megasparse quickstart makes runs/quickstart), or one of its checkpoints/00001000"
     raise CheckpointError(directory, "contains no checkpoint", hint)
+
+
+def refuse_adapters(folder: Path) -> None:
+    """Raise CheckpointError, which names the base model, for a folder of adapters in PEFT's format."""
+    if not (file := folder / "adapter_config.json").is_file():
+        return
+    base = None
+    with suppress(OSError, ValueError, LookupError, TypeError, RecursionError):
+        base = json.loads(read_file(file))["base_model_name_or_path"]
+    problem = f"contains adapters of PEFT for {one_line(repr(base)) if base else 'a base model that it does not name'}"
+    hint = "Merge them first: PeftModel.from_pretrained(base, folder).merge_and_unload().save_pretrained(new_folder)"
+    raise CheckpointError(folder, f"{problem}, not a model", hint)
 
 
 @dataclass(frozen=True)

@@ -139,6 +139,13 @@ def test_parts_of_text_completions_and_tools_are_the_same_conversation(tmp_path)
     tokens = tokens_of(file, {"messages": called})
     call = '[{"function": {"name": "f", "arguments": {"x": 1}}}]'
     assert decoded(file, tokens[tokens < UNSCORED]) == f"{call}<|im_end|>\n9 miles<|im_end|>\n"
+    null = (
+        "{% if tools is not none or 'tool_calls' in m or m.name is defined %}{{ raise_exception('null') }}{% endif %}"
+    )
+    file = model_folder(tmp_path / "null", CHATML.replace("{{ m.role", null + "{{ m.role"))  # as Llama 3.1's
+    question, answer = conversation("How far?", "Far.")["messages"]
+    merged = [{**question, "tool_calls": None, "name": None}, {**answer, "tool_calls": []}]
+    assert tokens_of(file, {"messages": merged, "tools": []}).tolist() == expected.tolist()
 
 
 @pytest.mark.parametrize("template", ["chatml", "marked answers"])
