@@ -20,7 +20,7 @@ from megasparse.attention.sequence_part import WHOLE, SequencePart
 from megasparse.attention.spec import MechanismSpec
 from megasparse.errors import ConfigError
 from megasparse.ops.bucketed_attention import BucketedAttentionSpec, Codes, bucketed_attention
-from megasparse.ops.random import PairDropout, RngContext
+from megasparse.ops.random import Key, PairDropout, RngContext
 
 R = TypeVar("R")
 PrefixKeys = Callable[[int, int], Sequence[Tensor]]
@@ -138,7 +138,7 @@ class AttentionContext:
         """Return the global indices of the first `count` heads."""
         return range(self.head_offset, self.head_offset + count)
 
-    def key(self, purpose: str) -> int:
+    def key(self, purpose: str) -> Key:
         """Derive the key of a purpose's random draws in this layer and step."""
         return self.rng.key(self.layer, purpose)
 

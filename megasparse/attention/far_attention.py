@@ -12,7 +12,7 @@ from torch import Tensor
 from megasparse.attention.contract import AttentionInputs
 from megasparse.attention.sinks import DocumentRanks
 from megasparse.ops.operator import at_least_fp32
-from megasparse.ops.random import random_bits
+from megasparse.ops.random import Key, random_bits
 
 SAMPLES = 256
 """Sampled queries per step."""
@@ -24,7 +24,7 @@ InWindow = Callable[[Tensor, Tensor], Tensor]
 """Predicate `in_window(query_positions, key_positions) -> bool`, broadcasting."""
 
 
-def drawn_positions(key: int, length: int, count: int, device: torch.device) -> Tensor:
+def drawn_positions(key: Key, length: int, count: int, device: torch.device) -> Tensor:
     """Draw `count` distinct positions (or all), the same for every sequence: (S,) int64."""
     bits = random_bits(key, torch.arange(length, device=device), 1).squeeze(-1)
     return bits.argsort(stable=True)[:count]

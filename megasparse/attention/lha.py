@@ -46,7 +46,7 @@ from megasparse.ops.hash_learning import Draws
 from megasparse.ops.linear_attention import orthogonal_projections
 from megasparse.ops.operator import Linear, at_least_fp32, implementation
 from megasparse.ops.positions import sinusoids
-from megasparse.ops.random import random_bits
+from megasparse.ops.random import Key, random_bits
 
 
 class Assignment(NamedTuple):
@@ -265,8 +265,8 @@ class LHAAttention(BandAttention):
         return orthogonal_projections(context.key("lha features"), heads, FEATURES, q.shape[3], q.device)
 
     def _examples(
-        self, tensors: Sequence[Tensor], joint: bool, functions: Sequence[tuple[Weights, ...]], token_key: int,
-        draw_key: int, features: Tensor | None,
+        self, tensors: Sequence[Tensor], joint: bool, functions: Sequence[tuple[Weights, ...]], token_key: Key,
+        draw_key: Key, features: Tensor | None,
     ) -> Iterator[HashExample]:  # fmt: skip
         """Yield the examples of a document. U tokens are drawn evenly without replacement, the same for all heads and
         sequences. The first S are queries and the first C keys; the utilities of queries come from separate draws of

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megasparse.ops.operator import at_least_rows, operator, wide_dtype
-from megasparse.ops.random import bits_by_head, normal_by_head
+from megasparse.ops.random import Key, bits_by_head, normal_by_head
 
 _BLOCK_ELEMENTS = 1 << 21  # rotated numbers per block: 8 MB of fp32
 _SIGN_ELEMENTS = 1 << 20  # projected numbers per block: 4 MB of fp32
@@ -79,7 +79,7 @@ def code_gap(x: Tensor, rotations: Tensor, factors: list[int]) -> float:
 
 
 @operator(differentiable=False)
-def sign_codes(x: Tensor, key: int, heads: range, hashes: int, code_bits: int, kind: Kind) -> Tensor:
+def sign_codes(x: Tensor, key: Key, heads: range, hashes: int, code_bits: int, kind: Kind) -> Tensor:
     """Compute the codes of x in each hash: bit t is [r_t·x >= 0].
 
     gaussian: r is normal; two vectors at angle θ collide in a hash with probability (1 − θ/π)^τ.
@@ -128,7 +128,7 @@ def sign_codes(x: Tensor, key: int, heads: range, hashes: int, code_bits: int, k
 
 
 def hash_planes(
-    key: int, heads: range, hashes: int, code_bits: int, width: int, kind: Kind, device: torch.device
+    key: Key, heads: range, hashes: int, code_bits: int, width: int, kind: Kind, device: torch.device
 ) -> Tensor:
     """Draw Gaussian hyperplanes, (H, m, τ, D) fp32; or the diagonals D₁, D₂, D₃ of every transform, (H, groups of P
     hashes, τ, 3, P) int32, whose sign bits are the signs.

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megasparse.ops.hashing import Kind, code_dtype, hash_planes
 from megasparse.ops.kernels import block, dot, launch, strides, whole_vectors
+from megasparse.ops.random import Key
 
 _WARPS = 4
 _COORDINATES = 64 * 32 * _WARPS  # coordinates per program: 64 per thread; up to P = 64 threads exchange nothing
@@ -262,7 +263,7 @@ def learned_codes(inputs: Sequence[Tensor], weights: Sequence[tuple[Tensor, ...]
     return codes
 
 
-def sign_codes(x: Tensor, key: int, heads: range, hashes: int, code_bits: int, kind: Kind) -> Tensor:
+def sign_codes(x: Tensor, key: Key, heads: range, hashes: int, code_bits: int, kind: Kind) -> Tensor:
     """Compute `hashing.sign_codes` in one launch."""
     x = whole_vectors(x)
     batch, count, length, width = x.shape

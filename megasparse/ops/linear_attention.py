@@ -15,14 +15,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megasparse.ops.operator import Function, at_least_fp32, without_autocast
-from megasparse.ops.random import derive, normal
+from megasparse.ops.random import Key, normal, subkey
 from megasparse.ops.tiled import tiled
 
 _TILE = 1024  # largest T
 _TILE_ELEMENTS = 1 << 22  # exponents per tile
 
 
-def orthogonal_projections(key: int, heads: range, features: int, head_dim: int, device: torch.device) -> Tensor:
+def orthogonal_projections(key: Key, heads: range, features: int, head_dim: int, device: torch.device) -> Tensor:
     """Return (H, F, D) fp32: rows ω, each a standard normal vector, in blocks of D mutually orthogonal rows.
 
     A function of (key, global head index, row): additional features do not change the first rows. Drawn on the CPU, so
@@ -32,7 +32,7 @@ def orthogonal_projections(key: int, heads: range, features: int, head_dim: int,
     head = torch.arange(heads.start, heads.stop).unsqueeze(1) * (1 << 16)
     rows = head + torch.arange(blocks)  # (H, blocks)
     shape = (len(heads), blocks, head_dim, head_dim)
-    directions, lengths = (normal(derive(key, part), rows, head_dim**2).view(shape) for part in ("rows", "lengths"))
+    directions, lengths = (normal(subkey(key, part), rows, head_dim**2).view(shape) for part in ("rows", "lengths"))
     orthogonal, upper = torch.linalg.qr(directions.double())
     # A factor with a positive diagonal is unique and makes the directions uniformly distributed.
     orthogonal = orthogonal * upper.diagonal(dim1=-2, dim2=-1).sign().unsqueeze(-2)

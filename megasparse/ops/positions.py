@@ -20,6 +20,8 @@ def sinusoids(first: int, count: int, width: int, device: torch.device | str = "
     """
     device = torch.device(device)
     cached = count > 1 and count * width <= _CACHED_NUMBERS and device.type != "meta"
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        cached = False  # the graph would read a table that the cache may free
     return (cached_sinusoids if cached else cached_sinusoids.__wrapped__)(first, count, width, device)
 
 

@@ -8,6 +8,7 @@ the same draws, and none is stored. E width.
 import hashlib
 import math
 from dataclasses import dataclass, field, replace
+from functools import reduce
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from megasparse.ops.operator import implementation, wide_dtype
 
 _CPU_BLOCK_ELEMENTS = 1 << 20  # elements per block of dropout: 4 MB of bits
 _GPU_BLOCK_ELEMENTS = 1 << 26
+_MOST_KEYS = 1 << 14
 
 EVALUATION_STEP = -1  # step of evaluation and generation, independent of training
 
@@ -35,8 +37,62 @@ def derive(*parts: int | str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
-def halves(key: int) -> tuple[int, int]:
-    """Return the low and the high 32 bits of `key`, as signed integers."""
+Parts = tuple[tuple[int | str, ...], ...]
+"""Seed, layer and purpose of a random key, then the parts of each key derived from it."""
+
+
+class KeyTable:
+    """Random keys in device memory, for a pass in a CUDA graph: the host writes a step's keys before each replay."""
+
+    def __init__(self, device: torch.device):
+        self.complete = False
+        """True raises an error for another key, whose first value a CUDA graph would keep."""
+        self._step = 0
+        self._rows: dict[Parts, int] = {}
+        self._table = torch.zeros(_MOST_KEYS, 2, dtype=torch.int32, device=device)
+
+    def fill(self, step: int) -> None:
+        """Write the keys of an optimizer step."""
+        self._step = step
+        pinned = self._table.is_cuda  # asynchronous copy
+        values = torch.tensor([halves(self._key(*parts)) for parts in self._rows], dtype=torch.int32, pin_memory=pinned)
+        self._table[: len(values)].copy_(values.view(len(values), 2), non_blocking=True)
+
+    def row(self, parts: Parts) -> Tensor:
+        """Return the halves of a key, (2,) int32 on the device."""
+        if parts not in self._rows:
+            if self.complete:
+                raise RuntimeError(f"the pass of a CUDA graph draws from {parts}, its first pass did not")
+            self._rows[parts] = len(self._rows)
+            self.fill(self._step)
+        return self._table[self._rows[parts]]
+
+    def _key(self, first: tuple[int | str, ...], *further: tuple[int | str, ...]) -> int:
+        seed, *purpose = first
+        return reduce(lambda key, parts: derive(key, *parts), further, derive(seed, self._step, *purpose))
+
+
+@dataclass(frozen=True, eq=False)
+class DeviceKey:
+    """Random key in device memory. Two are never equal, because draws from it change with the step."""
+
+    table: KeyTable
+    parts: Parts
+
+
+Key = int | DeviceKey
+
+
+def subkey(key: Key, *parts: int | str) -> Key:
+    """Derive a key from a key."""
+    return DeviceKey(key.table, (*key.parts, parts)) if isinstance(key, DeviceKey) else derive(key, *parts)
+
+
+def halves(key: Key) -> tuple[Any, Any]:
+    """Return the low and the high 32 bits of `key`, as signed integers; of one in device memory as scalars there."""
+    if isinstance(key, DeviceKey):
+        low, high = key.table.row(key.parts)
+        return low, high
     return ((key & 0xFFFFFFFF) ^ 0x80000000) - 0x80000000, ((key >> 32 & 0xFFFFFFFF) ^ 0x80000000) - 0x80000000
 
 
@@ -51,6 +107,7 @@ class RngContext:
         training: True enables dropout.
         rounds: Hash rounds instead of the configured ones, or None.
         first: Position of this rank's first token, with sequence parallelism.
+        table: Memory of the keys of a pass in a CUDA graph.
     """
 
     seed: int
@@ -59,6 +116,7 @@ class RngContext:
     training: bool
     rounds: int | None = None
     first: int = 0
+    table: KeyTable | None = None
     _rows: dict[tuple[int, torch.device], Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @staticmethod
@@ -74,8 +132,10 @@ class RngContext:
         """Return the draws of a submodel that numbers its layers from 0, such as an encoder."""
         return replace(self, seed=derive(self.seed, part))
 
-    def key(self, layer: int, purpose: str) -> int:
+    def key(self, layer: int, purpose: str) -> Key:
         """Derive a key for this step."""
+        if self.table is not None:
+            return DeviceKey(self.table, ((self.seed, layer, purpose),))
         return derive(self.seed, self.step, layer, purpose)
 
     def rows(self, length: int, device: torch.device) -> Tensor:
@@ -88,7 +148,7 @@ class RngContext:
         return rows
 
 
-def random_bits(key: int | list[int], rows: Tensor, columns: int) -> Tensor:
+def random_bits(key: Key | list[int], rows: Tensor, columns: int) -> Tensor:
     """Draw (*rows.shape, columns) int32, uniform over all 2^32 values: a hash of (key, row number, column number).
 
     key: or one for each index of the first dimension of rows. rows: int64, any shape.
@@ -96,18 +156,18 @@ def random_bits(key: int | list[int], rows: Tensor, columns: int) -> Tensor:
     if implementation(rows, dtypes=(torch.int64,), largest_width=None) == "triton":
         from megasparse.ops.random_kernels import bits
 
-        if isinstance(key, int):
-            return bits(key, rows, columns)
-        return torch.stack([bits(one, part, columns) for one, part in zip(key, rows, strict=True)])
+        if isinstance(key, list):
+            return torch.stack([bits(one, part, columns) for one, part in zip(key, rows, strict=True)])
+        return bits(key, rows, columns)
     row, column = _seeds(key, rows, columns)
     return _mix_(row.unsqueeze(-1) + column)
 
 
-def _seeds(key: int | list[int], rows: Tensor, columns: int) -> tuple[Tensor, Tensor]:
+def _seeds(key: Key | list[int], rows: Tensor, columns: int) -> tuple[Tensor, Tensor]:
     """Return mixed row and column numbers, int32; mixing their sum gives the bits."""
     low: Any
     high: Any
-    if isinstance(key, int):
+    if not isinstance(key, list):
         low, high = halves(key)
         of_column = high
     else:
@@ -120,7 +180,7 @@ def _seeds(key: int | list[int], rows: Tensor, columns: int) -> tuple[Tensor, Te
     return _mix_(row), _mix_(column)
 
 
-def dropout(x: Tensor, rate: float, key: int, rows: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+def dropout(x: Tensor, rate: float, key: Key, rows: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """Zero elements of x (B, L, E) with probability `rate` and scale the rest by 1/(1 − rate).
 
     rows: (B, L), see `RngContext.rows`. The mask is a function of (key, row, element), so the backward redraws it.
@@ -130,7 +190,7 @@ def dropout(x: Tensor, rate: float, key: int, rows: Tensor, dtype: torch.dtype |
     return x.to(dtype) if rate == 0.0 else _Dropout.apply(x, None, rate, key, rows, dtype, 1, False)
 
 
-def add_dropout(stream: Tensor, x: Tensor, rate: float, key: int, rows: Tensor, sign: int = 1) -> Tensor:
+def add_dropout(stream: Tensor, x: Tensor, rate: float, key: Key, rows: Tensor, sign: int = 1) -> Tensor:
     """Compute stream + sign·dropout(x), summed in fp32 or wider, in the dtype of the stream (B, L, E); on a GPU in one
     pass. sign: 1 or −1."""
     if implementation(x, largest_width=None) != "triton":
@@ -139,7 +199,7 @@ def add_dropout(stream: Tensor, x: Tensor, rate: float, key: int, rows: Tensor, 
     return _Dropout.apply(x, stream, rate, key, rows, stream.dtype, sign, False)
 
 
-def add_dropout_(stream: Tensor, x: Tensor, rate: float, key: int, rows: Tensor, sign: int = 1) -> None:
+def add_dropout_(stream: Tensor, x: Tensor, rate: float, key: Key, rows: Tensor, sign: int = 1) -> None:
     """Compute `add_dropout` in place, without gradients."""
     if implementation(x, largest_width=None) == "triton" and stream.is_contiguous():
         from megasparse.ops.random_kernels import drop
@@ -149,7 +209,7 @@ def add_dropout_(stream: Tensor, x: Tensor, rate: float, key: int, rows: Tensor,
         stream.add_(dropout(x, rate, key, rows, wide_dtype(stream)), alpha=sign)
 
 
-def relu_dropout(x: Tensor, rate: float, key: int, rows: Tensor) -> Tensor:
+def relu_dropout(x: Tensor, rate: float, key: Key, rows: Tensor) -> Tensor:
     """Compute dropout(relu(x)), on a GPU in one pass in each direction. Zero results have zero gradients."""
     if rate == 0.0 or implementation(x, largest_width=None) != "triton":
         return dropout(torch.relu(x), rate, key, rows)
@@ -161,7 +221,7 @@ class _Dropout(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, stream: Tensor | None, rate: float, key: int, rows: Tensor, dtype: torch.dtype, sign: int,
+        ctx: Any, x: Tensor, stream: Tensor | None, rate: float, key: Key, rows: Tensor, dtype: torch.dtype, sign: int,
         relu: bool,
     ) -> Tensor:  # fmt: skip
         ctx.rate = rate
@@ -203,7 +263,7 @@ def least_kept(rate: float) -> int:
     return round(rate * 2**32) - 2**31
 
 
-def _dropped_in_blocks(x: Tensor, rate: float, key: int, rows: Tensor, dtype: torch.dtype) -> Tensor:
+def _dropped_in_blocks(x: Tensor, rate: float, key: Key, rows: Tensor, dtype: torch.dtype) -> Tensor:
     """Apply dropout in blocks that fit in a CPU's cache, where drawing all bits at once would be slow."""
     x = x.to(torch.promote_types(x.dtype, dtype))
     flat = x.flatten(0, 1)  # (B·L, E)
@@ -229,12 +289,12 @@ class PairDropout:
     """
 
     rate: float
-    key: int
+    key: Key
     queries: Tensor
     shift: int = 0
 
     @staticmethod
-    def of(rate: float, key: int, rows: Tensor, heads: range) -> "PairDropout":
+    def of(rate: float, key: Key, rows: Tensor, heads: range) -> "PairDropout":
         """Create the dropout of queries `rows` (B, L), see `RngContext.rows`, for global head indices `heads`."""
         low, _ = halves(key)
         head = _mix_(torch.arange(heads.start, heads.stop, dtype=torch.int32, device=rows.device) + low)
@@ -251,17 +311,17 @@ class PairDropout:
         return is_kept.to(dtype).mul_(1.0 / (1.0 - self.rate))
 
 
-def normal(key: int, rows: Tensor, columns: int) -> Tensor:
+def normal(key: Key, rows: Tensor, columns: int) -> Tensor:
     """Draw (*rows.shape, columns) fp32 standard normal numbers, each a function of (key, row number, column number), by
     Box–Muller in float64.
     """
-    radius = random_bits(derive(key, "radius"), rows, columns)
-    angle = random_bits(derive(key, "angle"), rows, columns)
+    radius = random_bits(subkey(key, "radius"), rows, columns)
+    angle = random_bits(subkey(key, "angle"), rows, columns)
     uniform = (radius.double() + (2**31 + 0.5)) / 2**32  # in (0, 1)
     return (torch.sqrt(-2.0 * torch.log(uniform)) * torch.cos(angle.double() * (2 * math.pi / 2**32))).float()
 
 
-def rotations(key: int, heads: range, rounds: int, head_dim: int, factors: list[int], device: torch.device) -> Tensor:
+def rotations(key: Key, heads: range, rounds: int, head_dim: int, factors: list[int], device: torch.device) -> Tensor:
     """Draw Gaussian projections of angular LSH, (H, R, D, Σ n_f/2), for global head indices `heads`.
 
     Draws are independent per head and round; additional rounds do not change the first ones.
@@ -270,7 +330,7 @@ def rotations(key: int, heads: range, rounds: int, head_dim: int, factors: list[
     return normal_by_head(key, heads, rounds, head_dim * width, device).view(len(heads), rounds, head_dim, width)
 
 
-def normal_by_head(key: int, heads: range, count: int, columns: int, device: torch.device) -> Tensor:
+def normal_by_head(key: Key, heads: range, count: int, columns: int, device: torch.device) -> Tensor:
     """Draw `count` normal vectors per global head index, (H, count, columns) fp32: additional ones do not change the
     first.
     """
@@ -281,7 +341,7 @@ def normal_by_head(key: int, heads: range, count: int, columns: int, device: tor
     return normal(key, rows_by_head(heads, count, device), columns)
 
 
-def bits_by_head(key: int, heads: range, count: int, columns: int, device: torch.device) -> Tensor:
+def bits_by_head(key: Key, heads: range, count: int, columns: int, device: torch.device) -> Tensor:
     """Draw (H, count, columns) int32: `random_bits` for the rows of `rows_by_head`."""
     if _by_kernels(device):
         from megasparse.ops.random_kernels import bits_by_head as by_head

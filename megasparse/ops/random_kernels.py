@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor, empty_like
 
 from megasparse.ops.kernels import launch, mix
-from megasparse.ops.random import derive, halves, least_kept
+from megasparse.ops.random import Key, halves, least_kept, subkey
 
 _NUMBERS = 4096  # per program
 _LARGEST_COLUMNS = 1024
@@ -18,7 +18,10 @@ _TURN = tl.constexpr(2 * math.pi / 2**32)
 
 @triton.jit
 def key_halves(low, high):
-    """Return the two halves of the key as uint32."""
+    """Return the two halves of the key as uint32. low, high: numbers, or the addresses of a `DeviceKey`."""
+    if low.dtype.is_ptr():
+        low = tl.load(low)
+        high = tl.load(high)
     return low.to(tl.uint32, bitcast=True), high.to(tl.uint32, bitcast=True)
 
 
@@ -62,7 +65,7 @@ def drop(
     x: Tensor,
     dtype: torch.dtype,
     rate: float,
-    key: int,
+    key: Key,
     rows: Tensor,
     relu: bool = False,
     stream: Tensor | None = None,
@@ -119,19 +122,19 @@ def _bits(rows, out, columns, low, high, first, count, COLUMNS: tl.constexpr):
     tl.store(out + row * columns + column, _bits_of(seed, column, high), mask=column < columns)
 
 
-def bits(key: int, rows: Tensor, columns: int) -> Tensor:
+def bits(key: Key, rows: Tensor, columns: int) -> Tensor:
     """Compute `ops.random.random_bits` in one launch, bit-identical."""
     out = rows.new_empty(*rows.shape, columns, dtype=torch.int32)
     return _draw_bits(out, rows.contiguous(), key, 0, 1)
 
 
-def bits_by_head(key: int, heads: range, count: int, columns: int, device: torch.device) -> Tensor:
+def bits_by_head(key: Key, heads: range, count: int, columns: int, device: torch.device) -> Tensor:
     """Compute `ops.random.bits_by_head` in one launch, bit-identical."""
     out = torch.empty(len(heads), count, columns, dtype=torch.int32, device=device)
     return _draw_bits(out, None, key, heads.start, count)
 
 
-def _draw_bits(out: Tensor, rows: Tensor | None, key: int, first: int, count: int) -> Tensor:
+def _draw_bits(out: Tensor, rows: Tensor | None, key: Key, first: int, count: int) -> Tensor:
     columns = out.shape[-1]
     grid = (out.numel() // max(1, columns), -(-columns // _LARGEST_COLUMNS))
     low, high = halves(key)
@@ -157,12 +160,12 @@ def _normals(out, first, count, columns, low, high, other_low, other_high, COLUM
     tl.store(out + pair.to(tl.int64) * columns + column, number.to(tl.float32), mask=column < columns)
 
 
-def normals(key: int, heads: range, count: int, columns: int, device: torch.device) -> Tensor:
+def normals(key: Key, heads: range, count: int, columns: int, device: torch.device) -> Tensor:
     """Compute `ops.random.normal_by_head` in one launch, equal up to rounding."""
     out = torch.empty(len(heads), count, columns, dtype=torch.float32, device=device)
     grid = (len(heads) * count, -(-columns // _LARGEST_COLUMNS))
-    low, high = halves(derive(key, "radius"))
-    other_low, other_high = halves(derive(key, "angle"))
+    low, high = halves(subkey(key, "radius"))
+    other_low, other_high = halves(subkey(key, "angle"))
     launch(
         _normals, grid, out=out, first=heads.start, count=count, columns=columns, low=low, high=high,
         other_low=other_low, other_high=other_high, COLUMNS=_LARGEST_COLUMNS,

@@ -23,7 +23,7 @@ from megasparse.ops.operator import (
     wide_dtype,
     without_autocast,
 )
-from megasparse.ops.random import derive, halves, random_bits
+from megasparse.ops.random import Key, halves, random_bits, subkey
 
 KEYS = 1 << 11
 """Keys per tile. Random draws depend on it, because each tile uses a separate random key."""
@@ -60,13 +60,13 @@ class KeyChoiceSpec:
 class Noise(NamedTuple):
     """Inputs of u_ij. key: random key of the layer. heads: global indices. rows: (B, Lq), see `RngContext.rows`."""
 
-    key: int
+    key: Key
     heads: range
     rows: Tensor
 
-    def tile(self, number: int, tile: int) -> int:
+    def tile(self, number: int, tile: int) -> Key:
         """Return the random key of a tile of local head `number`."""
-        return derive(self.key, self.heads[number], tile)
+        return subkey(self.key, self.heads[number], tile)
 
     def tiles(self, length: int) -> Tensor:
         """Return the halves of the keys of every head's tiles for `length` keys, (H, tiles, 2) int32 on the device."""

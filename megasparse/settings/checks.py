@@ -22,6 +22,8 @@ BUCKETS = ("s3://", "gs://", "az://", "file:///")
 BYTE_TOKENS = ("bytes", "pixels")
 TOKENIZER_FILES = (".model", ".json", ".txt")
 SOURCE_KEYS = ("layers", "positions", "attention")
+IN_A_GRAPH = ("local", "full", "lsh", "lha", "yoso", "ngram")
+"""Mechanisms in whose training passes the host takes no part."""
 Rule = tuple[bool, str, str, str]
 """True if it is broken, the key, the problem, and what to do."""
 
@@ -83,6 +85,8 @@ def _stage(config: RunSettings) -> int:
 def check_run(config: RunSettings) -> None:
     """Raise ConfigError for the first rule that `config` breaks, of the rules that need no attention mechanisms."""
     directory, bucket, training = config.run.directory, config.checkpoint.bucket, config.training
+    if config.run.cuda_graph:
+        _check_cuda_graph(config)
     require(
         ("://" in directory, "run.directory",
          f"{show(directory)} is a URL: object storage can neither rename a folder nor lock a file",
@@ -101,6 +105,34 @@ def check_run(config: RunSettings) -> None:
     layers = getattr(getattr(config, "model", None), "checkpoint_layers", 1)
     if layers > 1 and _stage(config) == 3 and config.run.engine == "deepspeed":
         raise ConfigError("model.checkpoint_layers", f"{layers}, but ZeRO 3 gathers one layer at a time", "Set it to 1")
+
+
+def _check_cuda_graph(config: RunSettings) -> None:
+    """Raise ConfigError if the passes of a run cannot be one CUDA graph, because the host takes part in them."""
+
+    def rule(broken: bool, reason: str) -> Rule:
+        return broken, "run.cuda_graph", f"true, but {reason}", "Set it to false"
+
+    require(rule(config.run.engine != "torch", f"run.engine = {show(config.run.engine)} takes part in the backward"))
+    if not isinstance(config, Config):
+        raise ConfigError("run.cuda_graph", "true, but the batches of tasks differ in size", "Set it to false")
+    model = config.model
+    attention = model.attention
+    sizes = f"model.padding_token = {show(model.padding_token)}, model.document_separator = "
+    require(
+        rule(model.kind != "decoder" or model.source is not None, "only decoders without a source are supported"),
+        rule((model.padding_token, model.document_separator) != (None, None),
+             f"{sizes}{show(model.document_separator)}: token counts depend on the data"),
+        rule(config.lora is not None, "adapters (lora) are not supported"),
+        rule(attention.dropout > 0, f"model.attention.dropout = {attention.dropout} reads sizes back from the GPU"),
+        rule(model.adaptive_cutoffs != [], "model.adaptive_cutoffs selects tokens by their targets"),
+        rule(model.activations == "checkpoint_cpu", 'model.activations = "checkpoint_cpu" copies to CPU memory'),
+        rule(model.ngrams is not None and config.optimizer.name == "muon",
+             'optimizer.name = "muon" updates the rows of model.ngrams that a batch reads'),
+        *(rule(kind not in IN_A_GRAPH, f"the host takes part in {show(kind)} attention") for kind in kinds(model)),
+        rule("lha" in kinds(model) and (attention.lha.window, attention.lha.utility) != ("band", "sampled"),
+             "model.attention.lha needs window = \"band\" and utility = \"sampled\""),
+    )  # fmt: skip
 
 
 def _require_initial_model(config: FinetuneConfig) -> None:

@@ -31,7 +31,7 @@ from megasparse.training.checkpoints.saving import remove_leftovers
 from megasparse.training.ranks import Ranks, RunHooks
 
 FREE_TO_CHANGE = (
-    "run.directory", "run.engine", "run.device", "run.hang_timeout", "run.deterministic",
+    "run.directory", "run.engine", "run.device", "run.hang_timeout", "run.deterministic", "run.cuda_graph",
     # Their content is compared: the data's fingerprint, the tokenizer's sha256.
     "data.path", "data.mixture", "data.cache", "data.cache_gb", "data.tokenizer",
     # Their content is compared: the weights' sha256, the examples' fingerprint.

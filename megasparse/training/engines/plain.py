@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from megasparse.optimizers import build_optimizer
 from megasparse.optimizers.muon import Muon
 from megasparse.training.checkpoints.checkpoint import Fragment
 from megasparse.training.engines.contract import Engine, MakeRng, Weights, whole_fragments
+from megasparse.training.engines.cuda_graph import GraphedModel
 from megasparse.training.ranks import Ranks
 
 
@@ -35,15 +37,27 @@ class TorchEngine(Engine):
         for module in modules:
             if hasattr(module, "sparse_gradients"):
                 module.sparse_gradients = isinstance(self.optimizer, Muon)
+        self._has_graph = config.run.cuda_graph
+        if self._has_graph:
+            training = config.training
+            backward = partial(self._accumulate, micro_batches=training.global_batch // training.micro_batch)
+            self._forward = GraphedModel(model, backward, self._masters.values())
 
-    def _backward(self, objective: Tensor, micro_batches: int, last: bool, poison_gradient: bool) -> None:
+    def _accumulate(self, objective: Tensor, micro_batches: int) -> None:
         (objective / micro_batches).backward()
         if self._rounded:  # accumulate in fp32
             for name, p in self._trained.items():
                 if p.grad is not None:
                     master, grad = self._masters[name], p.grad.float()
-                    master.grad = grad if master.grad is None else master.grad + grad
+                    if master.grad is None:
+                        master.grad = grad
+                    else:
+                        master.grad += grad
                     p.grad = None
+
+    def _backward(self, objective: Tensor, micro_batches: int, last: bool, poison_gradient: bool) -> None:
+        if not self._has_graph:  # else the forward has accumulated the gradient
+            self._accumulate(objective, micro_batches)
         for master in self._masters.values() if last else ():
             if master.grad is not None and master.grad.is_sparse:
                 master.grad = master.grad.coalesce()
@@ -60,7 +74,7 @@ class TorchEngine(Engine):
                 factor = (self._clipping / (self._norm + 1e-6)).clamp(max=1.0)  # as clip_grads_with_norm_ computes it
                 torch._foreach_mul_(self.gradients(), factor)
             self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        self.optimizer.zero_grad(set_to_none=not self._has_graph)
         if self._rounded:
             for name, p in self._trained.items():
                 p.data.copy_(self._masters[name])
