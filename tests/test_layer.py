@@ -21,6 +21,7 @@ from megasparse.ops.hash_table_attention import HashTableAttentionSpec
 from megasparse.ops.random import EVALUATION_STEP, derive, rotations
 from tests.attention import test_ngram
 from tests.helpers import definitions
+from tests.helpers.cases import together
 from tests.helpers.comparing import assert_same_with_gradients, softmax_over
 from tests.helpers.models import known_tokens
 from tests.helpers.run_ranks import ROOT, run_ranks
@@ -216,7 +217,7 @@ def test_the_step_is_counted_by_backward_passes_saved_and_set(tmp_path):
     assert layer.state_dict().keys() == {"query.weight", "value.weight", "output.weight", "draws"}
 
 
-@pytest.mark.parametrize("kind", ["lsh", "routing"])
+@together("kind", ["lsh", "routing"])
 def test_a_saved_layer_trains_on_bit_for_bit(kind, tmp_path):
     x = torch.randn(6, 2, 90, 32)
 
@@ -239,7 +240,7 @@ def test_a_saved_layer_trains_on_bit_for_bit(kind, tmp_path):
     assert losses == first + train(stopped, range(3, 6))
 
 
-@pytest.mark.parametrize(("reentrant", "compiled"), [(True, False), (False, False), (False, True)])
+@together("reentrant, compiled", [(True, False), (False, False), (False, True)])
 def test_recomputation_uses_the_draws_of_its_forward_pass(reentrant, compiled):
     """Also of two passes whose gradients are computed together, and after other steps."""
     gradients = []

@@ -373,7 +373,7 @@ def _begin(model: PreTrainedModel, args: Arguments, kwargs: dict[str, Any]) -> t
         step = drawn_step()
         for module in model.modules():
             if isinstance(module, Mechanisms):
-                module.after_step(True)
+                module.use_statistics(True)
     run = ReplacedPass(model, state.seed, step, targets, positions_given, draws)
     return args, {**kwargs, "megasparse_pass": run}
 

@@ -75,18 +75,18 @@ class Mechanisms(nn.ModuleDict):
         self.config, self.layer, self.split = config, layer, split
         self.causal = config.kind == "decoder"
 
-    def after_step(self, applied: bool) -> None:
+    def use_statistics(self, applied: bool) -> None:
         """Update centroids with the statistics of the previous pass, or drop these."""
         for mechanism in self.values():
             cast(Attention, mechanism).after_step(applied, lambda sums: sums)
 
     def _save_to_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        self.after_step(True)  # the statistics are not saved
+        self.use_statistics(True)  # the statistics are not saved
         super()._save_to_state_dict(*args, **kwargs)
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         super()._load_from_state_dict(*args, **kwargs)
-        self.after_step(False)
+        self.use_statistics(False)
 
     def with_full_attention(self) -> "Mechanisms":
         return Mechanisms(self.config.model_copy(update={"attention": AttentionConfig(pattern=["full"])}), self.layer)

@@ -13,6 +13,7 @@ from megasparse.config.schema import LoRAConfig, ModelConfig, evaluation_rounds,
 from megasparse.errors import ConfigError
 from megasparse.model import adapters
 from megasparse.model.stack import Stack
+from megasparse.ops.normalize import Norm
 from megasparse.ops.random import RngContext
 from megasparse.tasks.batches import Padded
 
@@ -47,7 +48,7 @@ class MegasparseBody(Backbone):
         self.stack = Stack(config)
         self.causal, self.vocabulary, self.longest = config.kind != "encoder", config.vocabulary, config.max_length
         self.width = config.d_model * (2 if config.blocks == "reversible" else 1)
-        self.norm: nn.LayerNorm | None = nn.LayerNorm(self.width, eps=config.norm_eps)
+        self.norm: Norm | None = Norm("layer", self.width, config.norm_eps)
         self.task_weight = min(mechanism.task_weight for _, mechanism in self.stack.mechanisms())
         self.pooled_sketch = predicts(config, "pooled")
 
@@ -59,9 +60,7 @@ class MegasparseBody(Backbone):
         streams, auxiliary, _ = self.stack.streams(read.tokens, rng, Padding(mask), targets)
         states = torch.cat([x.float() for x in streams], dim=-1)
         states = states[:, 1:] if self.causal else states  # position p follows p tokens
-        if (norm := self.norm) is not None:
-            states = nn.functional.layer_norm(states, (self.width,), norm.weight.float(), norm.bias.float(), norm.eps)
-        return states, auxiliary
+        return states if self.norm is None else self.norm(states), auxiliary
 
     def attention(self) -> dict[str, Any]:
         return attention_settings(self.stack.config)

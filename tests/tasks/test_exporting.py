@@ -1,5 +1,7 @@
 """Fine-tuned runs as Hugging Face models: pipelines predict as the run does, and Trainer trains them."""
 
+from functools import partial
+
 import pytest
 import torch
 import transformers
@@ -20,6 +22,7 @@ from tests.helpers.finetuning import (
     table,
     write,
 )
+from tests.helpers.hub import assert_trainer_resumes
 
 DECODER = {**ENCODER, "kind": "decoder", "attention": {"pattern": ["lsh"], "lsh": {"chunk": 8}}}
 START = {"attention": {"pattern": ["lha"], "lha": {"chunk": 8}}}
@@ -60,7 +63,7 @@ def exported(folder, kind, sections, task):
 @pytest.mark.parametrize("name", RUNS)
 def test_a_pipeline_predicts_as_the_run(name, tmp_path):
     kind, sections, task = RUNS[name]
-    run, _, model, tokenizer = exported(tmp_path, kind, sections, task)
+    run, folder, model, tokenizer = exported(tmp_path, kind, sections, task)
     texts = [f"{' '.join(WORDS[:5])} {word}" for word in WORDS]
     inputs = [(text, "we go") for text in texts] if "text" in task else [(text,) for text in texts]
     classifier = transformers.pipeline("text-classification", model=model, tokenizer=tokenizer)
@@ -73,6 +76,10 @@ def test_a_pipeline_predicts_as_the_run(name, tmp_path):
         else:
             by_class = {score["label"]: score["score"] for score in scores}
             assert by_class == pytest.approx(expected["probabilities"], abs=1e-5)
+    disk = {"device_map": {"": "disk"}, "offload_folder": tmp_path / "disk", "trust_remote_code": True}
+    offloaded = AutoModelForSequenceClassification.from_pretrained(folder, **disk)
+    tokens = torch.arange(40).view(2, 20) % 11
+    assert offloaded(tokens).logits.equal(model(tokens).logits)
 
 
 def test_trainer_trains_an_export_further_and_saves_it(tmp_path):
@@ -94,6 +101,14 @@ def test_trainer_trains_an_export_further_and_saves_it(tmp_path):
     assert saved.config.id2label == {0: "bad", 1: "good"} and not torch.equal(before, saved.task.head.output.weight)
     tokens = torch.arange(20)[None]
     assert torch.equal(saved.eval()(tokens).logits, model.eval()(tokens).logits)
+
+
+@pytest.mark.slow
+def test_a_resumed_trainer_repeats_the_run_bit_for_bit(tmp_path):
+    _, folder, _, tokenizer = exported(tmp_path, "model", {"model": {**ENCODER, **START, "dropout": 0.1}}, {})
+    data = [{**tokenizer("a model", truncation=True), "labels": number % 2} for number in range(8)]
+    load = partial(AutoModelForSequenceClassification.from_pretrained, folder, trust_remote_code=True)
+    assert_trainer_resumes(load, data, tmp_path)
 
 
 def test_an_exported_text_to_text_model_generates_the_runs_answers(tmp_path):
