@@ -368,6 +368,13 @@ def _turns(record: Mapping[str, Any]) -> list[dict[str, Any]] | None:
     return messages
 
 
+def _text_of(part: Any) -> Any:
+    """Return the text of a part of a content; of an image, which may also have a text, None."""
+    if not isinstance(part, dict):
+        return part
+    return part.get("text") if str(part.get("type") or "text").endswith("text") else None
+
+
 def _messages(record: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the checked messages of a record, with contents as strings. Raises Invalid."""
     if not is_chat(record):
@@ -390,11 +397,11 @@ def _messages(record: Mapping[str, Any]) -> list[dict[str, Any]]:
             position = f"follows one of the role {before}" if before else "is the first"
             raise Invalid(f"a message of the role {role} {position}", "order the roles as system, user, assistant, ...")
         if isinstance(content, list):
-            texts: list[Any] = [part.get("text") if isinstance(part, dict) else part for part in content]
+            texts: list[Any] = [_text_of(part) for part in content]
             content = "".join(texts) if all(isinstance(text, str) for text in texts) else texts
         if not isinstance(content, str | None):
             raise Invalid(f"the content of a message of the role {role} is not text", "keep its text only")
-        if not (content or "").strip() and not message.get("tool_calls"):
+        if not (content or "").strip() and not (role == "assistant" and message.get("tool_calls")):
             raise Invalid(f"a message of the role {role} is empty", "fill it, or remove the conversation")
         if (weight := message.get("weight")) not in (None, 0, 1) or (weight and role != "assistant"):
             raise Invalid(

@@ -225,6 +225,13 @@ BAD = {
     "unknown role": ({"messages": [{"role": "human", "content": "x"}]}, "unknown role 'human'", "use system, user"),
     "empty": (conversation("How far?", " \n"), "a message of the role assistant is empty", "fill it, or remove"),
     "image": (conversation([{"type": "image_url"}], "x"), "a message of the role user is not text", "keep its text"),
+    "image with a text": (
+        conversation([{"type": "image", "text": "a cat"}], "x"), "of the role user is not text", "keep its text",
+    ),
+    "user that calls": (
+        {"messages": [{"role": "user", "content": None, "tool_calls": [{}]}, {"role": "assistant", "content": "x"}]},
+        "a message of the role user is empty", "fill it",
+    ),
     "half a surrogate": (json.dumps(conversation("\ud800", "x")).encode(), "half a surrogate pair", ""),
     "name that is cut": (
         conversation("How far?", "So <name> far."), "the chat template cuts the name of a special token", "remove the",
