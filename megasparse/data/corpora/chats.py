@@ -50,6 +50,8 @@ GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 """Start of the assistant's tokens in a chat template that marks them."""
 QUOTED = re.compile("(\ufdd0[^\ufdd1]*\ufdd1)")
 """Name of a special token in a message, which is text, between two characters that no text contains."""
+ANSWER = "\ufdd2"
+"""Stands for an answer whose place in a conversation is searched."""
 KEY = 4
 """Characters by which the end of a turn is searched."""
 FORM = 'write {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}'
@@ -258,9 +260,9 @@ class Renderer:
         quoted = re.sub("|".join(names) or "(?!)", "\ufdd0\\g<0>\ufdd1", plain)
         messages, tools = json.loads(quoted)
 
-        def render(count: int, prompt: bool = False) -> str:
+        def render(count: int, prompt: bool = False, answers: Sequence[Any] = ()) -> str:
             options = {"tools": tools, "tokenize": False, "add_generation_prompt": prompt}
-            text: str = tokenizer.apply_chat_template(messages[:count], **options)
+            text: str = tokenizer.apply_chat_template([*messages[:count], *answers], **options)
             return text
 
         try:
@@ -299,6 +301,10 @@ def _span(render: Callable[..., str], whole: str, number: int) -> tuple[int, int
     If a template drops the reasoning of earlier answers, the rest is the end of the turn as rendered in last place.
     """
     prompt, turn = render(number, True), render(number + 1)
+    if not whole.startswith(prompt):
+        before = render(number, answers=[{"role": "assistant", "content": ANSWER}]).partition(ANSWER)[0]
+        if prompt.startswith(before):  # as of DeepSeek-R1: it starts the reasoning, which answers lack
+            prompt = before
     start = len(prompt)
     if whole.startswith(prompt) and turn.startswith(prompt):
         turn, key = turn[start:], whole[start : start + KEY]

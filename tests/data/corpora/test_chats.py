@@ -190,6 +190,9 @@ def test_reasoning_that_a_template_drops_from_earlier_answers_does_not_hide_them
     tokens = tokens_of(file, conversation("How far?", "<far>", "Sure?", "Yes."))
     text = decoded(file, tokens[tokens < UNSCORED])
     assert text == "<far><|im_end|>\n<think>\n\n</think>\nYes.<|im_end|>\n"
+    opening = CHATML.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}")  # as in DeepSeek-R1's
+    tokens = tokens_of(model_folder(tmp_path / "opening", opening), conversation("How far?", "<far>", "Sure?", "<t>"))
+    assert decoded(file, tokens[tokens < UNSCORED]) == "<far><|im_end|>\n<t><|im_end|>\n"
 
 
 GOOD = conversation("How far?", "Far.")
