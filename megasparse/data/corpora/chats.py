@@ -50,6 +50,8 @@ GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 """Start of the assistant's tokens in a chat template that marks them."""
 QUOTED = re.compile("(\ufdd0[^\ufdd1]*\ufdd1)")
 """Name of a special token in a message, which is text, between two characters that no text contains."""
+ANSWER = "\ufdd2"
+"""Stands for an answer whose place in a conversation is searched."""
 KEY = 4
 """Characters by which the end of a turn is searched."""
 FORM = 'write {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}'
@@ -258,9 +260,9 @@ class Renderer:
         quoted = re.sub("|".join(names) or "(?!)", "\ufdd0\\g<0>\ufdd1", plain)
         messages, tools = json.loads(quoted)
 
-        def render(count: int, prompt: bool = False) -> str:
+        def render(count: int, prompt: bool = False, answers: Sequence[Any] = ()) -> str:
             options = {"tools": tools, "tokenize": False, "add_generation_prompt": prompt}
-            text: str = tokenizer.apply_chat_template(messages[:count], **options)
+            text: str = tokenizer.apply_chat_template([*messages[:count], *answers], **options)
             return text
 
         try:
@@ -299,6 +301,10 @@ def _span(render: Callable[..., str], whole: str, number: int) -> tuple[int, int
     If a template drops the reasoning of earlier answers, the rest is the end of the turn as rendered in last place.
     """
     prompt, turn = render(number, True), render(number + 1)
+    if not whole.startswith(prompt):
+        before = render(number, answers=[{"role": "assistant", "content": ANSWER}]).partition(ANSWER)[0]
+        if prompt.startswith(before):  # as of DeepSeek-R1: it starts the reasoning, which answers lack
+            prompt = before
     start = len(prompt)
     if whole.startswith(prompt) and turn.startswith(prompt):
         turn, key = turn[start:], whole[start : start + KEY]
@@ -368,6 +374,13 @@ def _turns(record: Mapping[str, Any]) -> list[dict[str, Any]] | None:
     return messages
 
 
+def _text_of(part: Any) -> Any:
+    """Return the text of a part of a content; of an image, which may also have a text, None."""
+    if not isinstance(part, dict):
+        return part
+    return part.get("text") if str(part.get("type") or "text").endswith("text") else None
+
+
 def _messages(record: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the checked messages of a record, with contents as strings. Raises Invalid."""
     if not is_chat(record):
@@ -390,11 +403,11 @@ def _messages(record: Mapping[str, Any]) -> list[dict[str, Any]]:
             position = f"follows one of the role {before}" if before else "is the first"
             raise Invalid(f"a message of the role {role} {position}", "order the roles as system, user, assistant, ...")
         if isinstance(content, list):
-            texts: list[Any] = [part.get("text") if isinstance(part, dict) else part for part in content]
+            texts: list[Any] = [_text_of(part) for part in content]
             content = "".join(texts) if all(isinstance(text, str) for text in texts) else texts
         if not isinstance(content, str | None):
             raise Invalid(f"the content of a message of the role {role} is not text", "keep its text only")
-        if not (content or "").strip() and not message.get("tool_calls"):
+        if not (content or "").strip() and not (role == "assistant" and message.get("tool_calls")):
             raise Invalid(f"a message of the role {role} is empty", "fill it, or remove the conversation")
         if (weight := message.get("weight")) not in (None, 0, 1) or (weight and role != "assistant"):
             raise Invalid(

@@ -190,6 +190,9 @@ def test_reasoning_that_a_template_drops_from_earlier_answers_does_not_hide_them
     tokens = tokens_of(file, conversation("How far?", "<far>", "Sure?", "Yes."))
     text = decoded(file, tokens[tokens < UNSCORED])
     assert text == "<far><|im_end|>\n<think>\n\n</think>\nYes.<|im_end|>\n"
+    opening = CHATML.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}")  # as in DeepSeek-R1's
+    tokens = tokens_of(model_folder(tmp_path / "opening", opening), conversation("How far?", "<far>", "Sure?", "<t>"))
+    assert decoded(file, tokens[tokens < UNSCORED]) == "<far><|im_end|>\n<t><|im_end|>\n"
 
 
 GOOD = conversation("How far?", "Far.")
@@ -225,6 +228,13 @@ BAD = {
     "unknown role": ({"messages": [{"role": "human", "content": "x"}]}, "unknown role 'human'", "use system, user"),
     "empty": (conversation("How far?", " \n"), "a message of the role assistant is empty", "fill it, or remove"),
     "image": (conversation([{"type": "image_url"}], "x"), "a message of the role user is not text", "keep its text"),
+    "image with a text": (
+        conversation([{"type": "image", "text": "a cat"}], "x"), "of the role user is not text", "keep its text",
+    ),
+    "user that calls": (
+        {"messages": [{"role": "user", "content": None, "tool_calls": [{}]}, {"role": "assistant", "content": "x"}]},
+        "a message of the role user is empty", "fill it",
+    ),
     "half a surrogate": (json.dumps(conversation("\ud800", "x")).encode(), "half a surrogate pair", ""),
     "name that is cut": (
         conversation("How far?", "So <name> far."), "the chat template cuts the name of a special token", "remove the",
