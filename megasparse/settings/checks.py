@@ -59,6 +59,8 @@ def check(config: RunSettings) -> None:
         check_parallel(config)
     elif isinstance(config, FinetuneConfig):
         _check_start(config)
+    if config.run.cuda_graph:
+        _check_cuda_graph(config)
     from megasparse.optimizers import OPTIMIZERS  # imports torch
 
     name, lora = config.optimizer.name, getattr(config, "lora", None)
@@ -85,8 +87,6 @@ def _stage(config: RunSettings) -> int:
 def check_run(config: RunSettings) -> None:
     """Raise ConfigError for the first rule that `config` breaks, of the rules that need no attention mechanisms."""
     directory, bucket, training = config.run.directory, config.checkpoint.bucket, config.training
-    if config.run.cuda_graph:
-        _check_cuda_graph(config)
     require(
         ("://" in directory, "run.directory",
          f"{show(directory)} is a URL: object storage can neither rename a folder nor lock a file",

@@ -5,6 +5,8 @@ import torch
 
 from megasparse.data.order import permutation
 from megasparse.ops.random import (
+    KeyTable,
+    PairDropout,
     RngContext,
     add_dropout,
     add_dropout_,
@@ -16,6 +18,7 @@ from megasparse.ops.random import (
     random_bits,
     relu_dropout,
     rotations,
+    subkey,
 )
 from tests.helpers.operators import DEVICE
 
@@ -75,6 +78,26 @@ def test_rotations_depend_on_the_global_head_and_the_round():
     assert everything.shape == (8, 4, 16, 7)
     part = rotations(5, range(3, 5), 2, 16, [8, 6], torch.device("cpu"))
     torch.testing.assert_close(part, everything[3:5, :2], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("implementation", ["blockwise", "triton"])
+def test_keys_in_device_memory_draw_as_numbers_of_the_host(implementation, monkeypatch):
+    monkeypatch.setenv("MEGASPARSE_OPS", implementation)
+    table, samples = KeyTable(DEVICE), torch.tensor([3, 5], device=DEVICE)
+    rows, x = RngContext(1, 4, samples, True).rows(6, DEVICE), torch.ones(2, 6, 10, device=DEVICE)
+    key = subkey(RngContext(1, 4, samples, True, table=table).key(2, "x"), "y", 7)
+    draws = (
+        lambda key: random_bits(key, rows, 33), lambda key: bits_by_head(key, range(1, 3), 2, 5, DEVICE),
+        lambda key: normal_by_head(key, range(1, 3), 2, 5, DEVICE), lambda key: dropout(x, 0.25, key, rows),
+        lambda key: PairDropout.of(0.25, key, rows, range(2)).queries,
+        lambda key: PairDropout.of(0.25, key, rows, range(2)).keys(6),
+    )  # fmt: skip
+    for step in (4, 5):
+        table.fill(step)
+        assert all(torch.equal(draw(key), draw(derive(derive(1, step, 2, "x"), "y", 7))) for draw in draws)
+    table.complete = True
+    with pytest.raises(RuntimeError, match="draws from"):
+        random_bits(subkey(key, "z"), rows, 1)
 
 
 def test_draws_change_with_seed_step_layer_and_purpose():

@@ -27,6 +27,10 @@ def using(kind: str, *settings: str) -> list[str]:
     return [*by(f'"{kind}"'), *(f"model.attention.{kind}.{setting}" for setting in settings)]
 
 
+def graphed(*settings: str) -> list[str]:
+    return ["run.cuda_graph=true", "run.engine=torch", "model.vocabulary=260", *settings]
+
+
 def axial(shape: str, dims: str) -> list[str]:
     return ["model.positions.kind=axial", f"model.positions.axial_shape={shape}", f"model.positions.axial_dims={dims}"]
 
@@ -132,6 +136,22 @@ def scaled(positions: str, kind: str, **settings: float) -> list[str]:
         (["training.global_batch=6", "training.micro_batch=4"], "training.global_batch", ["6", "micro_batch = 4"]),
         ([f"{ZERO}.stage=2", f"{PARAM}.device=cpu"], f"{PARAM}.device", ['"cpu"', "stage 3", "stage = 2"]),
         ([f"{OPTIMIZER}.device=cpu"], f"{OPTIMIZER}.device", ['"cpu"', "stage 1 or more", "stage = 0"]),
+        *(
+            (graphed(*overrides), "run.cuda_graph", ["true", *words, "to false"])
+            for overrides, *words in (
+                (["run.engine=deepspeed"], 'run.engine = "deepspeed"'),
+                (["model.kind=encoder", "model.masking.token=256"], "only decoders"),
+                (["model.document_separator=257"], "padding_token = null", "document_separator = 257"),
+                (["model.padding_token=257"], "padding_token = 257", "token counts"),
+                (["model.attention.dropout=0.1"], "model.attention.dropout = 0.1"),
+                (["model.adaptive_cutoffs=[64]", "model.tied_embeddings=false"], "model.adaptive_cutoffs"),
+                (["model.blocks=ordinary", "model.activations=checkpoint_cpu"], "checkpoint_cpu", "CPU memory"),
+                (["model.ngrams.lengths=[2]", "optimizer.name=muon"], '"muon"', "model.ngrams"),
+                (["lora.rank=4"], "lora"),
+                (by('"lsh", "ranked"'), '"ranked"'),
+                (using("lha", "window=top_k"), "model.attention.lha", '"band"', '"sampled"'),
+            )
+        ),
     ],
 )
 def test_rule(overrides, key, words):
@@ -162,6 +182,7 @@ def test_rule(overrides, key, words):
         ["optimizer.name=adafactor", "training.precision=bf16", f"{ZERO}.stage=3"],
         [f"{ZERO}.stage=1", f"{OPTIMIZER}.device=cpu"],
         [f"{PARAM}.device=none"],
+        graphed(*by('"lsh", "lha", {"yoso": 2, "full": 2}, "ngram"'), "model.ngrams.lengths=[2]"),
     ],
 )
 def test_just_inside_the_rules(overrides):

@@ -124,12 +124,17 @@ def unit_keys(dtype: torch.dtype, head_dim: int) -> None:
 
 @case
 def random_numbers(dtype: torch.dtype, head_dim: int) -> None:
-    """Bits and normal numbers."""
-    from megasparse.ops.random_kernels import bits, bits_by_head, normals
+    """Bits, normal numbers and dropout, with keys of the host and in device memory."""
+    from megasparse.ops.random import KeyTable, RngContext
+    from megasparse.ops.random_kernels import bits, bits_by_head, drop, normals
 
-    bits(1234, torch.zeros(8, dtype=torch.int64), 192)
-    bits_by_head(1234, range(8), 11, 192, torch.device("cpu"))
-    normals(1234, range(8), 2, 64 * 64, torch.device("cpu"))
+    device, rows = torch.device("cpu"), torch.zeros(1, 8, dtype=torch.int64)
+    samples = torch.zeros(1, dtype=torch.int64)
+    for key in (1234, RngContext(0, 0, samples, True, table=KeyTable(device)).key(0, "draws")):
+        bits(key, rows, 192)
+        bits_by_head(key, range(8), 11, 192, device)
+        normals(key, range(8), 2, 64 * 64, device)
+        drop(torch.zeros(1, 8, 64, dtype=dtype), dtype, 0.1, key, rows)
 
 
 @case

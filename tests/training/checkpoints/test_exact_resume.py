@@ -138,6 +138,22 @@ def test_killed_in_the_middle_of_an_accumulation(data, tmp_path, straight):
 
 
 @pytest.mark.slow
+def test_a_cuda_graph_changes_no_bit_of_50_steps(data, tmp_path):
+    """A CPU calls the pass that a GPU replays. Two micro-batches a step, stopped and resumed, with and without it."""
+    pattern = attention("lsh").model_dump(mode="json")
+    sections = {"training": {"steps": 50, "global_batch": 4, "micro_batch": 2}, "evaluation": {"every": 25}}
+    graphed = {"directory": str(tmp_path / "graphed"), "cuda_graph": True}
+    eager = configuration(data, tmp_path / "eager", pattern, **sections)
+    config = configuration(data, tmp_path / "graphed", pattern, run=graphed, **sections)
+    launch(eager)
+    launch(config, "--stop-at", "15")
+    launch(config, "--stop-at", "30", "--set", "run.cuda_graph=false")
+    launch(config)
+    assert reported(tmp_path / "graphed") == reported(tmp_path / "eager")
+    assert state(tmp_path / "graphed") == state(tmp_path / "eager")
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "sections",
     [

@@ -96,8 +96,8 @@ def test_replays_draw_what_steps_draw(kind, precision, blocks, tmp_path, monkeyp
     """Rotations, samples of keys and every dropout; two micro-batches a step. Gradients stay where they are."""
     monkeypatch.setenv(VARIABLE, "triton")
     monkeypatch.setattr(GraphedModel, "_captured", record)
-    activations = "reversible" if blocks == "reversible" else "stored"
-    model = small(layers=1, attention=attention(kind, lsh={"rounds": 1}), dropout=0.2, blocks=blocks, activations=activations)
+    layers: Any = {"blocks": blocks, "activations": "reversible" if blocks == "reversible" else "stored"}
+    model = small(layers=1, attention=attention(kind, lsh={"rounds": 1}), dropout=0.2, **layers)
 
     def steps(cuda_graph: bool) -> tuple[list[Any], list[int]]:
         training = {"global_batch": 2, "micro_batch": 1, "precision": precision}
