@@ -84,12 +84,21 @@ def test_settings_of_a_command_are_not_the_defaults(path):
     assert not [keys for keys, differs in changed.items() if not differs]
 
 
-@together("path", DOCUMENTS)
-def test_pretrainings_of_a_document_dry_run_scaled_down(path):
-    trained = [words for words in commands(path.read_text(encoding="utf-8")) if "--help" not in words]
-    small = [reduced(run) for words in trained for run in runs(words) if isinstance(run, Config)]
-    for config in {config.model.model_dump_json(): config for config in small}.values():
-        assert math.isfinite(dry_run(config).loss)
+@pytest.mark.parametrize("lab", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_pretrainings_of_documents_dry_run_scaled_down(lab):
+    """Each model once, of the pages of experiments in `make test-all`."""
+    models = {}
+    for path in DOCUMENTS:
+        if (path.parent.name == "lab") is lab:
+            trained = [words for words in commands(path.read_text(encoding="utf-8")) if "--help" not in words]
+            small = [reduced(run) for words in trained for run in runs(words) if isinstance(run, Config)]
+            models |= {config.model.model_dump_json(): (path, config) for config in small}
+    for path, config in models.values():
+        try:
+            assert math.isfinite(dry_run(config).loss)
+        except Exception as error:
+            error.add_note(str(path))
+            raise
 
 
 def test_commands_are_found_in_documents():

@@ -8,11 +8,13 @@ from tests.helpers.definitions import use_definitions
 from tests.helpers.models import CASES, Single
 from tests.helpers.operators import DEVICE
 
-QUICK = [("lsh 4 rounds, few buckets", True), ("lha", False), ("yoso", True), ("smart_bird", False)]
+ROWS = [(*case, masked) for case in CASES for masked in (False, True)]
+QUICK = [
+    ("lsh 4 rounds, few buckets", True, True), ("lha", False, False), ("yoso", True, True), ("smart_bird", False, True),
+]  # fmt: skip
 EVERY = pytest.mark.parametrize(
-    "name,causal",
-    [pytest.param(*case, marks=[] if case in QUICK else pytest.mark.kernels) for case in CASES],
-    ids=lambda value: {True: "causal", False: "both"}.get(value, value),
+    "name,causal,masked",
+    [pytest.param(*row, marks=[] if row in QUICK else pytest.mark.kernels) for row in ROWS],
 )
 LENGTH = 25
 
@@ -25,7 +27,6 @@ def results(single, masks):
 
 
 @EVERY
-@pytest.mark.parametrize("masked", [False, True])
 def test_every_implementation_computes_the_same(name, causal, masked, monkeypatch):
     single, masks = Single(name, causal), {}
     single.mechanism.to(DEVICE)

@@ -61,6 +61,12 @@ def test_permutations_are_uniform():
     assert all(140 < count < 260 for count in counts.values())  # 200 ± 12.9 each
 
 
+def test_each_group_of_an_epoch_has_an_order_of_its_own():
+    order = Order([24] * 4, 1, seed=7, group=1)
+    orders = {tuple(order.locate(24 * group + i)[1] for i in range(24)) for group in range(4)}
+    assert len(orders) == 4
+
+
 def test_a_late_sample_costs_no_more_than_an_early_one(monkeypatch):
     sizes = counted_permutations(monkeypatch, order_module)
     order = Order([1000] * 64, 10, 0, 4)

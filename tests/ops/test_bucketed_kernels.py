@@ -111,17 +111,17 @@ def test_windows_far_apart_are_all_met():
 
 
 @pytest.mark.parametrize(
-    "buckets,separate,dtype",  # every pair of values
+    "buckets,separate,dtype",  # every pair of values, by default every value
     [
-        (2, False, torch.float32),
         (2, True, torch.bfloat16),
-        (2, False, torch.float16),
-        (20, False, torch.bfloat16),
-        (20, True, torch.float16),
         (20, False, torch.float32),
-        (300, True, torch.float32),
-        (300, False, torch.bfloat16),
         (300, True, torch.float16),
+        pytest.param(2, False, torch.float32, marks=pytest.mark.slow),
+        pytest.param(2, False, torch.float16, marks=pytest.mark.slow),
+        pytest.param(20, False, torch.bfloat16, marks=pytest.mark.slow),
+        pytest.param(20, True, torch.float16, marks=pytest.mark.slow),
+        pytest.param(300, True, torch.float32, marks=pytest.mark.slow),
+        pytest.param(300, False, torch.bfloat16, marks=pytest.mark.slow),
     ],
 )
 def test_later_tokens_change_no_bit(buckets, separate, dtype):

@@ -43,6 +43,8 @@ def reduced_model(model: ModelConfig, length: int = LENGTH) -> dict[str, Any]:
     if model.masking:
         values["masking"]["token"] = min(model.masking.token, VOCABULARY - 1)
     values["adaptive_cutoffs"] = list(range(VOCABULARY - 32 * len(model.adaptive_cutoffs), VOCABULARY, 32))
+    if model.ngrams:
+        values["ngrams"]["rows"] = 64
     if model.source:
         of_source = reduced_attention(model.source.attention)
         values["source"] |= {"length": length, "attention": of_source}

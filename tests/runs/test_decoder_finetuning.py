@@ -35,7 +35,8 @@ from tests.hub.test_replace_decoders import BAND, HEADS, LSH, SEPARATE
 LENGTH = 64
 QUICK = {
     "run.engine": "torch", "run.device": "cpu", "model.max_length": LENGTH, "data.sequence_length": LENGTH,
-    "model.activations": "checkpoint", "model.loss_tiles": 2, "training.precision": "fp32", "training.steps": 4,
+    "model.activations": "checkpoint", "model.loss_tiles": 2, "model.feed_forward_tiles": 4, "training.steps": 4,
+    "training.precision": "fp32",
     "training.global_batch": 2, "optimizer.learning_rate": 0.01, "optimizer.warmup_steps": 0,
     "evaluation.sequences": 1, "evaluation.every": 4,
 }  # fmt: skip

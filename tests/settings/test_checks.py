@@ -75,6 +75,11 @@ def scaled(positions: str, kind: str, **settings: float) -> list[str]:
             "evaluation.sequence_length",
             ["33", "data.sequence_length = 32", '"learned"'],
         ),
+        (
+            [*axial("[8, 8]", "[16, 16]"), "data.sequence_length=32", "evaluation.sequence_length=33"],
+            "evaluation.sequence_length",
+            ["33", "data.sequence_length = 32", '"axial"'],
+        ),
         (["evaluation.sequence_length=8", "model.score_from=8"], "model.score_from", ["8", "evaluation.sequence_len"]),
         (["evaluation.sample_tokens=65"], "evaluation.sample_tokens", ["65", "max_length = 64"]),
         (["model.score_from=64"], "model.score_from", ["64", "sequence_length = 64"]),

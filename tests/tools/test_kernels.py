@@ -73,6 +73,7 @@ def test_every_requirement_admits_the_supported_versions_of_triton(version):
     assert pins and all(version in pin.specifier for pin in pins), [str(pin) for pin in pins]
 
 
+@pytest.mark.slow
 def test_kernels_in_bf16_are_within_their_limits_and_as_recorded(tmp_path):
     options = ["--dtypes", "bf16", "--head-dims", "64", "--capabilities", "80"]
     table = compiled(tmp_path, *options, "--operators", *QUICK)
@@ -91,7 +92,7 @@ def test_every_kernel_is_within_its_limits_and_as_recorded(tmp_path):
 
 
 QUICK = ("bucketed_attention",)
-"""Operators whose kernels `make test` compiles: the one of all hashed attention."""
+"""Operators whose kernels `make test-all` compiles: the one of all hashed attention."""
 TENSOR_CORES = [
     *(f"bucketed_attention.{name}" for name in ("forward", "query_gradient", "key_gradient")),
     *(f"hash_table_attention.{name}" for name in ("sum_runs", "sum_products", "weighted_sums")),

@@ -171,7 +171,7 @@ class RangeLayout(NamedTuple):
 
 def _own_ranges(codes: Tensor, key_mask: Tensor | None, segments: Tensor | None) -> tuple[Tensor, ...]:
     """Return order, rank, first and high of causal attention with shared codes."""
-    group, order = sorted_groups(codes, key_mask, segments)
+    group, order = torch.sort(sort_keys(codes, key_mask, segments), dim=-1, stable=True)
     index = torch.arange(codes.shape[-1], device=codes.device).expand_as(order)
     first = torch.zeros_like(order)
     first[..., 1:] = index[..., 1:].where(group[..., 1:] != group[..., :-1], 0)
@@ -408,11 +408,6 @@ def sort_keys(codes: Tensor, key_mask: Tensor | None, segments: Tensor | None) -
     if key_mask is not None:
         segment = segment.masked_fill(~key_mask[:, None, None], torch.iinfo(torch.int32).max)
     return (segment << 32) + codes
-
-
-def sorted_groups(codes: Tensor, key_mask: Tensor | None, segments: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return the sorted keys, see `sort_keys`, and the order, the token at each sorted index, int64."""
-    return torch.sort(sort_keys(codes, key_mask, segments), dim=-1, stable=True)
 
 
 def gather_at(x: Tensor, index: Tensor) -> Tensor:

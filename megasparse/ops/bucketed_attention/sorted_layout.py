@@ -12,7 +12,7 @@ from megasparse.ops.bucketed_attention.layouts import (
     RowGroup,
     TileBlock,
     row_pieces,
-    sorted_groups,
+    sort_keys,
     tile_size,
 )
 from megasparse.ops.bucketed_attention.spec import BucketedAttentionSpec, Window
@@ -66,7 +66,7 @@ class SortedLayout(NamedTuple):
 
 def _slots(codes: Tensor, window: Window, key_mask: Tensor | None, segments: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return the order, int64, and the slots by token, int32: (B, H, R, L) each."""
-    group, order = sorted_groups(codes, key_mask, segments)
+    group, order = torch.sort(sort_keys(codes, key_mask, segments), dim=-1, stable=True)
     group = group if window.same_bucket else group >> 32
     rank = torch.zeros_like(order)
     rank[..., 1:] = (group[..., 1:] != group[..., :-1]).cumsum(dim=-1)
