@@ -90,6 +90,9 @@ class MegasparseCache:
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self.length
 
+    def crop(self, *args: Any) -> None:
+        raise ValueError("the cache of this model cannot drop tokens, so it cannot draft. Omit assistant_model")
+
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Select the rows `beam_idx`, (n,) indices of the current rows, with repetitions."""
         groups = []

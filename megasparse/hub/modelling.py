@@ -102,7 +102,7 @@ class MegasparsePreTrainedModel(PreTrainedModel):
     main_input_name = "input_ids"
     input_modalities = "text"
     supports_gradient_checkpointing = True
-    _no_split_modules: Any = ["Block"]  # its branches read the weights of their parts
+    _no_split_modules: ClassVar[list[str]] = ["Block"]  # its branches read the weights of their parts
     kinds: ClassVar[tuple[str, ...]] = ("decoder", "encoder")
 
     def __init__(self, config: MegasparseConfig):
@@ -230,12 +230,16 @@ class MegasparsePreTrainedModel(PreTrainedModel):
                 raise ValueError(f"{name}: a cache cannot contain padding: set use_cache=False")
         length = max(part.position for _, part in cache.groups) - self.config.is_decoder
         self.check_length(length + count)
-        logits = torch.empty(*input_ids.shape, self.config.vocab_size, device=input_ids.device)
+        logits = self._empty_logits(input_ids)
         for column in range(count):
             for numbers, part in cache.groups:
                 logits[numbers, column] = self.model.decode(input_ids[numbers, column], part)
         cache.length += count
         return logits
+
+    def _empty_logits(self, tokens: Tensor) -> Tensor:
+        dtype = torch.promote_types(self.dtype, torch.float32)
+        return torch.zeros(*tokens.shape, self.config.vocab_size, dtype=dtype, device=tokens.device)
 
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:
@@ -342,8 +346,7 @@ class MegasparseForCausalLM(MegasparseWriter):
         if bool(self._document_ends(rows).any()):
             raise ValueError("input_ids contain several documents, a cache only one: set use_cache=False")
         groups, width = [], rows.tokens.shape[1]
-        shape = (*rows.tokens.shape[:1], max(1, width))
-        logits = torch.zeros(*shape, self.config.vocab_size, device=rows.tokens.device)
+        logits = self._empty_logits(rows.tokens if width else F.pad(rows.tokens, (0, 1)))
         for length in sorted(set(rows.lengths)):
             numbers = torch.tensor([row for row, group in enumerate(rows.lengths) if group == length])
             group = self.model.new_cache(len(numbers), self.config.seed)

@@ -28,8 +28,8 @@ from megasparse.attention.observation import Call, each_call
 from megasparse.errors import DataError, HubError
 from megasparse.files import open_file, read_file, write_file
 from megasparse.hub.replace import ENTRY
-from megasparse.ops.operator import device_of
 from megasparse.hub.replaced_layer import NAME, Mechanisms
+from megasparse.ops.operator import device_of
 from megasparse.ops.random import RngContext
 
 UPDATES = 8
