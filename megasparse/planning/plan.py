@@ -50,6 +50,8 @@ class Plan:
         """Raises ConfigError if the number of GPUs does not divide the batch, the sequence or the nodes."""
         self.config, self.gpu, self.gpus, self.per_node = config, gpu, gpus, per_node
         self.available = gpu.memory if available is None else available
+        self.host: int | None = None
+        """Bytes of a node's CPU memory, if `fitted` was given any."""
         self.micro_batches = micro_batches(config, gpus, per_node)
         self.zero = Zero.of(config.run.engine, config.deepspeed, gpus > 1)
         self.passes = ConfiguredPass(config)
@@ -103,7 +105,14 @@ class Plan:
         """GPU memory, at the peak of a step or while the model is built."""
         device, _ = self.building
         parts = self.memory.device if self.peak >= device else {"while the model is built": device}
-        return [MemoryPool("GPU memory", parts, self.available)]
+        host = [] if self.host is None else [self.host_pool(self.host // min(self.gpus, self.per_node))]
+        return [MemoryPool("GPU memory", parts, self.available), *host]
+
+    def host_pool(self, available: int) -> MemoryPool:
+        """Return a rank's CPU memory."""
+        host = self.memory.host
+        parts = host if sum(host.values()) >= self.building[1] else {"while the model is built": self.building[1]}
+        return MemoryPool("CPU memory", parts, available)
 
     def fitted(self, host: int | None) -> "Plan":
         """Return the plan with the largest tiles that fit the GPU, and the fewest layers recomputed together whose
@@ -111,18 +120,18 @@ class Plan:
         """
         model, ranks, plan = self.config.model, self.config.parallel.sequence, self
         length = self.config.data.sequence_length // ranks
-        if not all(tiled_layers(model.model_copy(update={"feed_forward_tiles": 2}), ranks)):
-            return self
-        for tile in TILES:
+        tiled = all(tiled_layers(model.model_copy(update={"feed_forward_tiles": 2}), ranks))
+        for tile in TILES if tiled else ():
             tiles = {"feed_forward_tiles": -(-length // tile), "loss_tiles": -(-length * 8 // tile)}
             plan = self._changed(tiles)
             if plan.fits:
                 break
         on_node = min(self.gpus, self.per_node)
-        for together in range(2, 1 + math.isqrt(model.layers)):
+        for together in range(2, 1 + math.isqrt(model.layers)) if tiled else ():
             if host is None or on_node * sum(plan.memory.host.values()) <= host:
                 break
             plan = plan._changed({"checkpoint_layers": together})
+        plan.host = host
         return plan
 
     def _changed(self, changes: dict[str, int]) -> "Plan":
@@ -239,8 +248,9 @@ class Plan:
         if device > self.peak:
             rows.append(("while the model is built", gigabytes(device)))
         rows.append(("CPU: while the model is built", gigabytes(host)))
-        verdict = "fits" if self.fits else "DOES NOT FIT"
-        rows.append(("peak of a GPU", f"{gigabytes(self.peak)} of {gigabytes(self.available)}: {verdict}"))
+        for pool, name in zip(self.pools, ("peak of a GPU", "peak of CPU memory, per GPU"), strict=False):
+            verdict = "fits" if pool.peak <= pool.available else "DOES NOT FIT"
+            rows.append((name, f"{gigabytes(pool.peak)} of {gigabytes(pool.available)}: {verdict}"))
         longest = "none" if self.longest is None else f"{self.longest:,} tokens"
         rows.append(("longest sequence that fits", longest))
         rows.append(("planned with", " ".join(f"--set model.{key}={value}" for key, value in self.settings.items())))
@@ -265,8 +275,7 @@ def pretraining_pools(config: Config, ranks: Ranks) -> list[MemoryPool]:
     """Return the memory of a step on this rank's GPU and in its share of CPU memory."""
     local = local_ranks(ranks.world_size)
     plan = Plan(config, GPUS["A100"], ranks.world_size, local, available_bytes(ranks.device))
-    host = plan.memory.host if sum(plan.memory.host.values()) >= plan.building[1] else {"start": plan.building[1]}
-    return [*plan.pools, MemoryPool("CPU memory", host, available_bytes(torch.device("cpu")) // local)]
+    return [*plan.pools, plan.host_pool(available_bytes(torch.device("cpu")) // local)]
 
 
 def duration(seconds: float) -> str:

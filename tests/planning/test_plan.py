@@ -188,6 +188,7 @@ def test_tiles_and_recomputed_layers_are_chosen_for_a_card_and_its_host(tmp_path
     tight = planned(sum(roomy["memory"]["host"].values()) - 3 * inputs // 9, roomy["peak"] - 1)
     assert tight["settings"] == {"feed_forward_tiles": 16, "loss_tiles": 128, "checkpoint_layers": 2}
     assert tight["memory"]["host"]["offloaded activations"] == 6 * inputs / 9
+    assert roomy["fits"] and tight["fits"] and not planned(inputs, 10**12)["fits"]  # the optimizer needs more
     assert tight["peak"] < roomy["peak"] and tight["hardware_flops_per_step"] > roomy["hardware_flops_per_step"]
     two, four = (planned(10**12, 10**12, ranks) for ranks in (2, 4))
     assert two["settings"] == {"feed_forward_tiles": 2, "loss_tiles": 16, "checkpoint_layers": 1}
