@@ -27,7 +27,7 @@ class RunConfig(Section):
     """Use only deterministic GPU kernels, so that resumed runs are bit-identical. CPU runs always are."""
     cuda_graph: bool = False
     """Torch engine, decoders without documents: launch a micro-batch's forward and backward as one CUDA graph, which
-    saves host time; losses are the same. Shown on CPUs only, not yet on a GPU.
+    saves host time; losses are the same. Shown on CPUs only, not yet on GPUs.
     """
 
 

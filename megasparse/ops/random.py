@@ -59,7 +59,7 @@ class KeyTable:
         self._table[: len(values)].copy_(values.view(len(values), 2), non_blocking=True)
 
     def row(self, parts: Parts) -> Tensor:
-        """Return the halves of a key, (2,) int32 on the device."""
+        """Return both halves, (2,) int32 on the device."""
         if parts not in self._rows:
             if self.complete:
                 raise RuntimeError(f"the pass of a CUDA graph draws from {parts}, its first pass did not")
@@ -84,11 +84,11 @@ Key = int | DeviceKey
 
 
 def subkey(key: Key, *parts: int | str) -> Key:
-    """Derive a key from a key."""
+    """Derive another key from `key`."""
     return DeviceKey(key.table, (*key.parts, parts)) if isinstance(key, DeviceKey) else derive(key, *parts)
 
 
-def halves(key: Key) -> tuple[Any, Any]:
+def halves(key: Key) -> tuple[int, int] | tuple[Tensor, Tensor]:
     """Return the low and the high 32 bits of `key`, as signed integers; of one in device memory as scalars there."""
     if isinstance(key, DeviceKey):
         low, high = key.table.row(key.parts)

@@ -69,9 +69,8 @@ from megasparse.planning.dry_run import trial_engine
 from megasparse.planning.hardware import GPUS
 from megasparse.planning.passes import META, ConfiguredPass, LiveBytes, as_on_a_gpu, dummy_records
 from megasparse.planning.plan import RESERVE, Plan
-from megasparse.settings.load import build_config, load_config
+from megasparse.settings.load import load_config
 from megasparse.training.engines import build_engine
-from megasparse.training.engines.cuda_graph import GraphedModel
 from megasparse.training.ranks import start_ranks
 from megasparse.training.reporting.memory import available_bytes
 from tools.bench.attention import MECHANISMS, Case, Inputs, build, model_of, sdpa
@@ -87,7 +86,7 @@ from tools.bench.operators import (
     with_gradients,
 )
 from tools.bench.order import causal, causal_rows, order, order_rows, powers
-from tools.bench.training import models, step_seconds
+from tools.bench.training import graph, graph_launches, step_seconds, train_config
 
 
 def about(report: Report, small: bool) -> None:
@@ -271,12 +270,6 @@ def profile(report: Report, small: bool, name: str, length: int) -> None:
         report.add(f"{name}, {event.key[:60]}", figures)
 
 
-def train_config(name: str, small: bool) -> Config:
-    overrides = ["data.sequence_length=256", "model.max_length=256"] if small else []
-    config = load_config("quickstart_relu" if small else "reformer_64k", [*overrides, "run.engine=torch"])
-    return build_config(models(config)[name])
-
-
 def train(report: Report, small: bool, name: str, steps: int) -> None:
     """Measure steps of configs/reformer_64k, or of a variant of it, after a first step."""
     config = train_config(name, small)
@@ -288,53 +281,6 @@ def train(report: Report, small: bool, name: str, steps: int) -> None:
     tokens = config.training.micro_batch * config.data.sequence_length
     figures = {"s": middle, "tokens/s": tokens / middle, "GB": memory, "first s": seconds[0]}
     report.add(f"step, {name}", figures)
-
-
-def graph_config(small: bool, cuda_graph: bool = True) -> Config:
-    """Return configs/reformer_64k with sequences of 16,384 tokens, which a host launches more slowly than a GPU runs
-    them.
-    """
-    values = train_config("as configured", small).model_dump(mode="json")
-    values["run"] |= {"cuda_graph": cuda_graph, "deterministic": True}
-    values["data"] |= {"sequence_length": 32 if small else 16384}
-    values["model"] |= {"dropout": 0.1, "ngrams": None}
-    values["evaluation"] |= {"every": 0, "sequence_length": None, "sample_tokens": 0}
-    values["optimizer"] |= {"name": "adamw"}
-    return build_config(values)
-
-
-def graph(report: Report, small: bool, steps: int) -> None:
-    """Compare training steps with and without `run.cuda_graph`: losses, which must be equal, and seconds per step."""
-    torch.utils.deterministic.fill_uninitialized_memory = False  # it would add launches
-    losses: dict[str, list[float]] = {"eager": [], "graph": []}
-    figures = {}
-    for name in losses:
-        config = graph_config(small, name == "graph")
-        ranks = start_ranks(config.run.model_copy(update={"device": device_of(small).type}))
-        before = reset_peak(ranks.device)
-        engine, batch = trial_engine(config, ranks)
-        seconds = []
-        for step in range(1, 1 + steps):
-            tokens = dummy_records(config.model, *batch.tokens.shape, seed=step)
-            started = time.perf_counter()
-            losses[name].append(engine.train_step([Batch(tokens, batch.samples + step)], step, 1e-3).loss)
-            seconds.append(time.perf_counter() - started)
-        figures |= {f"{name} s": statistics.median(seconds[1:]), f"{name} first s": seconds[0]}
-        figures |= {f"{name} GB": (peak(ranks.device) - before) / 1e9}
-        del engine
-    right = losses["graph"] == losses["eager"]
-    pairs = enumerate(zip(*losses.values(), strict=True), start=1)
-    note = "" if right else f"they differ at step {next(step for step, (a, b) in pairs if a != b)}"
-    report.add(f"{steps} steps of 16,384 tokens", figures, right, note)
-
-
-def graph_launches() -> None:
-    config = graph_config(False)
-    counted = ConfiguredPass(config)
-    counted.count(config.data.sequence_length)
-    tokens = dummy_records(config.model, config.training.micro_batch, config.data.sequence_length, 0).to(META)
-    samples = torch.arange(len(tokens), device=META)
-    GraphedModel(counted.model, Tensor.backward, ())(tokens, RngContext(0, 0, samples, training=True))
 
 
 def plan(report: Report, small: bool, name: str) -> None:
@@ -535,7 +481,7 @@ def phases(small: bool) -> tuple[list[Job], list[Job]]:
         *(check.job(small) for check in first),
         attend("lsh", 8, ["lsh"], LENGTHS, graphs=True),
         attend("flash", 8, ["flash"], LENGTHS, graphs=True),
-        Job("graph", partial(graph, small=small, steps=3 if small else 50), 20, graph_launches),
+        Job("graph", partial(graph, device_of(small), 3 if small else 50), 20, graph_launches),
         Job("profile lsh", partial(profile, small=small, name="lsh", length=65536), 5, lsh),
         *(
             Job(f"train {name}", partial(train, small=small, name=name, steps=steps), 12, partial(train_launches, name))

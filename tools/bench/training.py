@@ -50,13 +50,16 @@ if __name__ == "__main__":  # help and mistakes end before the slow imports
     report_user_errors(arguments)()
 
 import torch
+from torch import Tensor
 from tqdm import tqdm
 
 from megasparse.data.batches import Batch
 from megasparse.evaluation.outputs import write_json
 from megasparse.ops.random import RngContext
 from megasparse.planning.dry_run import trial_engine
+from megasparse.planning.passes import META, ConfiguredPass, dummy_records
 from megasparse.training.engines.contract import Engine
+from megasparse.training.engines.cuda_graph import GraphedModel
 from megasparse.training.ranks import start_ranks
 from tools.bench.measuring import MeasurementError, alone, machine, peak, reset_peak
 
@@ -160,6 +163,61 @@ def step_seconds(engine: Engine, batch: Batch, step: int, learning_rate: float, 
     if engine.ranks.device.type == "cuda":
         torch.cuda.synchronize(engine.ranks.device)
     return time.perf_counter() - started
+
+
+def train_config(name: str, small: bool) -> Config:
+    overrides = ["data.sequence_length=256", "model.max_length=256"] if small else []
+    config = load_config("quickstart_relu" if small else "reformer_64k", [*overrides, "run.engine=torch"])
+    return build_config(models(config)[name])
+
+
+def graph_config(small: bool, cuda_graph: bool = True) -> Config:
+    """Return configs/reformer_64k with sequences of 16,384 tokens, which a host launches more slowly than a GPU runs
+    them.
+    """
+    values = train_config("as configured", small).model_dump(mode="json")
+    values["run"] |= {"cuda_graph": cuda_graph, "deterministic": True}
+    values["data"] |= {"sequence_length": 32 if small else 16384}
+    values["model"] |= {"dropout": 0.1, "ngrams": None}
+    values["evaluation"] |= {"every": 0, "sequence_length": None, "sample_tokens": 0}
+    values["optimizer"] |= {"name": "adamw"}
+    return build_config(values)
+
+
+def graph(device: torch.device, steps: int, output: Any) -> None:
+    """Compare training steps with and without `run.cuda_graph`: losses, which must be equal, and seconds per step.
+    output: a `jobs.Report`.
+    """
+    torch.utils.deterministic.fill_uninitialized_memory = False  # it would add launches
+    losses: dict[str, list[float]] = {"eager": [], "graph": []}
+    figures = {}
+    for name in losses:
+        config = graph_config(device.type == "cpu", name == "graph")
+        ranks = start_ranks(config.run.model_copy(update={"device": device.type}))
+        before = reset_peak(ranks.device)
+        engine, batch = trial_engine(config, ranks)
+        seconds = []
+        for step in range(1, 1 + steps):
+            tokens = dummy_records(config.model, *batch.tokens.shape, seed=step)
+            started = time.perf_counter()
+            losses[name].append(engine.train_step([Batch(tokens, batch.samples + step)], step, 1e-3).loss)
+            seconds.append(time.perf_counter() - started)
+        figures |= {f"{name} s": statistics.median(seconds[1:]), f"{name} first s": seconds[0]}
+        figures |= {f"{name} GB": (peak(ranks.device) - before) / 1e9}
+        del engine
+    right = losses["graph"] == losses["eager"]
+    pairs = enumerate(zip(*losses.values(), strict=True), start=1)
+    note = "" if right else f"they differ at step {next(step for step, (a, b) in pairs if a != b)}"
+    output.add(f"{steps} steps of {config.data.sequence_length:,} tokens", figures, right, note)
+
+
+def graph_launches() -> None:
+    config = graph_config(False)
+    counted = ConfiguredPass(config)
+    counted.count(config.data.sequence_length)
+    tokens = dummy_records(config.model, config.training.micro_batch, config.data.sequence_length, 0).to(META)
+    samples = torch.arange(len(tokens), device=META)
+    GraphedModel(counted.model, Tensor.backward, ())(tokens, RngContext(0, 0, samples, training=True))
 
 
 def report(result: dict[str, Any], config: Config) -> Iterator[str]:
