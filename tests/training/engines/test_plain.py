@@ -22,6 +22,7 @@ from megasparse.training.checkpoints.saving import Saver
 from megasparse.training.engines import build_engine
 from megasparse.training.engines.deepspeed import _lines_in
 from megasparse.training.ranks import Ranks, start_ranks
+from tests.helpers.cases import together
 from tests.helpers.models import small
 from tests.helpers.run_ranks import run_ranks
 from tests.helpers.tiny import DummyBatches, TinyModel, identity_of, make_rng, tiny_config, tiny_engine, train_steps
@@ -109,6 +110,20 @@ def test_a_checkpoint_before_the_first_update_serves_its_own_model_only(tmp_path
     assert train_steps(resumed, config, 1, 3) == train_steps(engine, config, 1, 3)
     with pytest.raises(CheckpointError, match=r"embedding.weight has shape \[256, 13\], in the model \[256, 7\]"):
         tiny_engine(config, model=TinyModel(width=7), start=saved)
+
+
+@together("optimizer", ["adamw", "adafactor"])
+def test_a_run_with_a_weight_without_gradients_resumes_exactly(tmp_path, optimizer):
+    config = tiny_config(tmp_path, optimizer={"name": optimizer})
+    models = [TinyModel(seed) for seed in (0, 1)]
+    for model in models:
+        model.unused = torch.nn.Parameter(torch.ones(3, 3))
+    engine = tiny_engine(config, model=models[0])
+    train_steps(engine, config, 1, 2)
+    saved = Checkpoint.open(Saver(identity_of(config), Ranks()).save(engine, 2, 16, {}))
+    resumed = tiny_engine(config, model=models[1], start=saved)
+    assert train_steps(resumed, config, 3, 4) == train_steps(engine, config, 3, 4)
+    assert resumed.steps_done() == engine.steps_done() == 4
 
 
 def test_plain_torch_on_two_ranks_is_rejected(tmp_path, monkeypatch):
