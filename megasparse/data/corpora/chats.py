@@ -375,7 +375,7 @@ def _turns(record: Mapping[str, Any]) -> list[dict[str, Any]] | None:
 
 
 def _text_of(part: Any) -> Any:
-    """Return the text of a part of a content; of an image, which may also have a text, None."""
+    """Return the text of a part of a content; of an image, also one with a text, None."""
     if not isinstance(part, dict):
         return part
     return part.get("text") if str(part.get("type") or "text").endswith("text") else None

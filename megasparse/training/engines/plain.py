@@ -59,7 +59,7 @@ class TorchEngine(Engine):
         if not self._has_graph:  # else the forward has accumulated the gradient
             self._accumulate(objective, micro_batches)
         for master in self._masters.values() if last else ():
-            if master.grad is None:  # as under DeepSpeed: all have a state and the same number of updates
+            if master.grad is None:  # as under DeepSpeed: each keeps a state and the same number of updates
                 master.grad = torch.zeros_like(master)
             elif master.grad.is_sparse:
                 master.grad = master.grad.coalesce()
