@@ -1,5 +1,6 @@
 """`compare`: a tiny comparison from end to end, and the messages for invalid requests."""
 
+import itertools
 import json
 from contextlib import nullcontext
 from pathlib import Path
@@ -83,9 +84,10 @@ def test_each_corpus_has_its_data_its_settings_and_its_folder(tmp_path, capsys):
     shared = f"data.path={prepare[-1]}"  # `prepare` ends with --output: a comparison trains on what it prepares
     assert load(small_comparison(tmp_path))[""]["arms"]["full"][0] == shared
     assert parts["b"]["arms"]["local"] == [shared, *comparison["arms"]["local"], "data.path=b"]
-    main(["compare", str(tmp_path / "two.json"), "--dry-run", "--arms", "full", "--output", "out"])
+    main(["compare", str(tmp_path / "two.json"), "--dry-run", "--arms", "full", "--seeds", "0", "3", "--output", "out"])
     printed = capsys.readouterr().out
-    assert "run.directory=out/a/full-0" in printed and "run.directory=out/b/full-0" in printed
+    for corpus, seed in itertools.product("ab", (0, 3)):
+        assert f"run.directory=out/{corpus}/full-{seed} --set run.seed={seed} " in printed
     refusal(lambda: load(tmp_path / "two.json", ["c"]), ConfigError, '--corpora: unknown name "c"')
     refusal(lambda: load(small_comparison(tmp_path), ["c"]), ConfigError, "there is only one corpus")
     comparison["corpora"]["b"]["prepar"] = comparison["corpora"]["b"].pop("prepare")

@@ -1,4 +1,5 @@
 import json
+from itertools import pairwise
 
 import pytest
 import torch
@@ -72,6 +73,8 @@ def test_large_models_are_written_in_shards(tmp_path, monkeypatch):
     assert len(shards) > 2 and shards[0] == f"model-00001-of-{len(shards):05}.safetensors"
     largest = max(4 * value.numel() for value in model.state_dict().values())
     assert all((folder / shard).stat().st_size < max(20_000, largest) + 2_000 for shard in shards)
+    sizes = [(folder / shard).stat().st_size for shard in shards]
+    assert all(sum(pair) > 20_000 for pair in pairwise(sizes)), "two shards would fit in one"
     index = json.loads((folder / "model.safetensors.index.json").read_text())
     assert index["metadata"]["total_size"] == sum(4 * value.numel() for value in model.state_dict().values())
     file = TensorFile.open(folder)
