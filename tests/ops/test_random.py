@@ -20,6 +20,7 @@ from megasparse.ops.random import (
     rotations,
     subkey,
 )
+from tests.helpers.cases import together
 from tests.helpers.operators import DEVICE
 
 
@@ -80,7 +81,7 @@ def test_rotations_depend_on_the_global_head_and_the_round():
     torch.testing.assert_close(part, everything[3:5, :2], rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("implementation", ["blockwise", "triton"])
+@together("implementation", ["blockwise", "triton"])
 def test_keys_in_device_memory_draw_as_numbers_of_the_host(implementation, monkeypatch):
     monkeypatch.setenv("MEGASPARSE_OPS", implementation)
     table, samples = KeyTable(DEVICE), torch.tensor([3, 5], device=DEVICE)

@@ -188,9 +188,9 @@ def graph(device: torch.device, steps: int, output: Any) -> None:
     """Compare training steps with and without `run.cuda_graph`: losses, which must be equal, and seconds per step.
     output: a `jobs.Report`.
     """
-    torch.utils.deterministic.fill_uninitialized_memory = False  # it would add launches
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # it adds launches
     losses: dict[str, list[float]] = {"eager": [], "graph": []}
-    figures = {}
+    figures: dict[str, float] = {}
     for name in losses:
         config = graph_config(device.type == "cpu", name == "graph")
         ranks = start_ranks(config.run.model_copy(update={"device": device.type}))
@@ -198,7 +198,7 @@ def graph(device: torch.device, steps: int, output: Any) -> None:
         engine, batch = trial_engine(config, ranks)
         seconds = []
         for step in range(1, 1 + steps):
-            tokens = dummy_records(config.model, *batch.tokens.shape, seed=step)
+            tokens = dummy_records(config.model, len(batch.tokens), batch.tokens.shape[1], step)
             started = time.perf_counter()
             losses[name].append(engine.train_step([Batch(tokens, batch.samples + step)], step, 1e-3).loss)
             seconds.append(time.perf_counter() - started)

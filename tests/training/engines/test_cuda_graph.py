@@ -120,11 +120,11 @@ OTHERS = [name for name in VARIANTS if kind_of(name) in IN_A_GRAPH and name not 
 
 
 @pytest.mark.parametrize("names", [IN_A_GRAPH, pytest.param(OTHERS, marks=pytest.mark.slow)], ids=["kinds", "variants"])
-@pytest.mark.parametrize("activations", ["stored", "checkpoint"])
-def test_the_host_takes_no_part(names, activations):
-    """In any mechanism that a graph may contain, with the code of a GPU."""
+def test_the_host_takes_no_part(names):
+    """In any mechanism that a graph may contain, with the code for GPUs."""
     for name in names:
-        assert_recorded(named(name), activations)
+        for activations in ("stored", "checkpoint"):
+            assert_recorded(named(name), activations)
 
 
 def assert_recorded(mechanism, activations):
