@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.helpers.trained import prepared
 
 LACKING = """
@@ -44,6 +46,7 @@ except BrokenPipeError:
 """
 
 
+@pytest.mark.slow
 def test_one_process_needs_nothing_of_posix(tmp_path):
     run, config = tmp_path / "run", tmp_path / "config.json"
     attention = {"pattern": ["lsh"], "lsh": {"chunk": 16, "buckets": 4}}

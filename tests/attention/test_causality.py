@@ -13,9 +13,8 @@ from megasparse.attention.heads import build_mechanism
 from megasparse.model.build import build_model
 from megasparse.ops.random import RngContext
 from tests.helpers.models import (
-    NUMBERS,
     attention,
-    by_path,
+    by_path_and_numbers,
     causal_names,
     kind_of,
     named,
@@ -68,8 +67,7 @@ def moved_prefix(model, positions, rng, length=120, seeds=1):
     return changes
 
 
-@NUMBERS
-@by_path("name", PATTERNS)
+@by_path_and_numbers(PATTERNS)
 def test_no_later_token_moves_an_earlier_output(name, dtype, threads):
     """Nor do later separators and padding, but for mechanisms with products as large as a document."""
     ids = {} if dtype == torch.float32 or name in BY_DOCUMENT else IDS
@@ -94,8 +92,7 @@ def test_no_later_token_moves_a_bit_of_hashed_attention(name, dtype, length):
     assert not any(moved_prefix(model, positions, RngContext.evaluation(0, 2), length).values())
 
 
-@NUMBERS
-@by_path("name", [n for n in strict_names() if kind_of(n) in SHARED and n != "local relative"])
+@by_path_and_numbers([n for n in strict_names() if kind_of(n) in SHARED and n != "local relative"])
 def test_a_prefix_has_the_same_bits_in_a_sequence_of_any_length(name, dtype, threads):
     model, tokens, rng = copy.deepcopy(trained(name)).to(dtype), random_tokens(2, 120), RngContext.evaluation(0, 2)
     nats = model.token_scores(tokens, rng).nats

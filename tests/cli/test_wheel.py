@@ -42,6 +42,7 @@ def test_it_holds_the_command_the_package_and_every_configuration(wheel):
     assert {name for name in names if ".dist-info/" not in name} == expected
 
 
+@pytest.mark.slow
 def test_it_works_from_an_empty_folder(wheel, tmp_path):
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(tmp_path / "site")

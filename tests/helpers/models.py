@@ -1,5 +1,6 @@
 """Small models for tests."""
 
+import itertools
 from collections.abc import Iterable, Mapping
 from functools import cache
 from typing import Any
@@ -170,13 +171,20 @@ EVERY = by_path("name,causal", CASES)
 """Every mechanism and variant, in a decoder where it can be in one, and in an encoder."""
 
 
-NUMBERS = pytest.mark.parametrize(
-    "dtype,threads",
-    [(torch.float32, 1), (torch.bfloat16, 1), pytest.param(torch.float16, 2, marks=pytest.mark.slow)],
-    ids=["fp32", "bf16", "fp16, two threads"],
-    indirect=["threads"],
-)
+NUMBERS = {"fp32": (torch.float32, 1), "bf16": (torch.bfloat16, 1), "fp16, two threads": (torch.float16, 2)}
 """Numbers that libraries multiply by other code, and threads by which they sum in another order."""
+
+
+def by_path_and_numbers(names: Iterable[str]) -> pytest.MarkDecorator:
+    """Parametrise a test by name, dtype and threads. The names of `by_path` run in bf16, every third also in fp32; the
+    other pairs are marked slow."""
+    parameters, count = [], itertools.count()
+    for case in by_path("name", names).args[1]:
+        quick = () if case.marks else ("bf16", "fp32") if next(count) % 3 == 0 else ("bf16",)
+        for number, values in NUMBERS.items():
+            marks = () if number in quick else pytest.mark.slow
+            parameters.append(pytest.param(*case.values, *values, marks=marks, id=f"{case.id}-{number}"))
+    return pytest.mark.parametrize("name,dtype,threads", parameters, indirect=["threads"])
 
 
 def in_stack(causal: bool) -> dict[str, Any]:

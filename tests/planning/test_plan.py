@@ -165,8 +165,9 @@ def test_a_choice_of_keys_counts_one_of_its_tiles(causal, monkeypatch):
     assert once.moved == pytest.approx(each.moved, rel=0.1)
 
 
-def test_tiles_and_recomputed_layers_are_chosen_for_a_card_and_its_host(tmp_path, capsys, monkeypatch):
-    """From the config.json of a decoder, without weights and tokenizer."""
+@pytest.fixture
+def planned(tmp_path, capsys, monkeypatch):
+    """Plan from the config.json of a decoder, without weights and tokenizer, for bytes of a GPU and of its host."""
     monkeypatch.setattr(plans, "TILES", (128, 32))
     monkeypatch.setattr(passes, "SHORTEST", 64)
     sizes = {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 9, "num_attention_heads": 4}
@@ -175,13 +176,17 @@ def test_tiles_and_recomputed_layers_are_chosen_for_a_card_and_its_host(tmp_path
     lengths = ("--set", "model.max_length=512", "--set", "data.sequence_length=512")
     words = ("decoder_64k", "--start", str(tmp_path), *lengths)
 
-    def planned(host, memory, ranks=1):
+    def plan(host=10**12, memory=10**12, ranks=1):
         words_of_memory = ("--gpu-memory", f"{memory}B", "--host-memory", f"{host}B", "--json")
         shared = ("--gpus", str(ranks), "--set", f"parallel.sequence={ranks}")
         commands.run(door("plan"), *words, *shared, *words_of_memory)
         return json.loads(capsys.readouterr().out)
 
-    roomy = planned(10**12, 10**12)
+    return plan
+
+
+def test_tiles_and_recomputed_layers_are_chosen_for_a_card_and_its_host(planned):
+    roomy = planned()
     assert roomy["settings"] == {"feed_forward_tiles": 4, "loss_tiles": 32, "checkpoint_layers": 1}
     inputs = roomy["memory"]["host"]["offloaded activations"]
     assert inputs == 9 * 512 * 64 * 2
@@ -190,7 +195,11 @@ def test_tiles_and_recomputed_layers_are_chosen_for_a_card_and_its_host(tmp_path
     assert tight["memory"]["host"]["offloaded activations"] == 6 * inputs / 9
     assert roomy["fits"] and tight["fits"] and not planned(inputs, 10**12)["fits"]  # the optimizer needs more
     assert tight["peak"] < roomy["peak"] and tight["hardware_flops_per_step"] > roomy["hardware_flops_per_step"]
-    two, four = (planned(10**12, 10**12, ranks) for ranks in (2, 4))
+
+
+@pytest.mark.slow
+def test_tiles_are_chosen_for_ranks_that_share_sequences(planned):
+    two, four = planned(ranks=2), planned(ranks=4)
     assert two["settings"] == {"feed_forward_tiles": 2, "loss_tiles": 16, "checkpoint_layers": 1}
     assert two["memory"]["device"]["all-to-all"] == 4 * 128 * 64 * 2
     assert four["settings"]["feed_forward_tiles"] == 16  # as configured: 2 key heads cannot be divided among 4 ranks

@@ -40,6 +40,7 @@ def stopped_well(run: Run, ended: Ended, step: int | None = None, code: int = 0)
     assert run.leftovers() == []
 
 
+@pytest.mark.slow
 def test_an_interrupt_during_a_stalled_read_does_not_wait_for_it(data, tmp_path):
     run = single_process(tmp_path, data)
     with running(run):

@@ -103,12 +103,18 @@ def stored_by_bitsandbytes(weight, kind):
     return functional.dequantize_4bit(codes, state)
 
 
-ADAPTERS: list[dict[str, Any]] = [{}, {"dora": True}, {"quantized": "nf4", "dora": True}]
+ADAPTERS: list[dict[str, Any]] = [{}, {"quantized": "nf4", "dora": True}]
 
 
 @pytest.mark.parametrize(
     "changes",
-    [*ADAPTERS, *(pytest.param(one, marks=pytest.mark.slow) for one in ({"rslora": True}, {"quantized": "int8"}))],
+    [
+        *ADAPTERS,
+        *(
+            pytest.param(one, marks=pytest.mark.slow)
+            for one in ({"dora": True}, {"rslora": True}, {"quantized": "int8"})
+        ),
+    ],
     ids=str,
 )
 def test_adapters_learn_and_are_merged(decoder, tmp_path, changes):
