@@ -253,13 +253,24 @@ class ConfiguredPass:
         share = (model.layers - max(periods) * period - rest) / ((periods[1] - periods[0]) * period)
         return extrapolated(few._count_long(length), many._count_long(length), share)
 
+    @property
+    def tile(self) -> int:
+        """Tokens of a tile of recomputed layers."""
+        config = self.config
+        return -(-config.data.sequence_length // (config.parallel.sequence * config.model.feed_forward_tiles))
+
+    @cached_property
+    def short_tiles(self) -> int | None:
+        """Tiles of the shortest pass from which passes of all lengths follow; None if each length is counted whole."""
+        few = max(2, SHORTEST // self.tile)
+        tiled = all(tiled_layers(self.config.model, self.config.parallel.sequence))
+        return few if tiled and self.config.model.feed_forward_tiles >= 4 * few else None
+
     def _count_long(self, length: int) -> PassBytes:
         """Count a pass of all layers; of many recomputed tiles from two short passes with tiles of the same size."""
-        ranks, tiles = self.config.parallel.sequence, self.config.model.feed_forward_tiles
-        tile = -(-self.config.data.sequence_length // (ranks * tiles))
-        few = max(2, SHORTEST // tile)
-        if not all(tiled_layers(self.config.model, ranks)) or tiles < 4 * few:
+        if (few := self.short_tiles) is None:
             return self._count_whole(length)
+        tile = self.tile
         short, double = (self._reduced(tiles=number)._whole(number * tile) for number in (few, 2 * few))
         times = length / (few * tile)  # in units of the first pass
 

@@ -150,17 +150,21 @@ class Plan:
 
     @cached_property
     def longest(self) -> int | None:
-        """Longest sequence that fits, extrapolated linearly from passes of half and of the full configured length; None
-        if 1/64 of it does not fit.
+        """Longest sequence that fits, None if 1/64 of the configured length does not; extrapolated linearly from passes
+        of half and of the whole configured length, unless layers run tile by tile.
         """
         ranks, length = self.config.parallel.sequence, self.config.data.sequence_length
         part, unit = length // ranks, max(1, length // STEPS)
         half, full = self.passes.count(part // 2), self.passes.count(part)
 
         def fits(length: int) -> bool:
-            times = (length / ranks - part) / (part - part // 2)
-            passing = full.peak() + (full.peak() - half.peak()) * times
-            again = full.peak(0) + (full.peak(0) - half.peak(0)) * times
+            if self.passes.short_tiles is None:
+                times = (length / ranks - part) / (part - part // 2)
+                passing = full.peak() + (full.peak() - half.peak()) * times
+                again = full.peak(0) + (full.peak(0) - half.peak(0)) * times
+            else:  # which phase needs most depends on the length
+                counted = self.passes.count(length // ranks)
+                passing, again = counted.peak(), counted.peak(0)
             peak = sum(self._memory(max(0, int(passing)), max(0, int(again)), length // ranks).device.values())
             return max(peak, self.building[0]) <= self.available
 

@@ -235,6 +235,18 @@ def test_a_plan_counts_without_weights_and_finds_the_longest_length():
         assert peak <= plan.available * 1.01 if fits else peak > plan.available * 0.99
 
 
+def test_the_longest_length_of_layers_in_tiles_fits_although_another_phase_needs_most(monkeypatch):
+    monkeypatch.setattr(passes, "SHORTEST", 64)
+
+    def planned(length, available=None):
+        tiles = {"feed_forward_tiles": length // 32, "loss_tiles": length // 32}
+        return Plan(config_of(length, DECODER | tiles), A100, available=available)
+
+    available = RESERVE + 4 * (planned(512).peak - RESERVE)
+    longest = (planned(512, available).longest or 0) // 32 * 32
+    assert planned(longest, available).fits and not planned(longest + 64, available).fits
+
+
 @pytest.mark.parametrize("activations", ["checkpoint", "checkpoint_cpu"])
 def test_full_attention_that_is_recomputed_has_no_scores_on_a_gpu(activations):
     """Scores of 4,096 × 4,096 pairs and 4 heads are not counted; layer inputs are on the configured device."""
