@@ -67,7 +67,7 @@ class Group:
 
 
 GROUPS = {
-    "fast": Group({}, ("zero-2", "zero-3"), steps=6),
+    "fast": Group({}, ("zero-3",)),
     "fp32": Group({}, steps=6, writes=True),
     "bf16": Group({"training": HALF}, ("zero-0", "zero-2", "zero-3"), tolerance=1e-2),
     "adafactor": Group({"optimizer": ADAFACTOR}, ("zero-0", "zero-1", "zero-3")),
