@@ -34,7 +34,7 @@ from megasparse.hub.formats import (
 )
 from megasparse.hub.gguf_file import unpack_gguf
 from megasparse.hub.replace import load_whole
-from megasparse.hub.tensor_file import OWN_CONFIG, TensorFile, appearing
+from megasparse.hub.tensor_file import OWN_CONFIG, TensorFile, appearing, refuse_quantised
 from megasparse.hub.tokenizer_files import (
     GENERATION,
     SPECIAL,
@@ -307,6 +307,7 @@ def base_values(source: str | Path, weights: bool = True) -> dict[str, Any]:
     if not weights and (path / "config.json").is_file():
         values = read_config(path)
         if (name := values.get("model_type")) in DECODERS:
+            refuse_quantised(path, values)
             return {"model": cast(Any, format_named(name)).model_section(values, path / "config.json")}
     if (model := _hf_model(path)) is not None:
         config = model.config

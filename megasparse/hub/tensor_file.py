@@ -58,7 +58,7 @@ class TensorFile:
         values: dict[str, Any] = {}
         with suppress(OSError):  # errors of config.json are reported when it is parsed
             values = json_object(read_file(folder / "config.json"))
-        _refuse_quantised(folder, values)
+        refuse_quantised(folder, values)
         replaced = TensorFile.one(folder / ADAPTER)._files if (folder / ADAPTER).exists() else {}
         if (folder / WEIGHTS).exists() or (folder / INDEX).exists():
             files = TensorFile.one(folder / WEIGHTS)._files if (folder / WEIGHTS).exists() else _sharded(folder)
@@ -171,7 +171,8 @@ def load_stored(loader: Any, folder: str | Path, new_head: bool = False, **setti
     return model
 
 
-def _refuse_quantised(folder: Path, values: dict[str, Any]) -> None:
+def refuse_quantised(folder: Path, values: dict[str, Any]) -> None:
+    """Raise HubError for a folder of quantised weights. values: of its config.json."""
     for name in QUANTISED_FILES:
         if (folder / name).exists():
             raise _quantised(folder, name)
