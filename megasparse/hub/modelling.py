@@ -102,7 +102,7 @@ class MegasparsePreTrainedModel(PreTrainedModel):
     main_input_name = "input_ids"
     input_modalities = "text"
     supports_gradient_checkpointing = True
-    _no_split_modules: ClassVar[list[str]] = ["Block"]  # its branches read the weights of their parts
+    _no_split_modules: Any = ("Block",)  # its branches read the weights of their parts
     kinds: ClassVar[tuple[str, ...]] = ("decoder", "encoder")
 
     def __init__(self, config: MegasparseConfig):
