@@ -96,6 +96,7 @@ def test_cached_greedy_text_is_the_uncached_and_our_own(name):
     assert cached[0].tolist() == uncached[0].tolist() == prompt[0].tolist() + own
     with torch.autocast("cpu", torch.bfloat16):
         assert hf.generate(prompt, max_new_tokens=4, use_cache=True).shape == (1, 25)
+    assert hf.double().generate(prompt, max_new_tokens=2, use_cache=True).shape == (1, 23)
 
 
 def test_text_is_generated_from_nothing():
@@ -208,6 +209,8 @@ def test_a_cache_takes_several_more_tokens(name):
         both = torch.cat([first.logits, later.logits], dim=1)
         torch.testing.assert_close(both, hf(tokens).logits, atol=1e-5, rtol=0)
     assert later.past_key_values.get_seq_length() == 30
+    with pytest.raises(ValueError, match="cannot draft"):
+        later.past_key_values.crop(20)
 
 
 @together("kind", [MegasparseForCausalLM, MegasparseForSeq2SeqLM])
