@@ -204,9 +204,13 @@ def test_tiles_are_chosen_for_ranks_that_share_sequences(planned):
     assert two["memory"]["device"]["all-to-all"] == 4 * 128 * 64 * 2
     assert four["settings"]["feed_forward_tiles"] == 16  # as configured: 2 key heads cannot be divided among 4 ranks
     assert four["memory"]["device"]["all-to-all"] == 4 * 128 * 64 * 2
-    quantised = {**values, **sizes, "quantization_config": {"quant_method": "gptq"}}
-    (tmp_path / "config.json").write_text(json.dumps(quantised))
-    assert "its weights are quantised (gptq)" in commands.refused(capsys, door("plan"), *words, "--gpus", "1")
+
+
+def test_quantised_folders_are_rejected(planned, tmp_path, capsys):
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "quantization_config": {"quant_method": "gptq"}}))
+    error = commands.refused(capsys, door("plan"), "decoder_64k", "--start", str(tmp_path), "--gpus", "1")
+    assert "its weights are quantised (gptq)" in error
 
 
 STATES = States(trained=1000, frozen=0, largest=100, moments=8000, rounded=True)
