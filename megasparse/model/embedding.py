@@ -86,7 +86,9 @@ class NgramEmbedding(nn.Module):
         """Return the embeddings of the codes (N, B, n): (B, n, E) in fp32 or wider."""
         sparse = self.sparse_gradients
         codes = codes.long() if sparse else codes  # sparse gradients need int64
-        rows = self.tables(lambda tables: list(map(partial(F.embedding, sparse=sparse), codes, tables)))
+        rows = self.tables(
+            lambda tables: [F.embedding(code, table, sparse=sparse) for code, table in zip(codes, tables, strict=True)]
+        )
         if self.projection is not None:
             return at_least_fp32(self.projection(torch.cat(rows, dim=-1)))
         return reduce(torch.add, map(at_least_fp32, rows))
