@@ -10,6 +10,7 @@ exp.
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -79,7 +80,7 @@ def row_groups(
     step = max(1, SCORE_ELEMENTS // layout.pairs(spec, length))
     for start in range(0, batch * heads, step):
         index = slice(start, min(start + step, batch * heads))
-        q_rows, k_rows, v_rows, *parts = (take_rows(x, index) for x in (q, k, v, *tensors))
+        q_rows, k_rows, v_rows, *parts = map(take_rows, (q, k, v, *tensors), repeat(index))
         group_dropout = None if dropout is None else replace(dropout, queries=take_rows(dropout.queries, index))
         yield RowGroup(index, q_rows, k_rows, v_rows, type(layout)(*parts), spec, dtype, shared_codes, group_dropout)
 
