@@ -217,7 +217,7 @@ class RangeRound:
     def ranges(rows: RowGroup) -> list[tuple[Tensor, Tensor, Tensor]]:
         """Return the rank of each key, and low and high of each query, in every round: (G·L,) each."""
         dtype = rows.dtype if rows.layout.order.shape[2] < EXACT else torch.float64
-        rank, first, high = torch.stack(rows.layout[1:]).transpose(1, 2).flatten(2).to(dtype)  # (R, G·L) each
+        rank, first, high = (x.transpose(0, 1).flatten(1).to(dtype) for x in rows.layout[1:])  # (R, G·L)
         width = rows.spec.window.chunk * (1 if rows.spec.causal else 2)
         return list(zip(rank, torch.maximum(first, high - width), high, strict=True))
 
