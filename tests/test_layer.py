@@ -235,7 +235,7 @@ def test_a_saved_layer_trains_on_bit_for_bit(kind, tmp_path):
     torch.save(stopped.state_dict(), tmp_path / "layer.pt")
     train(used, range(2))
     for layer in (new, used):
-        layer.load_state_dict(torch.load(tmp_path / "layer.pt"))
+        layer.load_state_dict(torch.load(tmp_path / "layer.pt", weights_only=True))
         assert losses == first + train(layer, range(3, 6))
     assert losses == first + train(stopped, range(3, 6))
 

@@ -46,8 +46,8 @@ def test_far_pairs_and_their_shares(masked, causal, window):
     inputs, queries = heads(masked, causal), torch.tensor([11, 0, 6, 8])
     near = None if window is None else lambda q, k: (q - k).abs() < window
     far = far_pairs(inputs, queries, 2, near).expand(2, -1, -1)
-    found = far_attention(inputs._replace(q=inputs.q.clone().requires_grad_()), queries, far, 0.5)
-    assert not found.requires_grad, "attention is a target of the choice, which does not train it"
+    shares = far_attention(inputs._replace(q=inputs.q.clone().requires_grad_()), queries, far, 0.5)
+    assert not shares.requires_grad, "attention is a target of the choice, which does not train it"
     for row in range(2):
         for at, query in enumerate(queries.tolist()):
             expected = [far_by_definition(inputs, row, query, key, 2, window) for key in range(LENGTH)]
@@ -58,7 +58,7 @@ def test_far_pairs_and_their_shares(masked, causal, window):
                     key: math.exp(0.5 * float(inputs.q[row, head, query] @ inputs.k[row, head, key])) for key in seen
                 }
                 share = [weight[key] / sum(weight.values()) if far[row, at, key] else 0.0 for key in range(LENGTH)]
-                assert found[row, head, at].tolist() == pytest.approx(share)
+                assert shares[row, head, at].tolist() == pytest.approx(share)
 
 
 def test_the_divergence_of_a_sketch_is_0_for_the_attention_and_equals_the_definition():

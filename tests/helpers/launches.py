@@ -43,14 +43,10 @@ class Counts:
         launches[1] += moved
 
 
-class LaunchCounter(TorchDispatchMode):
-    """Counter of the operations inside the `with`, in `counts`. Kernels are recorded, not started."""
+class OperationsAndKernels(TorchDispatchMode):
+    """Dispatch mode whose `_see` gets each launch of a kernel inside the `with`, in place of the launch."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts = Counts()
-
-    def __enter__(self) -> "LaunchCounter":
+    def __enter__(self) -> Any:
         self._kernels = observed(self._see)
         self._kernels.__enter__()
         return super().__enter__()
@@ -58,6 +54,17 @@ class LaunchCounter(TorchDispatchMode):
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
         self._kernels.__exit__(*error)
+
+    def _see(self, launch: Launch) -> None:
+        raise AssertionError("a subclass replaces this method")
+
+
+class LaunchCounter(OperationsAndKernels):
+    """Counter of the operations inside the `with`, in `counts`. Kernels are recorded, not started."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts = Counts()
 
     def _see(self, launch: Launch) -> None:
         self.counts.kernels += 1

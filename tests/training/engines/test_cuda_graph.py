@@ -7,12 +7,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from megasparse.data.batches import Batch
 from megasparse.model.build import build_model, empty_model
-from megasparse.ops.kernels import observed
 from megasparse.ops.operator import VARIABLE
 from megasparse.ops.random import RngContext
 from megasparse.planning.passes import META
@@ -20,6 +19,7 @@ from megasparse.settings.checks import IN_A_GRAPH
 from megasparse.training.engines import build_engine
 from megasparse.training.engines.cuda_graph import GraphedModel
 from megasparse.training.ranks import Ranks
+from tests.helpers.launches import OperationsAndKernels
 from tests.helpers.models import VARIANTS, attention, kind_of, named, random_tokens, small
 from tests.helpers.tiny import tiny_config
 
@@ -30,23 +30,14 @@ READ_BY_THE_HOST = (
 """Operations whose result, or its shape, the host waits for."""
 
 
-class Recording(TorchDispatchMode):
+class Recording(OperationsAndKernels):
     """Operations and launches inside the `with`. `replay` runs them again. One that a graph cannot contain fails."""
 
     def __init__(self) -> None:
         super().__init__()
         self.steps: list[Any] = []
 
-    def __enter__(self) -> "Recording":
-        self._kernels = observed(self._launch)
-        self._kernels.__enter__()
-        return super().__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        self._kernels.__exit__(*error)
-
-    def _launch(self, launch: Any) -> None:
+    def _see(self, launch: Any) -> None:
         self.steps.append(launch.start)
         with _disable_current_modes():
             launch.start()
