@@ -98,14 +98,14 @@ def yoso_attention(
 
 def ngram_attention(
     query: Tensor, key: Tensor, value: Tensor, tokens: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
-    is_causal: bool = True, scale: float | None = None, enable_gqa: bool = False, **options: Any,
+    is_causal: bool = True, **options: Any,
 ) -> Tensor:  # fmt: skip
     """Attend to a window and to the tokens that followed earlier occurrences of the last n tokens; only causal.
 
     tokens: (B, L) int64, the token of each position. The learned bias of each round is 0.
     """
     bias = {"bias.bias": query.new_zeros(query.shape[1] * len(options.get("lengths", [4])))}
-    heads = _Heads(query, key, value, scale, enable_gqa)
+    heads = _Heads(query, key, value, options.pop("scale", None), options.pop("enable_gqa", False))
     return _attend("ngram", heads, attn_mask, dropout_p, is_causal, options, bias, tokens)[0]
 
 

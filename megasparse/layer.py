@@ -54,7 +54,7 @@ class AttentionLayer(MultiHeadAttention):
 
     draws: Tensor
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  (settings, by keyword)
         self,
         mechanism: str,
         d_model: int,

@@ -25,7 +25,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from megasparse.errors import ConfigError, report_user_errors
-from megasparse.evaluation.bits_per_dim import of_model, refuse_leaks, score
+from megasparse.evaluation.bits_per_dim import Windows, of_model, refuse_leaks, score
 from megasparse.evaluation.generate import end_tokens, generate
 from megasparse.model.decoder import Causal
 from megasparse.ops.random import RngContext
@@ -67,10 +67,11 @@ class MegasparseLM(LM):
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
         """Return the log-likelihood of each text, in nats."""
-        length, seed, results = self.config.evaluation_length, self.config.run.seed, []
+        seed, results = self.config.run.seed, []
+        windows = Windows(self.config.evaluation_length, self.stride)
         for (text,) in tqdm([request.args for request in requests], disable=disable_tqdm):
             stream = Text(self.encode(text))
-            results.append(-score(of_model(self.model), stream, length, seed, stride=self.stride).nats)
+            results.append(-score(of_model(self.model), stream, windows, seed).nats)
         return results
 
     @torch.no_grad()

@@ -88,11 +88,12 @@ def evaluate(args: argparse.Namespace) -> None:
 
     require_writable(args.json, args.predictions, sources=args.source or ())
     if args.task is None:
+        from megasparse.evaluation.results import Scoring
         from megasparse.runs.api import evaluate_split
 
         options = {name: getattr(args, name) for name in ("stride", "rounds", "limit", "allow_leaking_attention")}
         options |= {"split": args.split or "test", "hash_seeds": args.hash_seeds or 1, "batch": args.batch or 1}
-        result, text = evaluate_split(args.checkpoint[0], args.data, overrides=args.set, **options)
+        result, text = evaluate_split(args.checkpoint[0], args.data, args.set, Scoring(**options))
     else:
         from megasparse.tasks.run import evaluate_checkpoints, summary, write_predictions
 

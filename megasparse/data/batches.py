@@ -145,7 +145,7 @@ class TrainingBatches(Steps):
         ConfigError: training.global_batch or data.sequence_length does not fit the ranks or the data.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  (settings, by keyword)
         self,
         folders: Sequence[tuple[Index, float]],
         split: str,

@@ -70,53 +70,64 @@ class ScoredWindow:
         return self.stop - self.start, self.first - self.start
 
 
-def windows(total: int, length: int, stride: int | None = None, score_from: int = 0) -> Iterator[ScoredWindow]:
-    """Yield windows that score each of `total` tokens once; the last may be shorter. score_from: tokens at the start of
-    a window that are never scored. Raises ConfigError unless 1 <= stride <= length.
-    """
-    stride = length if stride is None else stride
-    if not 1 <= stride <= length:
-        raise ConfigError("--stride", f"{stride} is not from 1 to the window's {length} tokens", f"Try {length // 2}")
-    scored = 0
-    for start in range(0, total, stride):
-        stop = min(start + length, total)
-        first = max(scored, start + score_from)
-        if first < stop:
-            yield ScoredWindow(start, stop, first)
-        scored = stop
-        if stop == total:
-            return
+@dataclass(frozen=True)
+class Windows:
+    """How to divide a split: windows of `length` tokens, one every `stride` tokens, `batch` of them in a pass."""
+
+    length: int
+    stride: int | None = None
+    """Tokens, by default the whole window."""
+    score_from: int = 0
+    """Tokens at the start of each window that are never scored."""
+    batch: int = 1
+    limit: int | None = None
+    """Most windows."""
+
+    def of(self, total: int) -> Iterator[ScoredWindow]:
+        """Yield windows that score each of `total` tokens once; the last may be shorter. Raises ConfigError unless
+        1 <= stride <= length.
+        """
+        length, stride = self.length, self.length if self.stride is None else self.stride
+        if not 1 <= stride <= length:
+            problem = f"{stride} is not from 1 to the window's {length} tokens"
+            raise ConfigError("--stride", problem, f"Try {length // 2}")
+        scored = 0
+        for start in range(0, total, stride):
+            stop = min(start + length, total)
+            first = max(scored, start + self.score_from)
+            if first < stop:
+                yield ScoredWindow(start, stop, first)
+            scored = stop
+            if stop == total:
+                return
 
 
 @torch.no_grad()
 def score(
     scorer: Scorer,
     stream: Stream,
-    sequence_length: int,
+    windows: Windows,
     seed: int,
     *,
-    stride: int | None = None,
-    score_from: int = 0,
     rounds: int | None = None,
-    batch: int = 1,
-    limit: int | None = None,
     ranks: Ranks | None = None,
     progress: bool = False,
 ) -> Score:
-    """Score a split, or its first `limit` windows. All ranks call it and return the same Score.
+    """Score a split. All ranks call it and return the same Score.
 
     Ranks divide the windows and run the model equally often, as ZeRO-3 requires. With sequence parallelism, every
     scorer of a group gets the whole window and returns its part of the sums. seed: of the random draws (hash rotations,
-    an encoder's masks). rounds: hash rounds instead of the configured ones. batch: windows per forward pass.
+    an encoder's masks). rounds: hash rounds instead of the configured ones.
     """
     ranks = ranks or Ranks()
+    batch, limit = windows.batch, windows.limit
     if limit is not None and limit < 1:
         raise ConfigError("--limit", f"{limit} windows cannot be scored", "Give 1 or more, or remove it to score all")
-    scored = list(windows(stream.tokens, sequence_length, stride, score_from))[:limit]
+    scored = list(windows.of(stream.tokens))[:limit]
     alike = (list(group) for _, group in groupby(scored, key=lambda window: window.shape))
     batches = [group[first : first + batch] for group in alike for first in range(0, len(group), batch)]
     if not batches:
-        raise ConfigError("model.score_from", f"{score_from} excludes all tokens of this split", "Lower it")
+        raise ConfigError("model.score_from", f"{windows.score_from} excludes all tokens of this split", "Lower it")
     sums = torch.zeros(3, dtype=torch.float64, device=ranks.device)  # nats, correct, dims
     steps = range(0, len(batches), ranks.data_ranks)
     for first in tqdm(steps, desc="scoring", unit="batch", disable=None if progress else True):

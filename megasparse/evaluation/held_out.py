@@ -14,7 +14,7 @@ from megasparse.data.index import Index
 from megasparse.data.reader import EvaluationStream
 from megasparse.data.tokenizers import build_tokenizer
 from megasparse.evaluation.attention_quality import attention_quality
-from megasparse.evaluation.bits_per_dim import Score, Scorer, of_engine, score
+from megasparse.evaluation.bits_per_dim import Score, Scorer, Windows, of_engine, score
 from megasparse.evaluation.generate import SharedDecoder, end_tokens, generate
 from megasparse.evaluation.images import image_shape, picture_of
 from megasparse.evaluation.results import order_sums
@@ -76,10 +76,8 @@ class HeldOut:
         return score(
             scorer,
             self.stream,
-            config.evaluation_length,
+            Windows(config.evaluation_length, score_from=config.model.score_from, limit=config.evaluation.sequences),
             config.run.seed,
-            score_from=config.model.score_from,
-            limit=config.evaluation.sequences,
             ranks=self.engine.ranks,
         )
 

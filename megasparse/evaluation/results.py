@@ -24,7 +24,7 @@ from megasparse.config.schema import Config, ModelConfig, evaluation_rounds
 from megasparse.data.index import Index
 from megasparse.data.tokenizers import Tokenizer, build_tokenizer
 from megasparse.errors import ConfigError, rank_variable
-from megasparse.evaluation.bits_per_dim import Score, Scorer, Stream, of_model, score
+from megasparse.evaluation.bits_per_dim import Score, Scorer, Stream, Windows, of_model, score
 from megasparse.evaluation.images import image_shape, png_bits_per_dim
 from megasparse.model.build import Model, build_model, empty_model
 from megasparse.ops.random import RngContext
@@ -66,6 +66,19 @@ def trained_tokenizer(config: Config, checkpoint: Checkpoint) -> Tokenizer:
 
 
 @dataclass(frozen=True)
+class Scoring:
+    """Options of scoring a split, see `megasparse.evaluate`."""
+
+    split: str = "test"
+    stride: int | None = None
+    rounds: int | None = None
+    hash_seeds: int = 1
+    batch: int = 1
+    limit: int | None = None
+    allow_leaking_attention: bool = False
+
+
+@dataclass(frozen=True)
 class Protocol:
     """All settings that a score depends on."""
 
@@ -97,32 +110,26 @@ class Protocol:
 
 
 def protocol_of(
-    config: Config,
-    checkpoint: Checkpoint,
-    index: Index,
-    tokenizer: Tokenizer,
-    split: str,
-    stride: int | None = None,
-    rounds: int | None = None,
-    hash_seeds: int = 1,
+    config: Config, checkpoint: Checkpoint, index: Index, tokenizer: Tokenizer, scoring: Scoring
 ) -> Protocol:
     """Return the protocol of scoring a checkpoint on a split. Raises ConfigError if windows would start inside records,
     DataError if the data lacks the split.
     """
-    length, section = config.evaluation_length, index.split(split)
+    length, section = config.evaluation_length, index.split(scoring.split)
+    stride = scoring.stride
     if index.record is not None and stride not in (None, length):
         raise ConfigError("--stride", f"{stride} starts windows inside records of {index.record} tokens", "Remove it")
     source: dict[str, Any] = {
         key: index.file.source[key] for key in ("downsampling", "verified") if key in index.file.source
     }
     return Protocol(
-        split=split,
+        split=scoring.split,
         sequence_length=length,
         stride=stride or length,
         score_from=config.model.score_from,
-        rounds=rounds,
+        rounds=scoring.rounds,
         configured_rounds=evaluation_rounds(config.model),
-        seeds=[config.run.seed + i for i in range(hash_seeds)],
+        seeds=[config.run.seed + i for i in range(scoring.hash_seeds)],
         precision=config.training.precision,
         checkpoint=str(checkpoint.path),
         checkpoint_step=checkpoint.step,
@@ -147,22 +154,10 @@ def score_seeds(
     scorer: Scorer | None = None,
 ) -> list[Score]:
     """Score a split once per seed of the protocol, by default with the model's token scores."""
-    return [
-        score(
-            scorer or of_model(model, ranks.sequence),
-            stream,
-            protocol.sequence_length,
-            seed,
-            stride=protocol.stride,
-            score_from=protocol.score_from,
-            rounds=protocol.rounds,
-            batch=batch,
-            limit=limit,
-            ranks=ranks,
-            progress=ranks.rank == 0,
-        )
-        for seed in protocol.seeds
-    ]
+    scorer = scorer or of_model(model, ranks.sequence)
+    windows = Windows(protocol.sequence_length, protocol.stride, protocol.score_from, batch, limit)
+    settings: dict[str, Any] = {"rounds": protocol.rounds, "ranks": ranks, "progress": ranks.rank == 0}
+    return [score(scorer, stream, windows, seed, **settings) for seed in protocol.seeds]
 
 
 # Decoders: code length

@@ -411,7 +411,7 @@ class MegasparseForSeq2SeqLM(MegasparseWriter):
         return F.pad(labels[:, :-1], (1, 0), value=start).masked_fill(F.pad(labels[:, :-1] == IGNORED, (1, 0)), start)
 
     @can_return_tuple
-    def forward(
+    def forward(  # noqa: PLR0913  (names that transformers passes)
         self,
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,

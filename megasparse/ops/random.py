@@ -220,7 +220,7 @@ class _Dropout(torch.autograd.Function):
     """Compute dropout(x); with kernels also stream + sign·dropout(x) and dropout(relu(x))."""
 
     @staticmethod
-    def forward(
+    def forward(  # noqa: PLR0913  (autograd takes no structures of tensors)
         ctx: Any, x: Tensor, stream: Tensor | None, rate: float, key: Key, rows: Tensor, dtype: torch.dtype, sign: int,
         relu: bool,
     ) -> Tensor:  # fmt: skip

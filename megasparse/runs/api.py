@@ -14,7 +14,7 @@ from megasparse.data.tokenizers import Tokenizer
 from megasparse.evaluation import results
 from megasparse.evaluation.bits_per_dim import refuse_leaks
 from megasparse.evaluation.generate import Sampling
-from megasparse.evaluation.results import restore, trained_tokenizer
+from megasparse.evaluation.results import Scoring, restore, trained_tokenizer
 from megasparse.evaluation.texts import Request, texts
 from megasparse.model.build import Model
 from megasparse.model.decoder import Causal
@@ -71,43 +71,40 @@ def load_checkpoint(directory: str | Path, overrides: Sequence[str] = ()) -> Loa
 def evaluate_split(
     directory: str | Path,
     data: str | Path | None = None,
-    *,
-    split: str = "test",
     overrides: Sequence[str] = (),
-    stride: int | None = None,
-    rounds: int | None = None,
-    hash_seeds: int = 1,
-    batch: int = 1,
-    limit: int | None = None,
-    allow_leaking_attention: bool = False,
+    scoring: Scoring = Scoring(),  # noqa: B008  (frozen)
 ) -> tuple[dict[str, Any], str]:
     """Return the result of `evaluate` and a summary. Several ranks divide the windows and, with `parallel.sequence`,
     the tokens of each window; all return the same result.
     """
     model, config, checkpoint, ranks = restore(directory, overrides)
-    if isinstance(model, Causal) and not allow_leaking_attention:
+    if isinstance(model, Causal) and not scoring.allow_leaking_attention:
         refuse_leaks(model.leaks)
     tokenizer = trained_tokenizer(config, checkpoint)
     index = open_folder(data or config.data.path, config, tokenizer)
     if isinstance(model, Encoder) and config.model.masking.whole_words:
         model.set_word_starts(tokenizer.word_starts())
-    protocol = results.protocol_of(config, checkpoint, index, tokenizer, split, stride, rounds, hash_seeds)
+    protocol = results.protocol_of(config, checkpoint, index, tokenizer, scoring)
     decoder = config.model.kind == "decoder"
     evaluate = results.evaluate_decoder if decoder else results.evaluate_predictions
-    result = evaluate(model, EvaluationStream(index, split), protocol, batch, limit, ranks)
+    stream = EvaluationStream(index, scoring.split)
+    result = evaluate(model, stream, protocol, scoring.batch, scoring.limit, ranks)
     return result, (results.decoder_summary if decoder else results.prediction_summary)(result)
 
 
-def evaluate(directory: str | Path, data: str | Path | None = None, **options: Any) -> dict[str, Any]:
+def evaluate(
+    directory: str | Path, data: str | Path | None = None, overrides: Sequence[str] = (), **options: Any
+) -> dict[str, Any]:
     """Score a pretrained model on a split of its data and return the numbers with their protocol.
 
     Args:
         directory: A run's folder (its newest checkpoint) or a checkpoint's folder.
         data: Folder of shards; by default the training data.
-        options: `split` (by default "test"); `overrides` (a list of `section.key=value`); `stride`, new tokens per
-            window; `rounds`, hash rounds instead of the configured ones; `hash_seeds`, draws of the hashes to average
-            over; `batch`, windows per forward pass; `limit`, most windows; `allow_leaking_attention`, to score a
-            decoder whose attention depends on later tokens.
+        overrides: Changes of the checkpoint's configuration as `section.key=value`.
+        options: `split` (by default "test"); `stride`, new tokens per window; `rounds`, hash rounds instead of the
+            configured ones; `hash_seeds`, draws of the hashes to average over; `batch`, windows per forward pass;
+            `limit`, most windows; `allow_leaking_attention`, to score a decoder whose attention depends on later
+            tokens.
 
     Returns:
         The metrics and their protocol, ready for JSON.
@@ -121,7 +118,7 @@ def evaluate(directory: str | Path, data: str | Path | None = None, **options: A
         >>> result["bits_per_dim"] > 0
         True
     """
-    return evaluate_split(directory, data, **options)[0]
+    return evaluate_split(directory, data, overrides, Scoring(**options))[0]
 
 
 def generate(
@@ -130,13 +127,9 @@ def generate(
     tokens: int | None = None,
     *,
     source: str | None = None,
-    temperature: float = 1.0,
-    top_p: float = 1.0,
-    min_p: float = 0.0,
-    repetition_penalty: float = 1.0,
-    seed: int = 0,
     beams: int | None = None,
     length_penalty: float = 0.0,
+    **sampling: Any,
 ) -> str:
     """Continue a prompt with a decoder, or write the target of a source text with an encoder–decoder.
 
@@ -145,13 +138,12 @@ def generate(
         prompt: Text to continue.
         tokens: Maximum number of new tokens; by default 200.
         source: Source text of an encoder–decoder.
-        temperature: Divisor of the logits; 0 selects the most likely token.
-        top_p: Sample from the fewest most likely tokens whose probabilities sum to at least this value.
-        min_p: Least probability of candidates, relative to the most likely token.
-        repetition_penalty: Divisor of positive and factor of negative logits of earlier tokens.
-        seed: Seed of the samples.
         beams: Width of beam search, instead of sampling.
         length_penalty: Exponent of the length in beam search.
+        sampling: `temperature` (1), divisor of the logits, of which 0 selects the most likely token; `top_p` (1), to
+            sample from the fewest most likely tokens whose probabilities sum to at least this value; `min_p` (0), least
+            probability of candidates, relative to the most likely token; `repetition_penalty` (1), divisor of positive
+            and factor of negative logits of earlier tokens; `seed` (0) of the samples.
 
     Returns:
         The prompt and its continuation.
@@ -166,8 +158,7 @@ def generate(
     loaded = checkpoint if isinstance(checkpoint, LoadedCheckpoint) else load_checkpoint(checkpoint)
     if loaded.config.model.kind != "encoder":
         refuse_leaks(loaded.model.leaks)  # type: ignore[union-attr, arg-type]
-    sampling = Sampling(temperature, top_p, min_p, repetition_penalty, seed)
-    request = Request(prompt.encode(), tokens, sampling, beams, length_penalty)
+    request = Request(prompt.encode(), tokens, Sampling(**sampling), beams, length_penalty)
     sources = [] if source is None else [source.encode()]
     (pieces,) = texts(loaded.model, loaded.config, loaded.tokenizer, request, sources, loaded.device)
     return "".join(pieces)

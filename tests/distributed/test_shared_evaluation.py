@@ -21,7 +21,7 @@ from megasparse.data.index import Index
 from megasparse.errors import ConfigError
 from megasparse.evaluation.attention_quality import attention_quality
 from megasparse.evaluation.generate import shared_decoder
-from megasparse.evaluation.results import restore
+from megasparse.evaluation.results import Scoring, restore
 from megasparse.hub.importing import write_checkpoint
 from megasparse.model.build import build_model
 from megasparse.runs.api import evaluate_split
@@ -89,7 +89,7 @@ def on_two_ranks(folder: str) -> dict[str, Any]:
     found = {}
     for sequence in SEQUENCE:
         for name, (model, options) in CASES.items():
-            result, _ = evaluate_split(Path(folder, model), overrides=[f"parallel.sequence={sequence}"], **options)
+            result, _ = evaluate_split(Path(folder, model), None, [f"parallel.sequence={sequence}"], Scoring(**options))
             found[f"{sequence} {name}"] = result
     for name in MODELS:
         found[f"quality of {name}"] = quality(Path(folder, name), "parallel.sequence=2")
@@ -110,7 +110,7 @@ def numbers(result: dict[str, Any]) -> dict[str, float]:
 @pytest.mark.parametrize("name", CASES)
 def test_two_ranks_are_one(folder, found, sequence, name):
     model, options = CASES[name]
-    alone, _ = evaluate_split(folder / model, **options)
+    alone, _ = evaluate_split(folder / model, scoring=Scoring(**options))
     ours, theirs = (each[f"{sequence} {name}"] for each in found)
     expected = json.loads(json.dumps(alone["protocol"]))
     if sequence > 1 and "no_code_length" in expected:
@@ -139,7 +139,7 @@ def test_started_ranks_print_and_write_once(folder):
     options = ["--checkpoint", folder / "decoder", "--limit", 3]
     ended = started("evaluate", *options, "--json", folder / "shared.json", "--set", "parallel.sequence=2")
     assert ended.returncode == 0, ended.stderr
-    _, summary = evaluate_split(folder / "decoder", limit=3)
+    _, summary = evaluate_split(folder / "decoder", scoring=Scoring(limit=3))
     assert ended.stdout == summary + "\n"
     assert json.loads((folder / "shared.json").read_text())["dims"] == 3 * 64
 

@@ -14,7 +14,7 @@ from megasparse.cli.main import main
 from megasparse.config.schema import ModelConfig
 from megasparse.errors import DataError, UserError
 from megasparse.evaluation import compression
-from megasparse.evaluation.bits_per_dim import of_model, score
+from megasparse.evaluation.bits_per_dim import Windows, of_model, score
 from megasparse.evaluation.compression import (
     DEEPEST,
     MARGIN,
@@ -43,7 +43,7 @@ def test_every_causal_mechanism_gives_the_tokens_back_at_the_promised_length(nam
     model, tokens = coder_and_tokens(name)
     code = encode(model, tokens, 30, seed=7)  # two whole windows and a ragged one
     assert decode(model, code, len(tokens), 30, seed=7).equal(tokens)
-    promised = score(of_model(model), Stream(tokens), 30, 7, batch=2).nats / math.log(2)
+    promised = score(of_model(model), Stream(tokens), Windows(30, batch=2), 7).nats / math.log(2)
     assert promised - 1 < 32 * len(code.words) < promised * 1.0001 + 64
     if name == "lsh":  # other rotations, other predictions
         assert not decode(model, code, len(tokens), 30, seed=8).equal(tokens)

@@ -18,7 +18,7 @@ from megasparse.data.tokenizers import build_tokenizer
 from megasparse.data.tokenizers.simple import vocabulary_file
 from megasparse.errors import ConfigError
 from megasparse.evaluation.images import png_bits_per_dim
-from megasparse.evaluation.results import Protocol, protocol_of
+from megasparse.evaluation.results import Protocol, Scoring, protocol_of
 from megasparse.evaluation.results import decoder_summary as summary
 from megasparse.evaluation.results import evaluate_decoder as evaluate
 from megasparse.model.stack import TokenScores
@@ -231,9 +231,9 @@ def test_windows_of_records_are_records(tmp_path):
     index = Index.load(tmp_path / "bytes data")
     about = {"settings": {"record": 16, "sample_bytes": 64}, "source": {"downsampling": "box", "location": ["/home"]}}
     records = replace(index, file=index.file.model_copy(update=about))
-    found = protocol_of(config, run, records, build_tokenizer("bytes"), "train")
+    found = protocol_of(config, run, records, build_tokenizer("bytes"), Scoring("train"))
     assert found.data_settings == {"record": 16, "sample_bytes": 64, "downsampling": "box"}
     assert (found.record, found.stride, found.split_bytes, found.split_words) == (16, 16, len(TEXT), len(WORDS))
-    assert protocol_of(config, run, index, build_tokenizer("bytes"), "train", stride=8).stride == 8
+    assert protocol_of(config, run, index, build_tokenizer("bytes"), Scoring("train", stride=8)).stride == 8
     with pytest.raises(ConfigError, match=r"--stride: 8 starts windows inside .* 16 tokens\. Remove"):
-        protocol_of(config, run, records, build_tokenizer("bytes"), "train", stride=8)
+        protocol_of(config, run, records, build_tokenizer("bytes"), Scoring("train", stride=8))

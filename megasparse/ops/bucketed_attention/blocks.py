@@ -94,7 +94,7 @@ def take_rows(x: Tensor, index: slice) -> Tensor:
 
 class _BucketedAttention(Function):
     @staticmethod
-    def forward(
+    def forward(  # noqa: PLR0913  (autograd takes no structures of tensors)
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, codes: Tensor | None, spec: BucketedAttentionSpec,
         key_mask: Tensor | None, segments: Tensor | None, key_codes: Tensor | None, dropout: PairDropout | None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
