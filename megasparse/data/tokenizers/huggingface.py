@@ -4,24 +4,10 @@ import json
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import numpy as np
-
-from megasparse.data.tokenizers.tokenizer import (
-    USUAL,
-    WHITE_SPACE,
-    Tokenizer,
-    damaged,
-    identity,
-    read,
-    special_tokens,
-    utf8,
-)
+from megasparse.data.tokenizers.tokenizer import USUAL, Tokenizer, damaged, identity, read, special_tokens
 from megasparse.errors import report_line
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 SPACE = "\u2581"
 AGAIN = "Copy it again"
@@ -69,7 +55,7 @@ class HuggingFaceTokenizer(Tokenizer):
         try:
             unknown = self._load(json.loads(data))
             self.decode(self.encode(TRIAL))
-            self.word_starts()
+            self.starts()
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:  # `tokenizers` raises bare Exception, and panics with BaseException
@@ -112,40 +98,32 @@ class HuggingFaceTokenizer(Tokenizer):
             ]
         return unknown
 
-    def encode(self, text: str | bytes) -> "Tensor":
-        import torch
-
+    def ids(self, text: bytes) -> list[int]:
         if not self.lossless:
-            ids = self._ids(utf8(text).decode("utf-8", "replace"))
-        else:
-            ids = []
-            for number, part in enumerate(_PARTS.split(utf8(text).decode("utf-8", "surrogateescape"))):
-                odd = part.encode("utf-8", "surrogateescape") if number % 2 else b""
-                ids += self._of_bytes(odd) if odd else self._checked(part)
-        return torch.from_numpy(np.array(ids, dtype=np.int64))
+            return self._ids(text.decode("utf-8", "replace"))
+        ids: list[int] = []
+        for number, part in enumerate(_PARTS.split(text.decode("utf-8", "surrogateescape"))):
+            ids += self._of_bytes(part.encode("utf-8", "surrogateescape")) if number % 2 else self._checked(part)
+        return ids
 
     def pieces(self, tokens: Iterable[int]) -> Iterator[bytes]:
         if not self.lossless:
             return self._lossy_pieces(tokens)
         return (self._table[self._known(token)] for token in tokens)
 
-    def word_starts(self) -> "Tensor":
-        """Return the starts of words: tokens without BERT's ## or, in other tokenizers, with white space before them;
-        all tokens if the tokenizer marks neither.
+    def starts(self) -> list[bool]:
+        """Mark tokens without BERT's ## or, in other tokenizers, with white space before them; all tokens if the
+        tokenizer marks neither.
         """
-        import torch
-
         parts = [*_parts(self._values.get("decoder"), "decoders")]
         prefix = next((part.get("prefix", "##") for part in parts if part["type"] == "WordPiece"), None)
         if prefix is not None:
-            return torch.tensor([not (name or "").startswith(prefix) for name in self._names])
+            return [not (name or "").startswith(prefix) for name in self._names]
         if self._byte_level():
-            first = [raw(name)[:1] if name else b"" for name in self._names]
-        elif any(part["type"] == "Metaspace" or part.get("content") == " " for part in parts):
-            first = [name.replace(SPACE, " ").encode()[:1] if name else b"" for name in self._names]
-        else:
-            return torch.ones(self.vocabulary, dtype=torch.bool)
-        return torch.tensor([byte != b"" and byte in WHITE_SPACE for byte in first])
+            return [raw(name or "")[:1].isspace() for name in self._names]
+        if any(part["type"] == "Metaspace" or part.get("content") == " " for part in parts):
+            return [(name or "").replace(SPACE, " ").encode()[:1].isspace() for name in self._names]
+        return [True] * self.vocabulary
 
     def _ids(self, text: str) -> list[int]:
         if self._markers and (marker := self._markers.search(text)):

@@ -4,14 +4,10 @@ import hashlib
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from megasparse.data.tokenizers.tokenizer import WHITE_SPACE, SpecialTokens, Tokenizer, damaged, identity, read, utf8
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from megasparse.data.tokenizers.tokenizer import SpecialTokens, Tokenizer, damaged, identity, read
 
 UNKNOWN, END = "<unk>", "<eos>"
 HINT = "Make it again with megasparse train-tokenizer words"
@@ -26,25 +22,14 @@ class ByteTokenizer(Tokenizer):
     separator: int | None = 0
     special: SpecialTokens | None = SpecialTokens(begin=258, separator=259, padding=257, mask=256)
 
-    def encode(self, text: str | bytes) -> "Tensor":
-        import torch
-
-        raw = utf8(text)
-        return torch.frombuffer(bytearray(raw), dtype=torch.uint8).long() if raw else torch.empty(0, dtype=torch.long)
+    def ids(self, text: bytes) -> np.ndarray:
+        return np.frombuffer(text, dtype=np.uint8)
 
     def pieces(self, tokens: Iterable[int]) -> Iterator[bytes]:
         return (bytes([token]) for token in tokens)
 
-    def decode(self, tokens: "Tensor") -> bytes:
-        return bytes(tokens.tolist())
-
-    def word_starts(self) -> "Tensor":
-        """Return a mask of the white space before a word."""
-        import torch
-
-        starts = torch.zeros(260, dtype=torch.bool)
-        starts[list(WHITE_SPACE)] = True
-        return starts
+    def starts(self) -> list[bool]:
+        return [token < 256 and bytes([token]).isspace() for token in range(260)]
 
 
 class PixelTokenizer(ByteTokenizer):
@@ -75,15 +60,13 @@ class WordTokenizer(Tokenizer):
         self._ids = {word: token for token, word in enumerate(self.words)}
         self._unknown, self.end = self._ids[UNKNOWN], self._ids[END]
 
-    def encode(self, text: str | bytes) -> "Tensor":
-        import torch
-
+    def ids(self, text: bytes) -> list[int]:
         ids, unknown, tokens = self._ids, self._unknown, list[int]()
-        for line in utf8(text).decode("utf-8", "replace").split("\n"):
+        for line in text.decode("utf-8", "replace").split("\n"):
             tokens += [ids.get(word, unknown) for word in line.split()]
             tokens.append(self.end)
         tokens.pop()  # no line ends behind the last one
-        return torch.from_numpy(np.array(tokens, dtype=np.int64))
+        return tokens
 
     def pieces(self, tokens: Iterable[int]) -> Iterator[bytes]:
         """Yield each word, with a space before it unless it is the first of its line."""
@@ -98,10 +81,8 @@ class WordTokenizer(Tokenizer):
                 yield (space + self.words[token]).encode()
                 space = " "
 
-    def word_starts(self) -> "Tensor":
-        import torch
-
-        return torch.ones(self.vocabulary, dtype=torch.bool)
+    def starts(self) -> list[bool]:
+        return [True] * self.vocabulary
 
 
 def vocabulary_file(pieces: Iterable[bytes], size: int | None = None) -> bytes:
