@@ -47,11 +47,16 @@ def restore(directory: str | Path, overrides: Sequence[str] = ()) -> tuple[Model
     run = config.run.model_copy(update={"engine": "torch" if alone else "deepspeed"})
     ranks = start_ranks(run, config.parallel.sequence)
     model = build_model(config.model, config.run.seed)
+    return restored(model, checkpoint, config.training.precision, ranks), config, checkpoint, ranks
+
+
+def restored(model: Any, checkpoint: Checkpoint, precision: str, ranks: Ranks) -> Any:
+    """Return a model for evaluation with a checkpoint's weights."""
     load_weights(model, checkpoint)
-    if config.training.precision == "bf16":
+    if precision == "bf16":
         for parameter in model.parameters():
             parameter.data = parameter.data.bfloat16()
-    return model.to(ranks.device).eval(), config, checkpoint, ranks
+    return model.to(ranks.device).eval()
 
 
 def trained_tokenizer(config: Config, checkpoint: Checkpoint) -> Tokenizer:

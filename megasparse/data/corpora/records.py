@@ -54,6 +54,13 @@ class Unfit(NamedTuple):
     hint: str = "check the source and its column"
 
 
+class Invalid(Exception):
+    """A record that cannot be used."""
+
+    def __init__(self, reason: str, hint: str):
+        self.unfit = Unfit(reason, damaged=True, hint=hint)
+
+
 Records = Iterator[tuple[int, bytes | Unfit]]
 """(position of the record from 1 on, its text in UTF-8 or why it has none), in order."""
 Texts = Callable[[Part, str], Records]
@@ -284,13 +291,7 @@ class RecordCorpus(TextCorpus):
         self, locations: Sequence[str], member: str | None, downloads: Path, settings: CorpusSettings, workers: int
     ) -> RecordSource:
         parts = find_parts(locations, member, downloads, self.KIND, self.SUFFIXES)
-        return self.examine(locations, parts, settings, workers, member=member)
-
-    def examine(
-        self, locations: Sequence[str], parts: Sequence[Part], settings: CorpusSettings, workers: int, **options: Any
-    ) -> RecordSource:
-        """Read all files once, see `RecordSource.examine`."""
-        return RecordSource.examine(locations, parts, self.texts(settings), settings, workers, **options)
+        return RecordSource.examine(locations, parts, self.texts(settings), settings, workers, member=member)
 
     def about(self, source: Any, settings: CorpusSettings) -> dict[str, Any]:
         counts = source.documents()

@@ -6,7 +6,7 @@ touched, because offsets in a forged file point anywhere.
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
@@ -27,6 +27,7 @@ from megasparse.data.corpora.corpus import (
 from megasparse.data.corpora.records import (
     EMPTY,
     NOT_UTF8,
+    Invalid,
     RecordCorpus,
     Records,
     RecordSource,
@@ -138,7 +139,8 @@ class HuggingFace(RecordCorpus):
         report_left_out(location, len(parts), others, f"they are of no split of {', '.join(chosen)}")
         facts = {"revision": revision(location), "other_files": others}
         splits = [of_split[part] or "" for part in parts] if len(chosen) > 1 else ()
-        return self.examine(locations, parts, settings, workers, file_splits=splits, facts=facts)
+        texts = self.texts(settings)
+        return RecordSource.examine(locations, parts, texts, settings, workers, file_splits=splits, facts=facts)
 
 
 # The texts of a file
@@ -153,23 +155,35 @@ def json_object(line: bytes) -> dict[str, Any] | Unfit:
     return record if isinstance(record, dict) else Unfit("no JSON object", True, json_hint(line))
 
 
-def json_texts(part: Part, field: str) -> Records:
-    """Yield the texts of all lines that are not blank."""
-    no_field, no_text = Unfit(f'no "{field}"', damaged=True), Unfit(f'"{field}" is no text', damaged=True)
+def json_records(part: Part, convert: Callable[[dict[str, Any]], bytes | Unfit]) -> Records:
+    """Yield the records of all lines that are not blank. convert: converts an object of JSON, or raises Invalid."""
     for number, line in lines(read(part), LONGEST_TEXT):
-        if line is None:
-            yield number, TOO_LONG
-        elif line.strip():
+        content: bytes | Unfit = TOO_LONG
+        if line is not None:
+            if not line.strip():
+                continue
             record = json_object(line)
-            if isinstance(record, Unfit):
-                yield number, record
-            elif not isinstance(text := record.get(field, no_field), str):
-                yield number, EMPTY if text is None else no_field if text is no_field else no_text
-            else:
-                try:
-                    yield number, text.encode()
-                except UnicodeEncodeError:
-                    yield number, SURROGATE
+            try:
+                content = record if isinstance(record, Unfit) else convert(record)
+            except Invalid as error:
+                content = error.unfit
+            except UnicodeEncodeError:
+                content = SURROGATE
+            except ConfigError as error:
+                raise DataError(part, f"line {number}: {error.problem}", error.hint) from None
+        yield number, content
+
+
+def json_texts(part: Part, field: str) -> Records:
+    no_field, no_text = Unfit(f'no "{field}"', damaged=True), Unfit(f'"{field}" is no text', damaged=True)
+
+    def encoded(record: dict[str, Any]) -> bytes | Unfit:
+        text = record.get(field, no_field)
+        if isinstance(text, str):
+            return text.encode()
+        return EMPTY if text is None else no_field if text is no_field else no_text
+
+    return json_records(part, encoded)
 
 
 def parquet_texts(part: Part, column: str) -> Records:
@@ -254,18 +268,15 @@ def _is_text(kind: Any) -> bool:
 def _values(column: Any) -> Iterator[bytes | None]:
     """Yield the values of an array of texts. Raises ArrowInvalid if its inside contradicts itself."""
     pyarrow = arrow()
-    types = pyarrow.types
-    if types.is_dictionary(column.type):
+    if pyarrow.types.is_dictionary(column.type):
         column.validate(full=True)
         texts = list(_values(column.dictionary))  # not decoded: an entry may be large, and in many rows
         yield from (None if index is None else texts[index] for index in column.indices.to_pylist())
         return
-    if types.is_string(column.type):
-        column = column.view(pyarrow.binary())
-    elif types.is_large_string(column.type):
-        column = column.view(pyarrow.large_binary())
-    elif types.is_string_view(column.type):
-        column = column.view(pyarrow.binary_view())
+    binary = {pyarrow.string(): pyarrow.binary(), pyarrow.large_string(): pyarrow.large_binary()}
+    binary[pyarrow.string_view()] = pyarrow.binary_view()
+    if column.type in binary:
+        column = column.view(binary[column.type])
     column.validate(full=True)
     yield from (value.as_py() for value in column)  # one by one: a batch may have 64 MB
 
