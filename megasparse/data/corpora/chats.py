@@ -233,9 +233,8 @@ class Renderer:
         messages, tools = json.loads(quoted)
 
         def render(count: int, prompt: bool = False, answers: Sequence[Any] = ()) -> str:
-            options = {"tools": tools, "tokenize": False, "add_generation_prompt": prompt}
-            text: str = tokenizer.apply_chat_template([*messages[:count], *answers], **options)
-            return text
+            shown = [*messages[:count], *answers]
+            return tokenizer.apply_chat_template(shown, tools=tools, tokenize=False, add_generation_prompt=prompt)
 
         try:
             if GENERATION.search(tokenizer.get_chat_template(None, tools)):

@@ -108,7 +108,7 @@ class TextCorpus(Corpus):
 
 
 def as_bytes(settings: CorpusSettings) -> bool:
-    return bool(settings.get("tokenizer", "bytes") == "bytes")
+    return settings.get("tokenizer", "bytes") == "bytes"
 
 
 def require_full(source: Source, counts: Mapping[str, int], amount: str) -> None:

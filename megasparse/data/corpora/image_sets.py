@@ -15,9 +15,9 @@ from numpy.lib import format as npy
 from megasparse.data.corpora import images
 from megasparse.data.corpora.corpus import Corpus, CorpusSettings, CorpusSplits, option
 from megasparse.data.corpora.images import ARCHIVE, PixelEncoder, folders, members, part_content, planar_piece, reading
-from megasparse.data.corpora.source import PIECE, Part, Source
+from megasparse.data.corpora.source import PIECE, Part, Source, open_zip
 from megasparse.errors import ConfigError, DataError
-from megasparse.files import natural, open_file
+from megasparse.files import natural
 
 SIDE = 32
 IMAGE = 3 * SIDE * SIDE
@@ -201,8 +201,8 @@ def _rows(batches: Sequence[NumberBatch], select: Callable[[np.ndarray], np.ndar
 
 def npz_batches(path: Path) -> list[str]:
     """Return the names of the npz batches in a zip archive, none if it holds images; of an npz file its own."""
-    with reading(path), open_file(path) as file, ZipFile(file) as archive:
-        names = archive.namelist()
+    with reading(path):
+        names = open_zip(path).namelist()
     if ARRAY in names:
         return [path.name]
     batches = [name for name in names if name.endswith(".npz")]
@@ -220,7 +220,7 @@ def npz_rows(path: Path, batch: str, numbers: int) -> Iterator[bytes]:
     shown = f"{path}: {batch}" if batch != path.name else str(path)
     with ExitStack() as stack:
         with reading(path):
-            archive = stack.enter_context(ZipFile(stack.enter_context(open_file(path))))
+            archive = open_zip(path)
             if batch != path.name:
                 archive = stack.enter_context(ZipFile(stack.enter_context(archive.open(batch))))
             stream = stack.enter_context(archive.open(ARRAY))

@@ -4,7 +4,7 @@ import hashlib
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from itertools import accumulate, chain, groupby
+from itertools import accumulate, groupby
 from operator import itemgetter
 from pathlib import Path, PurePath
 from typing import Any, ClassVar
@@ -94,7 +94,7 @@ class BookCorpus(TextCorpus):
     KIND = "files"
     OPTIONS = TextCorpus.OPTIONS | SPLIT_OPTION
     DOCUMENTS = True
-    EMPTY_LINE = re.compile(rb"(?m)^[ \t\r\f\v]*\n")
+    EMPTY_LINE = re.compile(rb"(?m)(^[ \t\r\f\v]*\n)")
 
     def about(self, source: Source, settings: CorpusSettings) -> dict[str, Any]:
         """Return the number of books of each split, none of running text."""
@@ -126,15 +126,13 @@ class BookCorpus(TextCorpus):
         for part in source.parts:
             book: int | None = None
             for piece in text_pieces(part.pieces()):
-                start = 0
-                borders = (line.span() for line in self.EMPTY_LINE.finditer(piece))
-                for stop, behind in chain(borders, [(len(piece), None)]):
-                    if start < stop:
-                        book = position + start if book is None else book
-                        yield book, piece[start:stop]
-                    if behind is not None:
-                        book, start = None, behind
-                position += len(piece)
+                for number, text in enumerate(self.EMPTY_LINE.split(piece)):
+                    if number % 2:
+                        book = None
+                    elif text:
+                        book = position if book is None else book
+                        yield book, text
+                    position += len(text)
 
 
 class PG19(TextCorpus):

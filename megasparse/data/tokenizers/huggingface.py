@@ -133,12 +133,11 @@ class HuggingFaceTokenizer(Tokenizer):
             )
             self._markers = None
         try:
-            ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+            return self._tokenizer.encode(text, add_special_tokens=False).ids
         except BaseException as error:  # a panic of `tokenizers`, as of a regex that backtracks too long
             if isinstance(error, KeyboardInterrupt | SystemExit):
                 raise
             raise damaged(self.file, f"cannot encode {len(text):,} characters ({error})", "Use another one") from None
-        return ids
 
     def _checked(self, text: str) -> list[int]:
         """Return tokens that decode to the text exactly; else those of its lines, or of their bytes."""
@@ -175,8 +174,7 @@ class HuggingFaceTokenizer(Tokenizer):
             yield text[len(before) :].encode()
 
     def _decoded(self, tokens: list[int]) -> str:
-        text: str = self._tokenizer.decode(tokens)
-        return text
+        return self._tokenizer.decode(tokens)
 
     def _byte_level(self) -> bool:
         return any(part["type"] == "ByteLevel" for part in _parts(self._values.get("decoder"), "decoders"))

@@ -174,5 +174,4 @@ def train_sentencepiece(lines: Iterator[str], vocabulary: int, model_type: str, 
     model.ParseFromString(written.getvalue())
     for piece in model.pieces:
         piece.score = round(piece.score * GRID) / GRID
-    data: bytes = model.SerializeToString(deterministic=True)
-    return data
+    return model.SerializeToString(deterministic=True)

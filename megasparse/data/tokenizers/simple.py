@@ -94,22 +94,19 @@ def vocabulary_file(pieces: Iterable[bytes], size: int | None = None) -> bytes:
     counts: Counter[str] = Counter({UNKNOWN: 0, END: 0})
     rest = b""
     for piece in pieces:
-        whole, newline, rest_of_piece = piece.rpartition(b"\n")
-        if not newline:
-            rest += piece
-            continue
-        lines = (rest + whole).decode()
-        rest = rest_of_piece
+        whole, newline, rest = (rest + piece).rpartition(b"\n")
+        lines = (whole + newline).decode()
         counts.update(lines.split())
-        counts[END] += lines.count("\n") + 1
+        counts[END] += lines.count("\n")
     counts.update(rest.decode().split())
-    ranked = sorted(counts, key=lambda word: (-counts[word], word))
-    if size is not None and len(ranked) > size:
-        others = [word for word in ranked if word not in (UNKNOWN, END)]
-        frequent, left_out = others[: size - 2], others[size - 2 :]
-        counts[UNKNOWN] += sum(counts[word] for word in left_out)
-        ranked = sorted([*frequent, UNKNOWN, END], key=lambda word: (-counts[word], word))
-    return "".join(f"{word}\n" for word in ranked).encode()
+
+    def ranked(words: Iterable[str]) -> list[str]:
+        return sorted(words, key=lambda word: (-counts[word], word))
+
+    others = ranked(counts.keys() - {UNKNOWN, END})
+    frequent = others if size is None else others[: size - 2]
+    counts[UNKNOWN] += sum(counts[word] for word in others[len(frequent) :])
+    return "".join(f"{word}\n" for word in ranked([*frequent, UNKNOWN, END])).encode()
 
 
 def _parse(file: Path, data: bytes) -> list[str]:

@@ -116,8 +116,7 @@ class Recommender(nn.Module):
 
     def count_scored(self, batch: Any) -> Tensor:
         """Return the number of clicks to predict."""
-        count: Tensor = batch.clicked.sum()
-        return count
+        return batch.clicked.sum()
 
     def _states(self, batch: Any, candidates: Tensor, rng: RngContext) -> tuple[Tensor, Tensor, Padded, Tensor]:
         """Return the numbers of the needed news, their states after dropout (N, L, E), the news, and the auxiliary
@@ -220,8 +219,7 @@ class MatchingRecommender(Recommender):
         x = torch.stack([torch.einsum("cie,hje->chij", a, b) / a.shape[-1] ** 0.5 for a, b in pairs], dim=1)
         for convolution in self.cubes:
             x = F.max_pool3d(convolution(x).relu(), 3, ceil_mode=True)
-        scores: Tensor = at_least_fp32(self.output(x.flatten(1)).squeeze(-1))
-        return scores
+        return at_least_fp32(self.output(x.flatten(1)).squeeze(-1))
 
     def _read(self, batch: Any, candidates: Tensor, rng: RngContext) -> tuple[Score, Tensor]:
         needed, states, read, auxiliary = self._states(batch, candidates, rng)
