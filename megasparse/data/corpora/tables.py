@@ -139,8 +139,7 @@ class HuggingFace(RecordCorpus):
         report_left_out(location, len(parts), others, f"they are of no split of {', '.join(chosen)}")
         facts = {"revision": revision(location), "other_files": others}
         splits = [of_split[part] or "" for part in parts] if len(chosen) > 1 else ()
-        texts = self.texts(settings)
-        return RecordSource.examine(locations, parts, texts, settings, workers, file_splits=splits, facts=facts)
+        return self.examine(locations, parts, settings, workers, file_splits=splits, facts=facts)
 
 
 # The texts of a file
