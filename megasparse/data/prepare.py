@@ -122,11 +122,8 @@ def prepare(
     streams = CORPORA[corpus].splits(source, settings)
     encoder = CORPORA[corpus].encoder(settings)
     plan = _plan(corpus, source, about, encoder, settings, command)
-    try:
-        with locked(output, "preparing data"), Workers(encoder.item, workers) as pool:
-            return _write(plan, streams, encoder, pool, output)
-    except OSError as error:
-        raise DataError(output, f"cannot be written: {error.strerror or error}", "Run the command again") from None
+    with locked(output, "preparing data"), Workers(encoder.item, workers) as pool:
+        return _write(plan, streams, encoder, pool, output)
 
 
 def _plan(

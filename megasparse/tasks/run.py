@@ -23,7 +23,7 @@ from megasparse.config.finetuning import FinetuneConfig
 from megasparse.data.batches import Steps, check_shares
 from megasparse.data.order import permutation
 from megasparse.errors import CheckpointError, ConfigError, DataError, UserError, did_you_mean
-from megasparse.evaluation.outputs import whole_file
+from megasparse.evaluation.outputs import write_output
 from megasparse.evaluation.results import restored
 from megasparse.ops.random import EVALUATION_STEP, RngContext
 from megasparse.settings.load import build_settings
@@ -392,9 +392,7 @@ def require_form(path: Path) -> None:
 def write_predictions(path: Path, rows: Sequence[Row]) -> None:
     """Write a file in the format of its suffix. Raises DataError if the format cannot contain a name."""
     require_form(path)
-    content = WRITERS[path.suffix](rows)
-    with whole_file(path) as stream:
-        stream.write(content.encode())
+    write_output(path, WRITERS[path.suffix](rows))
 
 
 LIBRARIES = ("torch", "numpy", "scipy", "scikit-learn", "sacrebleu", "rouge-score", "tokenizers")

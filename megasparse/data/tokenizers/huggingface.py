@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from megasparse.data.tokenizers.tokenizer import USUAL, Tokenizer, damaged, identity, read, special_tokens
+from megasparse.data.tokenizers.tokenizer import USUAL, Tokenizer, damaged, special_tokens
 from megasparse.errors import report_line
 
 SPACE = "\u2581"
@@ -50,8 +50,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def __init__(self, file: Path):
         """Raise ConfigError for an invalid tokenizer.json, and if a text could become a special token."""
-        data = read(file)
-        self.file, self.sha256 = file, identity(self.name, data)
+        data = self.read(file)
         try:
             unknown = self._load(json.loads(data))
             self.decode(self.encode(TRIAL))

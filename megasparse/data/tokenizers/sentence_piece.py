@@ -7,7 +7,7 @@ from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any
 
-from megasparse.data.tokenizers.tokenizer import Tokenizer, damaged, identity, read, special_tokens
+from megasparse.data.tokenizers.tokenizer import Tokenizer, damaged, special_tokens
 from megasparse.errors import ConfigError
 
 SPACE = "\u2581"
@@ -31,9 +31,7 @@ class SentencePieceTokenizer(Tokenizer):
 
     def __init__(self, file: Path):
         """Raise ConfigError for an invalid model, and one that is not lossless."""
-        data = read(file)
-        self.file, self.sha256 = file, identity(self.name, data)
-        self._processor, self._table = _load(file, data)
+        self._processor, self._table = _load(file, self.read(file))
         self.vocabulary = len(self._table)
         self._bytes = [self._processor.piece_to_id(f"<0x{byte:02X}>") for byte in range(256)]
         self.special, self.separator = special_tokens(self._control)

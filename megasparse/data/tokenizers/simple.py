@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megasparse.data.tokenizers.tokenizer import SpecialTokens, Tokenizer, damaged, identity, read
+from megasparse.data.tokenizers.tokenizer import SpecialTokens, Tokenizer, damaged
 
 UNKNOWN, END = "<unk>", "<eos>"
 HINT = "Make it again with megasparse train-tokenizer words"
@@ -53,11 +53,9 @@ class WordTokenizer(Tokenizer):
 
     def __init__(self, file: Path):
         """Raise ConfigError with the line for an invalid file."""
-        data = read(file)
-        self.file, self.sha256 = file, identity(self.name, data)
-        self.words = _parse(file, data)
+        self._ids = _parse(file, self.read(file))
+        self.words = list(self._ids)
         self.vocabulary = len(self.words)
-        self._ids = {word: token for token, word in enumerate(self.words)}
         self._unknown, self.end = self._ids[UNKNOWN], self._ids[END]
 
     def ids(self, text: bytes) -> list[int]:
@@ -109,17 +107,17 @@ def vocabulary_file(pieces: Iterable[bytes], size: int | None = None) -> bytes:
     return "".join(f"{word}\n" for word in ranked([*frequent, UNKNOWN, END])).encode()
 
 
-def _parse(file: Path, data: bytes) -> list[str]:
+def _parse(file: Path, data: bytes) -> dict[str, int]:
     try:
         words = data.decode().removesuffix("\n").split("\n")
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
         raise damaged(file, f"line {line} is not UTF-8", HINT) from None
-    first: dict[str, int] = {}
-    for number, word in enumerate(words, 1):
-        if word.split() != [word] or first.setdefault(word, number) < number:
-            raise damaged(file, f"line {number}, {word[:40]!r}, is not a word, or is one of an earlier line", HINT)
+    ids: dict[str, int] = {}
+    for token, word in enumerate(words):
+        if word.split() != [word] or ids.setdefault(word, token) < token:
+            raise damaged(file, f"line {token + 1}, {word[:40]!r}, is not a word, or is one of an earlier line", HINT)
     for word in (UNKNOWN, END):
-        if word not in first:
+        if word not in ids:
             raise damaged(file, f"has no word {word}", HINT)
-    return words
+    return ids

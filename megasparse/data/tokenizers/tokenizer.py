@@ -46,6 +46,16 @@ class Tokenizer(ABC):
     special: SpecialTokens | None = None
     file: Path | None = None
 
+    def read(self, file: Path) -> bytes:
+        """Read the file that identifies the tokenizer. Raises ConfigError, also for one of more than MOST_BYTES."""
+        try:
+            data = read_file(file, MOST_BYTES)
+        except OSError as error:
+            hint = "Give the path of a tokenizer's file; tokenizers/README.md says how one is made"
+            raise ConfigError("data.tokenizer", f"{file} cannot be read ({error.strerror or error})", hint) from None
+        self.file, self.sha256 = file, hashlib.sha256(self.name.encode() + b"\0" + data).hexdigest()
+        return data
+
     def encode(self, text: str | bytes) -> "Tensor":
         """Tokens of a text: int64 (length,). A str is taken as UTF-8; lone surrogates are kept ("surrogatepass")."""
         import torch
@@ -91,27 +101,13 @@ def words_of(tokenizer: Tokenizer) -> list[str]:
     return ["".join(tokenizer.text([token])).strip() if start else "" for token, start in enumerate(starts)]
 
 
-# Files: read, identified, and their special tokens found by their usual names
+# Files, and their special tokens, found by their usual names
 
 BEGIN = ("[CLS]", "<s>", "<cls>")
 SEPARATOR = ("[SEP]", "</s>", "<sep>", "<|endoftext|>", "<|end_of_text|>")
 PADDING = ("[PAD]", "<pad>")
 MASK = ("[MASK]", "<mask>")
 USUAL = (BEGIN, SEPARATOR, PADDING, MASK)
-
-
-def read(path: Path) -> bytes:
-    """Return a tokenizer's file. Raises ConfigError, also for one of more than MOST_BYTES."""
-    try:
-        return read_file(path, MOST_BYTES)
-    except OSError as error:
-        hint = "Give the path of a tokenizer's file; tokenizers/README.md says how one is made"
-        raise ConfigError("data.tokenizer", f"{path} cannot be read ({error.strerror or error})", hint) from None
-
-
-def identity(kind: str, data: bytes) -> str:
-    """Return the sha256 of a file of a kind of tokenizer."""
-    return hashlib.sha256(kind.encode() + b"\0" + data).hexdigest()
 
 
 def damaged(path: Path, problem: str, hint: str) -> ConfigError:
