@@ -48,6 +48,8 @@ from megasparse.data.corpora.source import (
 from megasparse.errors import ConfigError, DataError, did_you_mean
 from megasparse.files import natural, open_file, read_file
 
+TEXTS = ("string", "large_string", "string_view", "binary", "large_binary", "binary_view", "null")
+"""Types of columns of texts, or of nothing."""
 LONGEST_TEXT = 1 << 24  # bytes: in memory it may take four times as many, and several copies
 TOO_LONG = Unfit(f"more than {LONGEST_TEXT:,} bytes", damaged=True)
 SURROGATE = Unfit("half a surrogate pair", damaged=True)
@@ -252,16 +254,10 @@ def _require_texts(path: Path, schema: Any, column: str) -> None:
         problem = f'{path} has {len(columns)} columns "{column}"' if columns else f'{path} has no column "{column}"'
         raise ConfigError("--column", problem, did_you_mean(column, schema.names[:50]))
     kind = schema.field(columns[0]).type
-    if not _is_text(kind.value_type if arrow().types.is_dictionary(kind) else kind):
-        texts = [field.name for field in list(schema)[:50] if _is_text(field.type)]
+    if str(kind.value_type if arrow().types.is_dictionary(kind) else kind) not in TEXTS:
+        texts = [field.name for field in list(schema)[:50] if str(field.type) in TEXTS]
         hint = f"Texts are in: {', '.join(texts)}" if texts else "Choose a file that has texts"
         raise ConfigError("--column", f'"{column}" of {path} holds {str(kind)[:80]}, not text', hint)
-
-
-def _is_text(kind: Any) -> bool:
-    """True for texts, and for a column of nulls."""
-    names = ("string", "large_string", "string_view", "binary", "large_binary", "binary_view", "null")
-    return any(getattr(arrow().types, f"is_{name}")(kind) for name in names)
 
 
 def _values(column: Any) -> Iterator[bytes | None]:
