@@ -84,7 +84,7 @@ class PixelEncoder(PieceEncoder):
             tokens = np.frombuffer(decode(name.decode(), content, self.side), dtype=np.uint8)
         else:  # (images, 3, S, S) -> (images, S, S, 3)
             planes = np.frombuffer(content, dtype=np.uint8).reshape(-1, 3, self.side, self.side)
-            tokens = np.ascontiguousarray(planes.transpose(0, 2, 3, 1)).reshape(-1)
+            tokens = planes.transpose(0, 2, 3, 1).reshape(-1)
         return Encoded(tokens, tokens.size, 0)
 
 

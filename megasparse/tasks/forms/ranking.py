@@ -26,7 +26,7 @@ from megasparse.errors import ConfigError
 from megasparse.ops.operator import at_least_fp32
 from megasparse.ops.random import RngContext, derive, random_bits
 from megasparse.settings.checks import check_model, check_targets
-from megasparse.tasks.batches import EncodedExample, Movable, Padded, Segments, collate, first, side_by_side
+from megasparse.tasks.batches import EncodedExample, Movable, Padded, Segments, first, pad, side_by_side
 from megasparse.tasks.body import Backbone
 from megasparse.tasks.form import Form, draw_normal, dropped
 from megasparse.tasks.task import Example
@@ -329,8 +329,7 @@ class RankingForm(Form):
     def collate(self, examples: Sequence[Any]) -> Impressions:
         distinct = {id(text): text for example in examples for text in (*example.history, *example.sequences)}
         rows = {key: row for row, key in enumerate(distinct)}
-        encoded = [EncodedExample((text,), None, examples[0].location, "") for text in distinct.values()]
-        news = collate(encoded, self.config.task.max_length).sequences[0]
+        news = pad([*distinct.values()], self.config.task.max_length)
         numbers = [zlib.crc32(text.tokens.tobytes()) >> 1 for text in distinct.values()]
         histories = [[rows[id(text)] for text in example.history] for example in examples]
         shown = [[rows[id(text)] for text in example.sequences] for example in examples]
