@@ -47,11 +47,11 @@ def restore(directory: str | Path, overrides: Sequence[str] = ()) -> tuple[Model
     run = config.run.model_copy(update={"engine": "torch" if alone else "deepspeed"})
     ranks = start_ranks(run, config.parallel.sequence)
     model = build_model(config.model, config.run.seed)
-    return restored(model, checkpoint, config.training.precision, ranks), config, checkpoint, ranks
+    return load_for_evaluation(model, checkpoint, config.training.precision, ranks), config, checkpoint, ranks
 
 
-def restored(model: Any, checkpoint: Checkpoint, precision: str, ranks: Ranks) -> Any:
-    """Return a model for evaluation with a checkpoint's weights."""
+def load_for_evaluation(model: Any, checkpoint: Checkpoint, precision: str, ranks: Ranks) -> Any:
+    """Return the model with a checkpoint's weights, in a precision and on the device of a rank."""
     load_weights(model, checkpoint)
     if precision == "bf16":
         for parameter in model.parameters():

@@ -24,7 +24,7 @@ from megasparse.data.batches import Steps, check_shares
 from megasparse.data.order import permutation
 from megasparse.errors import CheckpointError, ConfigError, DataError, UserError, did_you_mean
 from megasparse.evaluation.outputs import write_output
-from megasparse.evaluation.results import restored
+from megasparse.evaluation.results import load_for_evaluation
 from megasparse.ops.random import EVALUATION_STEP, RngContext
 from megasparse.settings.load import build_settings
 from megasparse.tasks.batches import EncodedExample, ExampleBatches
@@ -90,7 +90,7 @@ def restore_task(directory: str | Path, overrides: Sequence[str] = (), task: str
         raise CheckpointError(run / FOLDER, "its tokenizer is not the one of the checkpoint's training", COPY)
     require_length(config, body)
     ranks = start_ranks(config.run.model_copy(update={"engine": "torch"}))
-    model = restored(form.model(body), checkpoint, config.training.precision, ranks)
+    model = load_for_evaluation(form.model(body), checkpoint, config.training.precision, ranks)
     form.prepare(body, tokenizer)
     return Finetuned(model, form, config, checkpoint, ranks)
 

@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import groupby
+from itertools import groupby, islice
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, ClassVar
@@ -143,10 +143,10 @@ def is_chat(record: Any) -> bool:
     return isinstance(record, dict) and any(all(record.get(key) is not None for key in keys) for keys in forms)
 
 
-def contains_chats(parts: Iterable[Part], most: int = 100) -> bool:
-    """True if one of the first lines of some file is a conversation."""
-    heads = (line for part in parts for _, (_, line) in zip(range(most), lines(read(part), LONGEST_TEXT), strict=False))
-    return any(is_chat(json_object(line)) for line in heads if line)
+def contains_chats(parts: Iterable[Part]) -> bool:
+    """True if one of the first 100 lines of some file is a conversation."""
+    heads = (islice(lines(read(part), LONGEST_TEXT), 100) for part in parts)
+    return any(is_chat(json_object(line)) for head in heads for _, line in head if line)
 
 
 def _renderer(settings: CorpusSettings) -> "Renderer":

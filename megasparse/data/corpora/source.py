@@ -236,7 +236,7 @@ def _parts(file: Path, name: str, member: str | None, kind: Kind) -> Iterator[Pa
         return
     if file.suffix.lower() in DOCUMENTS:
         raise DataError(file, f"this is a {file.suffix.lower()} document, not plain text", EXTRACT)
-    with _reading(file):
+    with reading(file):
         infos = [info for info in open_zip(file).infolist() if not info.is_dir()]
     members = sorted(info.filename for info in infos)
     refuse_bomb(file, sum(info.file_size for info in infos), file.stat().st_size)
@@ -250,7 +250,7 @@ def _parts(file: Path, name: str, member: str | None, kind: Kind) -> Iterator[Pa
 
 def _is_archive(file: Path) -> bool:
     """Raise DataError for a zip archive without its end, which would be read as text."""
-    with _reading(file):
+    with reading(file):
         if zipfile.is_zipfile(file):
             return True
         with open_file(file) as stream:
@@ -293,7 +293,7 @@ def read(part: Part) -> Iterator[bytes]:
 
     Raises DataError if it cannot be read, or starts with the signature of another format.
     """
-    with _reading(part):
+    with reading(part):
         compressed, size = part.path.stat().st_size, 0
         decompress = None if part.raw else DECOMPRESS.get(Path(part.member or part.path.name).suffix.lower())
         with ExitStack() as stack:
@@ -329,14 +329,19 @@ def refuse_bomb(what: Part | Path | str, size: int, compressed: int) -> None:
 
 
 @contextmanager
-def _reading(what: Part | Path) -> Iterator[None]:
+def reading(
+    what: Part | Path,
+    errors: tuple[type[Exception], ...] = UNREADABLE,
+    problem: str = "cannot be read",
+    hint: str = "Check that it is complete and of the kind its name says",
+) -> Iterator[None]:
+    """Convert exceptions for a damaged file to DataError."""
     try:
         yield
-    except UNREADABLE as error:
-        hint = "Check that it is complete and of the kind its name says"
+    except errors as error:
         if "too much memory" in str(error):
             hint = "Its window is over 128 MiB: unpack it with zstd -d --long=31"
-        raise DataError(what, f"cannot be read: {reason(error)}", hint) from None
+        raise DataError(what, f"{problem}: {reason(error)}", hint) from None
 
 
 def reason(error: Exception) -> str:

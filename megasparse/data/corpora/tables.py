@@ -7,7 +7,7 @@ touched, because offsets in a forged file point anywhere.
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -41,7 +41,7 @@ from megasparse.data.corpora.source import (
     arrow,
     find_parts,
     read,
-    reason,
+    reading,
     refuse_bomb,
     report_left_out,
 )
@@ -276,12 +276,9 @@ def _values(column: Any) -> Iterator[bytes | None]:
     yield from (value.as_py() for value in column)  # one by one: a batch may have 64 MB
 
 
-@contextmanager
-def _reading(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except (arrow().ArrowException, OSError, MemoryError, ValueError, LookupError) as error:
-        raise DataError(path, f"cannot be read: {reason(error)}", "Check that it is complete; get it again") from None
+def _reading(path: Path) -> AbstractContextManager[None]:
+    errors = (arrow().ArrowException, OSError, MemoryError, ValueError, LookupError)
+    return reading(path, errors, hint="Check that it is complete; get it again")
 
 
 # The files of a dataset
