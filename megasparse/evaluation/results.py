@@ -51,7 +51,7 @@ def restore(directory: str | Path, overrides: Sequence[str] = ()) -> tuple[Model
 
 
 def load_for_evaluation(model: Any, checkpoint: Checkpoint, precision: str, ranks: Ranks) -> Any:
-    """Return the model with a checkpoint's weights, in a precision and on the device of a rank."""
+    """Return the model with a checkpoint's weights, in a precision, on the device of its rank."""
     load_weights(model, checkpoint)
     if precision == "bf16":
         for parameter in model.parameters():
