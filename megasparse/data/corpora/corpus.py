@@ -1,6 +1,7 @@
 """The base class of corpora: options, splits by percent, pieces of text."""
 
 import argparse
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fractions import Fraction
@@ -188,20 +189,25 @@ def cut(pieces: Iterable[bytes], sizes: Mapping[str, int], whole_characters: boo
         pass
 
 
+PART_OF_LINE = re.compile(rb"\n(?:\s*\n)?|[^\n]+")
+"""A part of a line, or its end with all blank lines after it, of which a file may have millions."""
+
+
 def lines(pieces: Iterable[bytes], longest: int) -> Iterator[tuple[int, bytes | None]]:
     """Yield (number from 1 on, line without its end and leading white space) of each line that is not blank, and of the
     last one in any case; None for more than `longest` bytes.
     """
     number, parts, size = 1, list[bytes](), 0
     for piece in pieces:
-        for index, line in enumerate(piece.split(b"\n")):
-            if index:
+        for part in PART_OF_LINE.findall(piece):
+            if part[:1] == b"\n":
                 if size:
                     yield number, b"".join(parts) if size <= longest else None
-                number, parts, size = number + 1, [], 0
-            line = line if size else line.lstrip()
-            size += len(line)
-            parts = [*parts, line] if size <= longest else []
+                number, parts, size = number + part.count(b"\n"), [], 0
+            else:
+                part = part if size else part.lstrip()
+                size += len(part)
+                parts = [*parts, part] if size <= longest else []
     yield number, b"".join(parts) if size <= longest else None
 
 
