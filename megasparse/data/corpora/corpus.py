@@ -190,7 +190,7 @@ def cut(pieces: Iterable[bytes], sizes: Mapping[str, int], whole_characters: boo
 
 
 PART_OF_LINE = re.compile(rb"\n(?:\s*\n)?|[^\n]+")
-"""A part of a line, or its end with all blank lines after it, of which a file may have millions."""
+"""Text within one line, or its end and all blank lines after it, of which hostile files contain millions."""
 
 
 def lines(pieces: Iterable[bytes], longest: int) -> Iterator[tuple[int, bytes | None]]:
