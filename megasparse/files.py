@@ -186,15 +186,18 @@ LOCK_FILE = ".lock"
 def locked(folder: Path, doing: str) -> Iterator[None]:
     """Create a folder if necessary, and lock it until the block ends.
 
-    Raises DataError if another process holds the lock. doing: activity of that process.
+    Raises DataError if another process holds the lock, and if writing fails. doing: activity of that process.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     try:
-        lock = FileLock(folder / LOCK_FILE)
-    except BlockingIOError:
-        raise DataError(folder, f"another process is {doing} here", "Wait until it has finished") from None
-    with lock:
-        yield
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            lock = FileLock(folder / LOCK_FILE)
+        except BlockingIOError:
+            raise DataError(folder, f"another process is {doing} here", "Wait until it has finished") from None
+        with lock:
+            yield
+    except OSError as error:
+        raise DataError(folder, f"cannot be written: {error.strerror or error}", "Run the command again") from None
 
 
 _held: set[FileLock] = set()

@@ -129,7 +129,7 @@ def train_tokenizer(args: argparse.Namespace) -> None:
     from megasparse.data.tokenizers import build_tokenizer
     from megasparse.data.tokenizers.sentence_piece import train_sentencepiece
     from megasparse.data.tokenizers.simple import vocabulary_file
-    from megasparse.evaluation.outputs import require_writable, whole_file
+    from megasparse.evaluation.outputs import require_writable, write_output
 
     suffix = SUFFIXES[args.kind]
     if args.output.suffix != suffix:
@@ -145,8 +145,7 @@ def train_tokenizer(args: argparse.Namespace) -> None:
         data = train_sentencepiece(sample.lines(), args.vocabulary, args.model_type, args.character_coverage)
     else:
         data = vocabulary_file(sample.all(), args.vocabulary)
-    with whole_file(args.output) as out:
-        out.write(data)
+    write_output(args.output, data)
     tokenizer = build_tokenizer(str(args.output))
     tokens = tokenizer.encode(sample.held_out)
     size, split = len(sample.held_out), "held-out" if sample.is_held_out else "training"

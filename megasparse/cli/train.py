@@ -282,11 +282,10 @@ def report(args: argparse.Namespace) -> None:
     attention maps, samples, checkpoints, and the configuration with its differences from the defaults. Runs that are
     still training, crashed or were restarted are reported up to their last step.
     """
-    from megasparse.evaluation.outputs import whole_file
+    from megasparse.evaluation.outputs import write_output
     from megasparse.runs.report import page, read_run
 
     runs = [read_run(path) for path in args.run]
     output = args.output or args.run[0] / "report.html"
-    with whole_file(output) as file:
-        file.write(page(runs).encode(errors="replace"))
+    write_output(output, page(runs).encode(errors="replace"))
     print(f"{output}: {output.stat().st_size:,} bytes")

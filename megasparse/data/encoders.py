@@ -44,6 +44,10 @@ class PieceEncoder(ABC):
     def encode(self, piece: bytes) -> Encoded:
         """Return the tokens of a piece, a pure function of it. Raises UserError for an invalid piece."""
 
+    def item(self, piece: bytes) -> Encoded:
+        """Return the tokens of a piece; of an empty one, the end of a document."""
+        return self.encode(piece) if piece else Encoded(np.array([self.end], dtype=f"<u{self.width}"), 0, 0)
+
 
 class RecordEncoder(PieceEncoder):
     """Pieces that are records of bytes already, with the meaning of the tokenizer `bytes`."""
@@ -88,7 +92,7 @@ class TextEncoder(PieceEncoder):
     def encode(self, piece: bytes) -> Encoded:
         """Encode a text. Its words are separated by Unicode white space; bytes that are not UTF-8 are ignored."""
         words = len(piece.decode(errors="replace").split()) + (piece.count(b"\n") if self.line_ends else 0)
-        return Encoded(self.tokenizer.encode(piece).numpy().astype(f"<u{self.width}"), len(piece), words)
+        return Encoded(np.array(self.tokenizer.ids(piece), dtype=f"<u{self.width}"), len(piece), words)
 
 
 class PaddedEncoder(TextEncoder):

@@ -68,13 +68,12 @@ class Index:
     @property
     def sample_bytes(self) -> int:
         """Size of every sample but the last of a split."""
-        return int(self.file.settings["sample_bytes"])
+        return self.file.settings["sample_bytes"]
 
     @property
     def record(self) -> int | None:
         """Tokens of a record (an image, a pair), which every sequence must be; None for running text."""
-        record: int | None = self.file.settings.get("record")
-        return record
+        return self.file.settings.get("record")
 
     @cached_property
     def fingerprint(self) -> str:

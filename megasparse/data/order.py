@@ -7,6 +7,7 @@ permuted: a run keeps few shards open, and one group's permutation in memory.
 
 from collections.abc import Sequence
 from fractions import Fraction
+from functools import lru_cache
 
 import numpy as np
 
@@ -33,14 +34,14 @@ class Order:
         self.unused_tokens = int(sum(shard_tokens)) - self.sequences_per_epoch * sequence_length
         self.seed = seed
         self.group = group
-        self._epoch: tuple[int, np.ndarray, np.ndarray] | None = None
-        self._mixed: tuple[tuple[int, int], np.ndarray, np.ndarray] | None = None
+        self._shards = lru_cache(maxsize=1)(self._permute_shards)
+        self._mix = lru_cache(maxsize=1)(self._permute_group)
 
     def locate(self, sample: int) -> tuple[int, int]:
         """Return (shard number, sequence number inside the shard) of global sample number `sample`."""
         epoch, group = self.group_of(sample)
         members = self._members(epoch, group)
-        starts, mixed = self._mix(epoch, group, members)
+        starts, mixed = self._mix(epoch, group)
         sequence = mixed[sample % self.sequences_per_epoch - self._shards(epoch)[1][group]]
         member = int(np.searchsorted(starts, sequence, side="right")) - 1
         return int(members[member]), int(sequence - starts[member])
@@ -61,19 +62,15 @@ class Order:
     def _members(self, epoch: int, group: int) -> np.ndarray:
         return self._shards(epoch)[0][group * self.group : (group + 1) * self.group]
 
-    def _shards(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        if self._epoch is None or self._epoch[0] != epoch:
-            shards = permutation(len(self.sequences), self.seed, epoch, SHARDS)
-            self._epoch = (epoch, shards, _starts(self.sequences[shards])[:: self.group])
-        return self._epoch[1:]
+    def _permute_shards(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return the shards in the order of an epoch, and the first sequence of each group."""
+        shards = permutation(len(self.sequences), self.seed, epoch, SHARDS)
+        return shards, _starts(self.sequences[shards])[:: self.group]
 
-    def _mix(self, epoch: int, group: int, members: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def _permute_group(self, epoch: int, group: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the first sequence of each shard of the group, and the group's permutation."""
-        if self._mixed is None or self._mixed[0] != (epoch, group):
-            counts = self.sequences[members]
-            mixed = permutation(int(counts.sum()), self.seed, epoch, SEQUENCES, group)
-            self._mixed = ((epoch, group), _starts(counts), mixed)
-        return self._mixed[1:]
+        counts = self.sequences[self._members(epoch, group)]
+        return _starts(counts), permutation(int(counts.sum()), self.seed, epoch, SEQUENCES, group)
 
 
 def _starts(counts: np.ndarray) -> np.ndarray:
@@ -95,7 +92,7 @@ class Mixture:
         exact = [Fraction(weight) for weight in weights]
         self._shares = [weight / sum(exact[i:]) for i, weight in enumerate(exact)]  # of the remainder
         self._seed = seed
-        self._block: tuple[int, np.ndarray, np.ndarray] | None = None
+        self._block = lru_cache(maxsize=1)(self._deal)
 
     def counts(self, blocks: int) -> list[int]:
         """Return the number of sequences of each corpus in the first `blocks` blocks.
@@ -111,9 +108,7 @@ class Mixture:
     def locate(self, sample: int) -> tuple[int, int]:
         """Return (corpus, sample number in that corpus) of global sample number `sample`."""
         block, position = divmod(sample, MIXTURE_BLOCK)
-        if self._block is None or self._block[0] != block:
-            self._block = (block, *self._deal(block))
-        _, corpora, numbers = self._block
+        corpora, numbers = self._block(block)
         return int(corpora[position]), int(numbers[position])
 
     def _deal(self, block: int) -> tuple[np.ndarray, np.ndarray]:

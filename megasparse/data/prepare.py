@@ -8,14 +8,12 @@ than the folder's is an error. Finished shards are deleted if the source changed
 """
 
 import zlib
-from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from itertools import chain, islice
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import numpy as np
 from pydantic import Field
 from tqdm import tqdm
 
@@ -60,7 +58,8 @@ class TokenStream(ByteStream):
     def __init__(
         self, documents: Iterable[Document], encoder: PieceEncoder, workers: Workers[Encoded], start: StreamPosition
     ):
-        super().__init__(self._items(_encode(documents, encoder, workers, start.item)))
+        pieces = islice(_pieces(documents, encoder.end is not None), start.item, None)
+        super().__init__(self._items(workers.map(pieces)))
         self.width = encoder.width
         self._before = self._after = start.model_copy(update={"token": 0})  # the current item, and behind it
         if start.token:
@@ -82,33 +81,15 @@ class TokenStream(ByteStream):
             yield encoded.tokens.tobytes()
 
 
-def _encode(
-    documents: Iterable[Document], encoder: PieceEncoder, workers: Workers[Encoded], first: int
-) -> Iterator[Encoded]:
-    """Yield the items from number `first` on: pieces that are not empty, and each document's end if it has any."""
-    is_end: deque[bool] = deque()  # of the items that are with the workers
-
-    def items() -> Iterator[bytes | None]:
-        for document in documents:
-            has_pieces = False
-            for piece in filter(None, document):
-                has_pieces = True
-                yield piece
-            if has_pieces and encoder.end is not None:
-                yield None
-
-    def pieces() -> Iterator[bytes]:
-        for item in islice(items(), first, None):
-            is_end.append(item is None)
-            if item is not None:
-                yield item
-
-    end = Encoded(np.array([encoder.end or 0], dtype=f"<u{encoder.width}"), 0, 0)
-    for encoded in workers.map(pieces()):
-        while is_end.popleft():
-            yield end
-        yield encoded
-    yield from (end for _ in is_end)
+def _pieces(documents: Iterable[Document], has_end: bool) -> Iterator[bytes]:
+    """Yield the pieces that are not empty, and an empty one for the end of each document that has pieces."""
+    for document in documents:
+        has_pieces = False
+        for piece in filter(None, document):
+            has_pieces = has_end
+            yield piece
+        if has_pieces:
+            yield b""
 
 
 class PartialIndex(IndexFile):
@@ -141,11 +122,8 @@ def prepare(
     streams = CORPORA[corpus].splits(source, settings)
     encoder = CORPORA[corpus].encoder(settings)
     plan = _plan(corpus, source, about, encoder, settings, command)
-    try:
-        with locked(output, "preparing data"), Workers(encoder.encode, workers) as pool:
-            return _write(plan, streams, encoder, pool, output)
-    except OSError as error:
-        raise DataError(output, f"cannot be written: {error.strerror or error}", "Run the command again") from None
+    with locked(output, "preparing data"), Workers(encoder.item, workers) as pool:
+        return _write(plan, streams, encoder, pool, output)
 
 
 def _plan(

@@ -1,16 +1,15 @@
 """Read tokens of the shards of a split by position."""
 
+from bisect import bisect_right
 from collections import OrderedDict
-from typing import TYPE_CHECKING
+from itertools import accumulate
 
-import numpy as np
+import torch
+from torch import Tensor
 
 from megasparse.data.index import Index
 from megasparse.data.shard_file import ShardFile
 from megasparse.files import Progress, silent
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 class ShardReader:
@@ -23,7 +22,7 @@ class ShardReader:
         self._progress = progress
         self._open: OrderedDict[int, ShardFile] = OrderedDict()
 
-    def read(self, shard: int, start: int, stop: int) -> "Tensor":
+    def read(self, shard: int, start: int, stop: int) -> Tensor:
         """Return tokens start..stop of a shard by its number, see `ShardFile.read`."""
         if shard not in self._open:
             while len(self._open) >= self.open_files:
@@ -43,23 +42,17 @@ class EvaluationStream:
     def __init__(self, index: Index, split: str, progress: Progress = silent):
         self.tokens = index.split(split).tokens
         self._reader = ShardReader(index, split, open_files=2, progress=progress)
-        counts = np.asarray([shard.tokens for shard in self._reader.shards], dtype=np.int64)
-        self._stops = np.cumsum(counts)
-        self._starts = self._stops - counts
+        self._borders = [*accumulate((shard.tokens for shard in self._reader.shards), initial=0)]
 
-    def read(self, start: int, stop: int) -> "Tensor":
+    def read(self, start: int, stop: int) -> Tensor:
         """Return tokens start..stop of the split: int64 (stop - start,). 0 <= start <= stop <= tokens."""
-        import torch
-
         assert 0 <= start <= stop <= self.tokens, (start, stop, self.tokens)
-        if start == stop:
-            return torch.empty(0, dtype=torch.long)
-        first = int(np.searchsorted(self._stops, start, side="right"))
-        last = int(np.searchsorted(self._starts, stop, side="left"))
-        pieces = []
-        for shard in range(first, last):
-            begin, end = int(self._starts[shard]), int(self._stops[shard])
-            pieces.append(self._reader.read(shard, max(start, begin) - begin, min(stop, end) - begin))
+        pieces = [torch.empty(0, dtype=torch.long)]
+        shard = bisect_right(self._borders, start) - 1
+        while start < stop:
+            begin, end = self._borders[shard : shard + 2]
+            pieces.append(self._reader.read(shard, start - begin, min(stop, end) - begin))
+            start, shard = end, shard + 1
         return torch.cat(pieces)
 
     def close(self) -> None:

@@ -5,6 +5,8 @@ A shard is verified against its size and sha256 before its first token is used, 
 
 import os
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,33 +26,38 @@ _verified: dict[tuple[str, str], Signature] = {}
 """(path, sha256) of each shard that this process has verified -> the file's signature then: it is hashed once."""
 
 
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Convert an OSError to DataError."""
+    try:
+        yield
+    except OSError as error:
+        raise DataError(path, f"this shard cannot be read: {error.strerror}", AGAIN) from None
+
+
 def check_size(path: Path, shard: Shard, file: Path | int) -> None:
     """Raise DataError unless the size of `file` (the shard at `path`, or its descriptor) equals the index's."""
-    try:
+    with reading(path):
         size = os.stat(file).st_size
-    except OSError as error:
-        raise unreadable(path, error) from None
     if size != shard.bytes:
         raise DataError(path, f"this shard has {size} bytes, {INDEX_FILE} says {shard.bytes}", AGAIN)
 
 
-def verify_shard(path: Path, shard: Shard, file: Path | int, sample_bytes: int) -> None:
+def verify_shard(path: Path, shard: Shard, file: int, sample_bytes: int) -> None:
     """Raise DataError unless size and sha256 equal those in the index. It names the first damaged sample if the index
     contains crc32 checksums.
     """
     check_size(path, shard, file)
-    try:
+    with reading(path):
         digest = file_sha256(file)
         if digest != shard.sha256:
             problem = f"this shard is damaged: its sha256 is {digest[:9]}…, not {shard.sha256[:9]}…"
             raise DataError(path, problem + _first_damage(shard, file, sample_bytes), AGAIN)
-    except OSError as error:
-        raise unreadable(path, error) from None
 
 
-def _first_damage(shard: Shard, file: Path | int, sample_bytes: int) -> str:
+def _first_damage(shard: Shard, file: int, sample_bytes: int) -> str:
     """Return the end of a message that names the first sample with another crc32; empty if there is none."""
-    with open(file, "rb", closefd=not isinstance(file, int)) as stream:
+    with open(file, "rb", closefd=False) as stream:
         for number in range(len(shard.crc32 or "") // 8):
             start = number * tar_stride(sample_bytes)
             stream.seek(start + TAR_HEADER)
@@ -62,19 +69,13 @@ def _first_damage(shard: Shard, file: Path | int, sample_bytes: int) -> str:
     return ""
 
 
-def unreadable(path: Path, error: OSError) -> DataError:
-    return DataError(path, f"this shard cannot be read: {error.strerror}", AGAIN)
-
-
 class ShardFile:
     """One open, verified shard. sample_bytes: size of every sample but the last."""
 
     def __init__(self, path: Path, shard: Shard, sample_bytes: int):
         self.path, self.shard, self._sample_bytes = path, shard, sample_bytes
-        try:
+        with reading(path):
             self.descriptor = open_regular(path)
-        except OSError as error:
-            raise unreadable(path, error) from None
         try:
             self._verify_if_changed()
         except BaseException:
@@ -86,10 +87,8 @@ class ShardFile:
 
     def _verify_if_changed(self) -> None:
         key = (str(self.path), self.shard.sha256)
-        try:
+        with reading(self.path):
             status = os.fstat(self.descriptor)
-        except OSError as error:
-            raise unreadable(self.path, error) from None
         signature = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
         if _verified.get(key) != signature:
             verify_shard(self.path, self.shard, self.descriptor, self._sample_bytes)
@@ -111,10 +110,8 @@ class ShardFile:
             sample, inside = divmod(position, self._sample_bytes)
             part = view[: self._sample_bytes - inside]
             offset = sample * tar_stride(self._sample_bytes) + TAR_HEADER + inside
-            try:
+            with reading(self.path):
                 count = read_at(self.descriptor, part, offset)
-            except OSError as error:
-                raise unreadable(self.path, error) from None
             if count < len(part):
                 problem = f"this shard is damaged: sample {sample} is cut off at byte {offset + count}"
                 raise DataError(self.path, problem, AGAIN)

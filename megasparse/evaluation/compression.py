@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from decimal import Decimal, localcontext
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -39,7 +39,7 @@ from megasparse.attention.observation import each_call
 from megasparse.data.tokenizers import Tokenizer
 from megasparse.errors import ConfigError, DataError
 from megasparse.evaluation.bits_per_dim import refuse_leaks
-from megasparse.evaluation.outputs import whole_file
+from megasparse.evaluation.outputs import write_output
 from megasparse.evaluation.results import restore, trained_tokenizer
 from megasparse.files import read_file
 from megasparse.model.decoder import Decoder
@@ -268,54 +268,43 @@ def _read_varint(raw: bytes, at: int) -> tuple[int, int]:
     raise IndexError(at)
 
 
-class Coder(NamedTuple):
-    """A restored checkpoint for coding, in fp64."""
-
-    model: Any
-    tokenizer: Tokenizer
-    seed: int
-    window: int
-    digest: bytes
-
-
 def compress(checkpoint: Path, source: Path, output: Path) -> tuple[int, int, float]:
     """Compress `source` to `output`. Return the bytes before and after, and the seconds."""
     text = read(source, output)
-    coder = open_coder(checkpoint)
-    tokens = coder.tokenizer.encode(text)
-    end = coder.model.config.document_separator
+    model, tokenizer, window, seed, digest = open_coder(checkpoint)
+    tokens, end = tokenizer.encode(text), model.config.document_separator
     if end is not None and (tokens == end).any():
         raise DataError(source, f"contains the token that ends a text ({end})", "Compress the parts around it")
     started = time.monotonic()
     with tqdm(total=len(tokens), desc="compressing", unit="token", disable=None) as bar:
-        code = encode(coder.model, tokens, coder.window, coder.seed, bar.update)
-    packed = pack(code, len(tokens), text, coder.digest)
-    with whole_file(output) as file:
-        file.write(packed)
+        code = encode(model, tokens, window, seed, bar.update)
+    packed = pack(code, len(tokens), text, digest)
+    write_output(output, packed)
     return len(text), len(packed), time.monotonic() - started
 
 
 def decompress(checkpoint: Path, source: Path, output: Path) -> tuple[int, float]:
     """Restore a compressed file to `output`, if it is not damaged. Return its bytes and the seconds."""
     raw = read(source, output)
-    coder = open_coder(checkpoint)
-    code, count, crc = unpack(source, raw, coder.digest, coder.model.config.vocabulary)
+    model, tokenizer, window, seed, digest = open_coder(checkpoint)
+    code, count, crc = unpack(source, raw, digest, model.config.vocabulary)
     started = time.monotonic()
     with tqdm(total=count, desc="decompressing", unit="token", disable=None) as bar:
-        tokens = decode(coder.model, code, count, coder.window, coder.seed, bar.update)
+        tokens = decode(model, code, count, window, seed, bar.update)
     try:
-        text = coder.tokenizer.decode(tokens)
+        text = tokenizer.decode(tokens)
     except ValueError:
         raise damaged(source) from None
     if zlib.crc32(text) != crc:
         raise damaged(source)
-    with whole_file(output) as file:
-        file.write(text)
+    write_output(output, text)
     return len(text), time.monotonic() - started
 
 
-def open_coder(checkpoint: Path) -> Coder:
-    """Restore a checkpoint, which must be a strictly causal decoder with a lossless tokenizer."""
+def open_coder(checkpoint: Path) -> tuple[Any, Tokenizer, int, int, bytes]:
+    """Restore a checkpoint, which must be a strictly causal decoder with a lossless tokenizer. Return the model in
+    fp64, the tokenizer, the window, the seed and the model's digest.
+    """
     model, config, opened, _ = restore(checkpoint)
     tokenizer = trained_tokenizer(config, opened)
     if not isinstance(model, Decoder):
@@ -324,7 +313,7 @@ def open_coder(checkpoint: Path) -> Coder:
         raise ConfigError("data.tokenizer", f'"{tokenizer.name}" is not lossless', "Train with bytes or sentencepiece")
     refuse_leaks(model.leaks)
     seed, window = config.run.seed, config.evaluation_length
-    return Coder(model.double(), tokenizer, seed, window, model_digest(model, seed, window))
+    return model.double(), tokenizer, window, seed, model_digest(model, seed, window)
 
 
 def read(path: Path, output: Path) -> bytes:

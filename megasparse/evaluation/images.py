@@ -83,7 +83,7 @@ def read_picture(path: str | Path, shape: Shape) -> Tensor:
 
 def write_png(path: Path, picture: Picture) -> None:
     with replacing(path) as file:
-        Image.fromarray(np.ascontiguousarray(picture)).save(file, format="PNG")
+        Image.fromarray(picture).save(file, format="PNG")
 
 
 def sheet(
@@ -124,7 +124,7 @@ def png_bits_per_dim(stream: Stream, length: int, limit: int | None = None) -> f
     size = 0
     for first in range(0, count * length, length):
         picture = picture_of(stream.read(first, first + length), shape)
-        size += png_size(np.ascontiguousarray(picture if shape.channels == 3 else picture[:, :, 0]))
+        size += png_size(picture if shape.channels == 3 else picture[:, :, 0])
     return 8 * size / (count * length)
 
 

@@ -2,13 +2,12 @@
 
 import json
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from megasparse.errors import UserError
-from megasparse.files import replacing
+from megasparse.files import replacing, write_file
 
 HINT = "Make room, or choose another"
 
@@ -30,20 +29,17 @@ def require_writable(*paths: Path | None, sources: Sequence[str] = ()) -> None:
             raise UserError(f"{path}: the folder is not writable. {HINT}")
 
 
-@contextmanager
-def whole_file(path: Path) -> Iterator[IO[bytes]]:
-    """Write a file through `files.replacing` and create its folder. Raises UserError."""
+def write_output(path: Path, content: bytes | str) -> None:
+    """Write a file by `files.write_file` and create its folder. Raises UserError."""
     require_writable(path)
     try:
-        with replacing(path) as out:
-            yield out
+        write_file(path, content)
     except OSError as error:
         raise UserError(f"{path}: cannot be written ({error.strerror or error}). {HINT}") from None
 
 
 def write_json(path: Path, result: dict[str, Any]) -> None:
-    with whole_file(path) as out:
-        out.write(json.dumps(result, indent=2).encode() + b"\n")
+    write_output(path, json.dumps(result, indent=2) + "\n")
 
 
 # Figures: SVGs in mid-tones on a transparent ground, legible on light and dark pages

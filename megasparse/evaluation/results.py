@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
@@ -47,11 +47,16 @@ def restore(directory: str | Path, overrides: Sequence[str] = ()) -> tuple[Model
     run = config.run.model_copy(update={"engine": "torch" if alone else "deepspeed"})
     ranks = start_ranks(run, config.parallel.sequence)
     model = build_model(config.model, config.run.seed)
+    return load_for_evaluation(model, checkpoint, config.training.precision, ranks), config, checkpoint, ranks
+
+
+def load_for_evaluation(model: Any, checkpoint: Checkpoint, precision: str, ranks: Ranks) -> Any:
+    """Return the model with a checkpoint's weights, in a precision, on the device of its rank."""
     load_weights(model, checkpoint)
-    if config.training.precision == "bf16":
+    if precision == "bf16":
         for parameter in model.parameters():
             parameter.data = parameter.data.bfloat16()
-    return model.to(ranks.device).eval(), config, checkpoint, ranks
+    return model.to(ranks.device).eval()
 
 
 def trained_tokenizer(config: Config, checkpoint: Checkpoint) -> Tokenizer:
@@ -166,15 +171,9 @@ LARGEST = 700.0  # exp of a larger number overflows float64
 BYTES, PIXELS = "bytes", "pixels"
 
 
-class Counts(NamedTuple):
-    """Numbers of scored tokens, and of their bytes and reference words if these are known."""
-
-    tokens: int
-    raw_bytes: int | None
-    words: int | None
-
-
-def measures(nats: float, counts: Counts, tokenizer: str) -> dict[str, float | None]:
+def measures(
+    nats: float, tokens: int, raw_bytes: int | None, words: int | None, tokenizer: str
+) -> dict[str, float | None]:
     """Return the usual measures for the tokenizer, the primary one first. None if the count is unknown or a perplexity
     overflows, as for text with almost no words.
     """
@@ -186,13 +185,13 @@ def measures(nats: float, counts: Counts, tokenizer: str) -> dict[str, float | N
         return None if count is None or nats > LARGEST * count else math.exp(nats / count)
 
     primary = "bits_per_dim" if tokenizer in (BYTES, PIXELS) else "bits_per_token"
-    values = {primary: bits(counts.tokens)}
+    values = {primary: bits(tokens)}
     if tokenizer == PIXELS:
         return values
-    values["bits_per_byte"] = bits(counts.raw_bytes)
+    values["bits_per_byte"] = bits(raw_bytes)
     if tokenizer != BYTES:
-        values["token_perplexity"] = perplexity(counts.tokens)
-    return values | {"word_perplexity": perplexity(counts.words)}
+        values["token_perplexity"] = perplexity(tokens)
+    return values | {"word_perplexity": perplexity(words)}
 
 
 def evaluate_decoder(
@@ -209,17 +208,17 @@ def evaluate_decoder(
     shape = image_shape(protocol.sequence_length) if kind == PIXELS else None
     scores = score_seeds(decoder, stream, protocol, batch, limit, ranks)
     dims = scores[0].dims
-    counts = Counts(dims, dims if kind == BYTES else None, None)
+    raw_bytes, words = dims if kind == BYTES else None, None
     missing = f"known only for the whole split, of which {dims:,} of {stream.tokens:,} tokens were scored"
     if dims == stream.tokens:
-        raw_bytes = counts.raw_bytes if protocol.split_bytes is None else protocol.split_bytes
-        counts = Counts(dims, raw_bytes or None, protocol.split_words or None)
+        raw_bytes = (raw_bytes if protocol.split_bytes is None else protocol.split_bytes) or None
+        words = protocol.split_words or None
         missing = "the index of the data does not contain it"
     nats, correct = (math.fsum(sums) / len(scores) for sums in zip(*((s.nats, s.correct) for s in scores), strict=True))
-    numbers = measures(nats, counts, kind)
-    by_seed = [measures(score.nats, counts, kind) for score in scores]
+    numbers = measures(nats, dims, raw_bytes, words, kind)
+    by_seed = [measures(score.nats, dims, raw_bytes, words, kind) for score in scores]
     deviations = {name: _deviation([values[name] for values in by_seed]) for name in numbers}
-    known = {"bits_per_byte": counts.raw_bytes, "word_perplexity": counts.words}
+    known = {"bits_per_byte": raw_bytes, "word_perplexity": words}
     reasons = _no_code_length(decoder, protocol, ranks)
     facts: dict[str, Any] = {
         "symbols": f"tokens of {kind}",
@@ -239,8 +238,8 @@ def evaluate_decoder(
         "accuracy": correct / dims,
         "nats": nats,
         "dims": dims,
-        "bytes": counts.raw_bytes,
-        "words": counts.words,
+        "bytes": raw_bytes,
+        "words": words,
         "standard_deviation": next(iter(deviations.values())),
         "standard_deviations": deviations,
     }

@@ -100,7 +100,12 @@ def texts(
             "it is missing, but an encoder-decoder needs a source",
             "Give --source TEXT or --source-file FILE",
         )
-    read = [_source(text, number, config, tokenizer) for number, text in enumerate(sources, 1)]
+    read = list[Tensor]()
+    for number, text in enumerate(sources, 1):
+        read.append(torch.cat([tokenizer.encode(text), torch.tensor([separator])]))
+        if len(read[-1]) > config.model.source.length:
+            problem = f"number {number} is {len(read[-1])} tokens long, with its end token"
+            raise ConfigError("--source", problem, f"Shorten it to model.source.length = {config.model.source.length}")
     return writer.of_sources(model, read, prompt.to(device), config.model.padding_token)
 
 
@@ -155,12 +160,3 @@ def _separator(tokenizer: Tokenizer, config: Config) -> int:
             "Train on pairs of texts with it",
         )
     return separator
-
-
-def _source(text: bytes, number: int, config: Config, tokenizer: Tokenizer) -> Tensor:
-    assert config.model.source is not None
-    tokens = torch.cat([tokenizer.encode(text), torch.tensor([_separator(tokenizer, config)])])
-    if len(tokens) > config.model.source.length:
-        problem = f"number {number} is {len(tokens)} tokens long, with its end token"
-        raise ConfigError("--source", problem, f"Shorten it to model.source.length = {config.model.source.length}")
-    return tokens

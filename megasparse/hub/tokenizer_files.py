@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from megasparse.config.schema import Config, ModelConfig
-from megasparse.data.tokenizers import BEGIN, MASK, NAMED, PADDING, SEPARATOR, Tokenizer, build_tokenizer
+from megasparse.data.tokenizers import build_tokenizer
 from megasparse.data.tokenizers.huggingface import alphabet
 from megasparse.data.tokenizers.sentence_piece import GRID
 from megasparse.data.tokenizers.simple import END, UNKNOWN
+from megasparse.data.tokenizers.tokenizer import BEGIN, MASK, NAMED, PADDING, SEPARATOR, Tokenizer
 from megasparse.errors import HubError
 from megasparse.files import read_file
 

@@ -157,17 +157,20 @@ def side_by_side(rows: Sequence[Any], limit: int | None = None, fill: int = 0) -
     return torch.from_numpy(table), torch.tensor([len(row) for row in rows])
 
 
+def pad(sequences: Sequence[Segments], limit: int) -> Padded:
+    tokens, lengths = side_by_side([sequence.tokens for sequence in sequences], limit)
+    types, _ = side_by_side([sequence.types for sequence in sequences], limit)
+    return Padded(tokens, types, lengths.clamp(min=1))
+
+
 def collate(examples: Sequence[EncodedExample], limit: int) -> Inputs:
     """Pad sequences to a batch of at most `limit` tokens each. An example without tokens reads the id 0."""
-    labels, sequences = None, []
+    labels = None
     if all(example.label is not None for example in examples):
         labels = torch.tensor([example.label for example in examples])
         labels = labels.float() if labels.is_floating_point() else labels
-    for tower in zip(*(example.sequences for example in examples), strict=True):
-        tokens, lengths = side_by_side([sequence.tokens for sequence in tower], limit)
-        types, _ = side_by_side([sequence.types for sequence in tower], limit)
-        sequences.append(Padded(tokens, types, lengths.clamp(min=1)))
-    return Inputs(tuple(sequences), labels)
+    towers = zip(*(example.sequences for example in examples), strict=True)
+    return Inputs(tuple(pad(tower, limit) for tower in towers), labels)
 
 
 class ExampleBatches(Steps):

@@ -99,8 +99,7 @@ class RowTask(Task):
 
     def rows(self, file: Path) -> Rows:
         settings = {name: value for name in ("columns", "mark") if (value := getattr(self.entry, name))}
-        rows: Rows = FUNCTIONS[self.entry.rows](file, **settings)
-        return rows
+        return FUNCTIONS[self.entry.rows](file, **settings)
 
     def read(self, file: Path) -> Iterator[Example]:
         file, part = split_name(file)
@@ -426,5 +425,4 @@ def build_task(config: "TaskConfig") -> Task:
         row_task: type[RowTask] = {"RowTask": RowTask, "Table": Table, "ParallelText": ParallelText}[entry.reader]
         return row_task(config, entry)
     module, _, kind = entry.partition(":")
-    task: Task = getattr(importlib.import_module(f"megasparse.tasks.readers.{module}"), kind)(config)
-    return task
+    return getattr(importlib.import_module(f"megasparse.tasks.readers.{module}"), kind)(config)

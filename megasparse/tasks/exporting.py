@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from megasparse.config.schema import Config, DataConfig, ModelConfig
-from megasparse.data.tokenizers import BEGIN, NAMED, PADDING, SEPARATOR
+from megasparse.data.tokenizers.tokenizer import BEGIN, NAMED, PADDING, SEPARATOR
 from megasparse.errors import ConfigError, HubError
 from megasparse.files import read_file
 from megasparse.hub import export

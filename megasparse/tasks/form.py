@@ -194,10 +194,7 @@ def column(values: Sequence[Any]) -> np.ndarray:
     """Return the values as an array (N,): numbers, or objects for other types."""
     if all(isinstance(value, int | float | np.number) for value in values):
         return np.array(values)
-    objects = np.empty(len(values), dtype=object)
-    for index, value in enumerate(values):  # assigned at once, arrays of one shape would be unpacked
-        objects[index] = value
-    return objects
+    return np.fromiter(values, dtype=object, count=len(values))  # np.array would unpack arrays of one shape
 
 
 def cut(parts: list[np.ndarray], room: int) -> list[np.ndarray]:

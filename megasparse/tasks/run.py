@@ -23,7 +23,8 @@ from megasparse.config.finetuning import FinetuneConfig
 from megasparse.data.batches import Steps, check_shares
 from megasparse.data.order import permutation
 from megasparse.errors import CheckpointError, ConfigError, DataError, UserError, did_you_mean
-from megasparse.evaluation.outputs import whole_file
+from megasparse.evaluation.outputs import write_output
+from megasparse.evaluation.results import load_for_evaluation
 from megasparse.ops.random import EVALUATION_STEP, RngContext
 from megasparse.settings.load import build_settings
 from megasparse.tasks.batches import EncodedExample, ExampleBatches
@@ -36,7 +37,7 @@ from megasparse.tasks.forms.texts import TextForm, TokenBatches, packed, sizes_o
 from megasparse.tasks.metrics import METRICS, RESAMPLES, bootstrap_interval, require_metrics, signature, t_interval
 from megasparse.tasks.start import COPY, FOLDER, Start, body_of_run, open_start, require_length
 from megasparse.tasks.task import Example, SourceLocation, Task, chosen_files, sha256_of, split_files
-from megasparse.training.checkpoints.checkpoint import Checkpoint, load_weights
+from megasparse.training.checkpoints.checkpoint import Checkpoint
 from megasparse.training.checkpoints.manifest import find_checkpoint, read_manifest
 from megasparse.training.engines.contract import Engine
 from megasparse.training.ranks import Ranks, RunHooks, check_stop, start_ranks
@@ -89,13 +90,9 @@ def restore_task(directory: str | Path, overrides: Sequence[str] = (), task: str
         raise CheckpointError(run / FOLDER, "its tokenizer is not the one of the checkpoint's training", COPY)
     require_length(config, body)
     ranks = start_ranks(config.run.model_copy(update={"engine": "torch"}))
-    model = form.model(body)
-    load_weights(model, checkpoint)
-    if config.training.precision == "bf16":
-        for parameter in model.parameters():
-            parameter.data = parameter.data.bfloat16()
+    model = load_for_evaluation(form.model(body), checkpoint, config.training.precision, ranks)
     form.prepare(body, tokenizer)
-    return Finetuned(model.to(ranks.device).eval(), form, config, checkpoint, ranks)
+    return Finetuned(model, form, config, checkpoint, ranks)
 
 
 def chosen_checkpoint(directory: Path) -> Path:
@@ -395,9 +392,7 @@ def require_form(path: Path) -> None:
 def write_predictions(path: Path, rows: Sequence[Row]) -> None:
     """Write a file in the format of its suffix. Raises DataError if the format cannot contain a name."""
     require_form(path)
-    content = WRITERS[path.suffix](rows)
-    with whole_file(path) as stream:
-        stream.write(content.encode())
+    write_output(path, WRITERS[path.suffix](rows))
 
 
 LIBRARIES = ("torch", "numpy", "scipy", "scikit-learn", "sacrebleu", "rouge-score", "tokenizers")

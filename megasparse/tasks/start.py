@@ -16,7 +16,8 @@ from megasparse.config.attention import AttentionConfig
 from megasparse.config.finetuning import FinetuneConfig
 from megasparse.config.messages import show
 from megasparse.config.schema import ModelConfig
-from megasparse.data.tokenizers import NAMED, Tokenizer, build_tokenizer, words_of
+from megasparse.data.tokenizers import build_tokenizer
+from megasparse.data.tokenizers.tokenizer import NAMED, Tokenizer, words_of
 from megasparse.errors import CheckpointError, ConfigError, FileError, HubError
 from megasparse.files import file_sha256, read_file, write_file
 from megasparse.model.build import empty_model, initialise

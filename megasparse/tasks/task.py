@@ -107,9 +107,9 @@ class Task(ABC):
 def examples_of(
     file: Path,
     rows: Iterable[tuple[SourceLocation, Any]],
-    convert: Callable[[Any, SourceLocation, str], Example],
+    convert: Callable[[Any, SourceLocation, str], Any],
     part: str | None = None,
-) -> Iterator[Example]:
+) -> Iterator[Any]:
     """Yield the examples of a part of an official file. Malformed rows are skipped, and listed on stderr at the end.
 
     rows: with their locations; a DataError for a malformed row. convert: converts a row, its location and its index.

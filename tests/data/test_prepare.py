@@ -170,7 +170,7 @@ def test_from_any_place_on_the_stream_is_the_same_and_nothing_before_is_encoded(
     pieces = [piece for document in documents() for piece in document if piece]
 
     encoder = Counting(end)
-    stream = TokenStream(lazily(), encoder, Workers(encoder.encode, 1), StreamPosition())
+    stream = TokenStream(lazily(), encoder, Workers(encoder.item, 1), StreamPosition())
     places, found = [stream.position], b""
     while part := stream.read(size):
         found += part
@@ -182,7 +182,7 @@ def test_from_any_place_on_the_stream_is_the_same_and_nothing_before_is_encoded(
 
     for number, place in enumerate(places):
         encoder = Counting(end)
-        stream = TokenStream(lazily(), encoder, Workers(encoder.encode, 1), place)
+        stream = TokenStream(lazily(), encoder, Workers(encoder.item, 1), place)
         assert stream.position == place
         assert stream.read(1 << 20) == whole[number * size :]
         assert stream.position == total

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from megasparse.config.finetuning import FinetuneConfig
-from megasparse.data.tokenizers import build_tokenizer, words_of
+from megasparse.data.tokenizers import build_tokenizer
+from megasparse.data.tokenizers.tokenizer import words_of
 from megasparse.errors import ConfigError, DataError
 from megasparse.model.build import build_model
 from megasparse.settings.checks import check

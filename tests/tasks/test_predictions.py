@@ -3,6 +3,7 @@
 import csv
 import json
 import math
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +15,7 @@ import torch
 
 from megasparse.config.finetuning import FinetuneConfig
 from megasparse.errors import ConfigError, UserError
-from megasparse.evaluation.outputs import require_writable, whole_file
+from megasparse.evaluation.outputs import require_writable, write_output
 from megasparse.tasks.batches import EncodedExample, Segments
 from megasparse.tasks.form import Form, column
 from megasparse.tasks.run import Prediction, answers, predict_examples, predictions, validation, write_predictions
@@ -99,15 +100,19 @@ def test_unrepresentable_predictions_are_rejected_and_the_old_file_stays(tmp_pat
     assert len((tmp_path / "out.jsonl").read_text().splitlines()) == 3
 
 
-def test_outputs_are_rejected_before_the_work(tmp_path):
+def test_outputs_are_rejected_before_the_work(tmp_path, monkeypatch):
     file = tmp_path / "file"
     file.write_text("")
     for path, message in ((tmp_path, "a folder"), (file / "out.csv", "cannot be written"), (file, "is an input file")):
         with pytest.raises(UserError, match=message):
             require_writable(None, path, sources=[str(tmp_path / "." / "file")])
-    with pytest.raises(UserError, match=r"cannot be written \(No space"), whole_file(tmp_path / "out") as out:
-        out.write(b"half")
+
+    def full(descriptor):
         raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(UserError, match=r"cannot be written \(No space"):
+        write_output(tmp_path / "out", b"half")
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 

@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import groupby
+from itertools import groupby, islice
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, ClassVar
@@ -26,12 +26,12 @@ from megasparse.data.corpora.corpus import (
     lines,
     option,
 )
-from megasparse.data.corpora.records import EMPTY, Records, Texts, Unfit
+from megasparse.data.corpora.records import EMPTY, Invalid, Records, Texts, Unfit
 from megasparse.data.corpora.source import Part, read
-from megasparse.data.corpora.tables import LONGEST_TEXT, SURROGATE, TOO_LONG, JsonLinesCorpus, json_object
+from megasparse.data.corpora.tables import LONGEST_TEXT, JsonLinesCorpus, json_object, json_records
 from megasparse.data.encoders import Encoded, PieceEncoder
 from megasparse.data.index_file import SEPARATOR
-from megasparse.data.tokenizers import Tokenizer, build_tokenizer
+from megasparse.data.tokenizers import build_tokenizer
 from megasparse.errors import ConfigError, DataError, one_line, positive, report_line
 from megasparse.files import CONVERSATION_END, UNSCORED
 
@@ -56,13 +56,6 @@ KEY = 4
 """Characters by which the end of a turn is searched."""
 FORM = 'write {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}'
 MARK = "or mark the answers in the chat template with {% generation %}"
-
-
-class Invalid(Exception):
-    """A conversation that cannot be used."""
-
-    def __init__(self, reason: str, hint: str):
-        self.unfit = Unfit(reason, damaged=True, hint=hint)
 
 
 class Chats(JsonLinesCorpus):
@@ -127,23 +120,21 @@ def packed(conversations: Iterable[np.ndarray], length: int, filler: int) -> Ite
     """Yield records of `length` tokens, whose rest is `filler`. A conversation goes whole into the fullest record that
     has room for it; longer ones than a record are cut at their end.
     """
-    records: list[tuple[int, list[np.ndarray]]] = []
+    records: list[np.ndarray] = []
 
-    def filled(size: int, parts: list[np.ndarray]) -> bytes:
-        return np.concatenate([*parts, np.full(length - size, filler, "<u4")]).tobytes()
+    def filled(record: np.ndarray) -> bytes:
+        return np.pad(record, (0, length - len(record)), constant_values=filler).tobytes()
 
     for conversation in conversations:
         tokens = conversation[:length]
-        room = [record for record in records if record[0] + len(tokens) <= length]
-        record = max(room, key=itemgetter(0), default=(0, []))
-        records = [other for other in records if other is not record]
-        records.append((record[0] + len(tokens), [*record[1], tokens]))
-        fullest = max(records, key=itemgetter(0))
-        if fullest[0] == length or len(records) > OPEN_RECORDS:
+        room = [record for record in records if len(record) + len(tokens) <= length]
+        record = max(room, key=len, default=tokens[:0])
+        records = [*(other for other in records if other is not record), np.append(record, tokens)]
+        fullest = max(records, key=len)
+        if len(fullest) == length or len(records) > OPEN_RECORDS:
             records = [other for other in records if other is not fullest]
-            yield filled(*fullest)
-    for record in records:
-        yield filled(*record)
+            yield filled(fullest)
+    yield from map(filled, records)
 
 
 def is_chat(record: Any) -> bool:
@@ -152,23 +143,20 @@ def is_chat(record: Any) -> bool:
     return isinstance(record, dict) and any(all(record.get(key) is not None for key in keys) for keys in forms)
 
 
-def contains_chats(parts: Iterable[Part], most: int = 100) -> bool:
-    """True if one of the first lines of some file is a conversation."""
-    heads = (line for part in parts for _, (_, line) in zip(range(most), lines(read(part), LONGEST_TEXT), strict=False))
-    return any(is_chat(json_object(line)) for line in heads if line)
+def contains_chats(parts: Iterable[Part]) -> bool:
+    """True if one of the first 100 lines of some file is a conversation."""
+    heads = (islice(lines(read(part), LONGEST_TEXT), 100) for part in parts)
+    return any(is_chat(json_object(line)) for head in heads for _, line in head if line)
 
 
 def _renderer(settings: CorpusSettings) -> "Renderer":
     tokenizer, start = settings["tokenizer"], settings.get("start_token")
-    return Renderer(tokenizer, settings["length"], _first_token(tokenizer) if start is None else start)
-
-
-def _first_token(tokenizer: str) -> int:
-    package = _chat_tokenizer(tokenizer)
-    token = package.eos_token_id if package.bos_token_id is None else package.bos_token_id
-    if token is None:
+    if start is None:
+        package = _chat_tokenizer(tokenizer)
+        start = package.eos_token_id if package.bos_token_id is None else package.bos_token_id
+    if start is None:
         raise ConfigError("--start-token", f"{tokenizer} defines neither bos_token nor eos_token", "Give its id")
-    return int(token)
+    return Renderer(tokenizer, settings["length"], start)
 
 
 @lru_cache(maxsize=1)
@@ -192,9 +180,7 @@ def _chat_tokenizer(file: str) -> Any:
     return tokenizer
 
 
-@lru_cache(maxsize=1)
-def _text_tokenizer(file: str) -> Tokenizer:
-    return build_tokenizer(file)
+_text_tokenizer = lru_cache(maxsize=1)(build_tokenizer)
 
 
 @dataclass(frozen=True)
@@ -208,25 +194,11 @@ class Renderer:
     """First token of the model's sequences."""
 
     def __call__(self, part: Part, column: str) -> Records:
-        """Yield (number of the line, its tokens as bytes or why it has none)."""
-        for number, line in lines(read(part), LONGEST_TEXT):
-            if line is None:
-                yield number, TOO_LONG
-            elif line.strip():
-                try:
-                    yield number, self.tokens(line)
-                except Invalid as error:
-                    yield number, error.unfit
-                except UnicodeEncodeError:
-                    yield number, SURROGATE
-                except ConfigError as error:
-                    raise DataError(part, f"line {number}: {error.problem}", error.hint) from None
+        return json_records(part, self.tokens)
 
-    def tokens(self, line: bytes) -> bytes | Unfit:
+    def tokens(self, record: dict[str, Any]) -> bytes | Unfit:
         """Return the marked tokens, uint32. Raises Invalid, and ConfigError without a chat template."""
-        record, tokenizer = json_object(line), _text_tokenizer(self.file)
-        if isinstance(record, Unfit):
-            return record
+        tokenizer = _text_tokenizer(self.file)
         if not is_chat(record) and isinstance(text := record.get("text"), str):
             if not text.strip():
                 return EMPTY
@@ -261,9 +233,8 @@ class Renderer:
         messages, tools = json.loads(quoted)
 
         def render(count: int, prompt: bool = False, answers: Sequence[Any] = ()) -> str:
-            options = {"tools": tools, "tokenize": False, "add_generation_prompt": prompt}
-            text: str = tokenizer.apply_chat_template([*messages[:count], *answers], **options)
-            return text
+            shown = [*messages[:count], *answers]
+            return tokenizer.apply_chat_template(shown, tools=tools, tokenize=False, add_generation_prompt=prompt)
 
         try:
             if GENERATION.search(tokenizer.get_chat_template(None, tools)):

@@ -5,6 +5,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fractions import Fraction
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -108,7 +109,7 @@ class TextCorpus(Corpus):
 
 
 def as_bytes(settings: CorpusSettings) -> bool:
-    return bool(settings.get("tokenizer", "bytes") == "bytes")
+    return settings.get("tokenizer", "bytes") == "bytes"
 
 
 def require_full(source: Source, counts: Mapping[str, int], amount: str) -> None:
@@ -137,12 +138,7 @@ def split_sizes(split: str, total: int) -> dict[str, int]:
 
 
 def split_at(byte: int, sizes: Mapping[str, int]) -> str:
-    stop = 0
-    for name, size in sizes.items():
-        stop += size
-        if byte < stop:
-            return name
-    raise AssertionError(f"byte {byte} is behind the end")
+    return next(name for name, stop in zip(sizes, accumulate(sizes.values()), strict=True) if byte < stop)
 
 
 class ByteStream:
@@ -173,10 +169,8 @@ class ByteStream:
         return self._offset < len(self._piece)
 
 
-def cut(
-    pieces: Iterable[bytes], sizes: Mapping[str, int], whole_characters: bool = False
-) -> Iterator[tuple[str, Iterator[bytes]]]:
-    """Cut a stream into (name, stream of `size` bytes), to be consumed in order.
+def cut(pieces: Iterable[bytes], sizes: Mapping[str, int], whole_characters: bool = False) -> CorpusSplits:
+    """Cut a stream into splits of these bytes, of one document each.
 
     whole_characters: move a border inside a UTF-8 character to its end.
     """
@@ -190,35 +184,30 @@ def cut(
 
     for name, size in sizes.items():
         stop += size
-        yield name, take(stop)
+        yield name, [text_pieces(take(stop))]
     while stream.read(PIECE):  # to its end, which detects a source that changed meanwhile
         pass
 
 
-LINE = re.compile(rb"\S[^\n]*")
+PART_OF_LINE = re.compile(rb"\n(?:\s*\n)?|[^\n]+")
+"""Text within one line, or its end and all blank lines after it, of which hostile files contain millions."""
 
 
 def lines(pieces: Iterable[bytes], longest: int) -> Iterator[tuple[int, bytes | None]]:
     """Yield (number from 1 on, line without its end and leading white space) of each line that is not blank, and of the
-    last one in any case; None for more than `longest` bytes. Blank lines take 1 ns per byte.
+    last one in any case; None for more than `longest` bytes.
     """
     number, parts, size = 1, list[bytes](), 0
     for piece in pieces:
-        head, newline, tail = piece.rpartition(b"\n")
-        if newline:
-            if size:
-                stop = piece.index(b"\n")
-                yield number, b"".join([*parts, piece[:stop]]) if size + stop <= longest else None
-                parts, size, head = [], 0, head[stop:]
-            position = 0
-            for match in LINE.finditer(head):
-                start, stop = match.span()
-                number, position = number + head.count(b"\n", position, start), start
-                yield number, match[0] if stop - start <= longest else None
-            number += head.count(b"\n", position) + 1
-        tail = tail if size else tail.lstrip()
-        size += len(tail)
-        parts = [] if size > longest else [*parts, tail]
+        for part in PART_OF_LINE.findall(piece):
+            if part[:1] == b"\n":
+                if size:
+                    yield number, b"".join(parts) if size <= longest else None
+                number, parts, size = number + part.count(b"\n"), [], 0
+            else:
+                part = part if size else part.lstrip()
+                size += len(part)
+                parts = [*parts, part] if size <= longest else []
     yield number, b"".join(parts) if size <= longest else None
 
 

@@ -43,11 +43,8 @@ def download_all(location: str, folder: Path, suffixes: Sequence[str]) -> list[t
     if location.startswith("hf://") and not PINNED.match(location):
         raise ConfigError("--source", f"{location} names no revision", "Write hf://datasets/OWNER/NAME@COMMIT/...")
     check_url(location.partition("?")[0])  # presigned URLs contain a query
-    try:
-        with locked(folder, "downloading"):
-            return _download_all(location, folder, suffixes)
-    except OSError as error:
-        raise DataError(folder, f"cannot be written: {error.strerror or error}", "Run the command again") from None
+    with locked(folder, "downloading"):
+        return _download_all(location, folder, suffixes)
 
 
 def _download_all(location: str, folder: Path, suffixes: Sequence[str]) -> list[tuple[Path, str]]:

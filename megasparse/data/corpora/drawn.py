@@ -3,7 +3,7 @@
 import argparse
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 
@@ -30,8 +30,8 @@ class DrawnCorpus(Corpus):
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         super().add_arguments(parser)
         parser.set_defaults(source=[])
-        size: dict[str, Any] = {"type": int, "dest": "sample_bytes", "metavar": "BYTES"}
-        parser.add_argument("--length", default=self.LENGTH, help=f"{self.LENGTH_HELP} (default: %(default)s)", **size)
+        help = f"{self.LENGTH_HELP} (default: %(default)s)"
+        parser.add_argument("--length", type=int, dest="sample_bytes", metavar="BYTES", default=self.LENGTH, help=help)
         counts = f"for training (default: %(default)s); validation and test have {self.HELD_OUT} each"
         parser.add_argument("--sequences", type=int, default=self.SEQUENCES, help=counts)
         parser.add_argument("--seed", type=int, default=0, help="of the draws (default: %(default)s)")

@@ -14,7 +14,7 @@ import sys
 import tarfile
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import cache, partial
 from itertools import islice, zip_longest
@@ -45,6 +45,7 @@ from megasparse.data.corpora.source import (
     Source,
     is_hidden,
     open_zip,
+    reading,
     reason,
     refuse_bomb,
     report_left_out,
@@ -84,7 +85,7 @@ class PixelEncoder(PieceEncoder):
             tokens = np.frombuffer(decode(name.decode(), content, self.side), dtype=np.uint8)
         else:  # (images, 3, S, S) -> (images, S, S, 3)
             planes = np.frombuffer(content, dtype=np.uint8).reshape(-1, 3, self.side, self.side)
-            tokens = np.ascontiguousarray(planes.transpose(0, 2, 3, 1)).reshape(-1)
+            tokens = planes.transpose(0, 2, 3, 1).reshape(-1)
         return Encoded(tokens, tokens.size, 0)
 
 
@@ -197,7 +198,7 @@ def _members(path: Path, around: tuple[str, ...]) -> Iterator[ImageFile]:
 
 
 def _zip_members(part: Part, around: tuple[str, ...]) -> Iterator[ImageFile]:
-    with reading(part.path):
+    with unpacking(part.path):
         infos = open_zip(part.path).infolist()
     for info in infos:
         name, member = PurePosixPath(info.filename), replace(part, member=info.filename, crc32=info.CRC)
@@ -223,7 +224,7 @@ def members(path: Path, most: int = 1 << 26) -> Iterator[tuple[tarfile.TarInfo, 
     TarFile's own iterator takes a broken header for the end, and holds all that it has seen.
     """
     with ExitStack() as stack:
-        with reading(path):
+        with unpacking(path):
             file: Any = stack.enter_context(open_file(path))
             size, magic = os.fstat(file.fileno()).st_size, file.peek(2)[:2]
             mode: Any = {b"\x1f\x8b": "r:gz", b"BZ": "r:bz2", b"\xfd7": "r:xz"}.get(magic, "r:")
@@ -231,7 +232,7 @@ def members(path: Path, most: int = 1 << 26) -> Iterator[tuple[tarfile.TarInfo, 
         assert tar.fileobj is not None
         tar.offset = 0
         while True:
-            with reading(path):
+            with unpacking(path):
                 tar.fileobj.seek(start := tar.offset)
                 try:
                     member = TarHeader.fromtarfile(tar)
@@ -244,7 +245,7 @@ def members(path: Path, most: int = 1 << 26) -> Iterator[tuple[tarfile.TarInfo, 
                 refuse_bomb(path, tar.offset, size)
 
             def read(member: tarfile.TarInfo = member) -> bytes:
-                with reading(path):
+                with unpacking(path):
                     file = tar.extractfile(member)
                     assert file is not None  # it is a regular file
                     return file.read(most)
@@ -252,13 +253,12 @@ def members(path: Path, most: int = 1 << 26) -> Iterator[tuple[tarfile.TarInfo, 
             yield member, read
 
 
-@contextmanager
-def reading(path: Path) -> Iterator[None]:
-    """Convert exceptions for a damaged file to DataError."""
-    try:
-        yield
-    except (*UNREADABLE, ValueError, tarfile.TarError) as error:
-        raise DataError(path, f"this archive cannot be read: {reason(error)}", "Get it again") from None
+unpacking = partial(
+    reading,
+    errors=(*UNREADABLE, ValueError, tarfile.TarError),
+    problem="this archive cannot be read",
+    hint="Get it again",
+)
 
 
 SHARED_OUT = {

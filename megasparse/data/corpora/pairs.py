@@ -6,7 +6,7 @@ import argparse
 import hashlib
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import groupby, islice, product, repeat
+from itertools import chain, groupby, islice, product, repeat
 from typing import Any, ClassVar
 
 import numpy as np
@@ -155,10 +155,11 @@ def text_documents(source: Source, ends: str) -> Iterator[tuple[int, bytes]]:
     for part in source.parts:
         text_lines: list[bytes] = []
         size, start = 0, -1
-        for line in (line for piece in text_pieces(part.pieces()) for line in piece.splitlines(keepends=True)):
+        part_lines = (line for piece in text_pieces(part.pieces()) for line in piece.splitlines(keepends=True))
+        for line in chain(part_lines, [b""]):
             text = line.strip()
             border = not text if ends == "empty-lines" else ends == "doc-tags" and _TAG.match(text) is not None
-            if text_lines and (border or size + len(text) + 2 > PIECE):
+            if text_lines and (border or not line or size + len(text) + 2 > PIECE):
                 yield start, b"\n".join([*text_lines, b"", b""])
                 text_lines, size = [], 0
             if border:
@@ -168,8 +169,6 @@ def text_documents(source: Source, ends: str) -> Iterator[tuple[int, bytes]]:
                 text_lines.append(text)
                 size += len(text) + 1
             position += len(line)
-        if text_lines:
-            yield start, b"\n".join([*text_lines, b"", b""])
 
 
 def sentences(line: str) -> list[str]:
@@ -225,8 +224,8 @@ class Parallel(Corpus):
         for split, side in product(NAMES, SIDES):
             option = f"--{side}" if split == "train" else f"--{split}-{side}"
             help = f"{split}: files with one sentence per line; .gz, .bz2 and .xz are decompressed"
-            settings: dict[str, Any] = {"dest": "source", "action": Files, "role": f"{split} {side}", "help": help}
-            parser.add_argument(option, required=split == "train", **settings)
+            required, role = split == "train", f"{split} {side}"
+            parser.add_argument(option, dest="source", action=Files, required=required, role=role, help=help)
 
     def encoder(self, settings: CorpusSettings) -> "ParallelEncoder":
         return ParallelEncoder(settings["tokenizer"], settings["source_length"], settings["target_length"])

@@ -54,6 +54,13 @@ class Unfit(NamedTuple):
     hint: str = "check the source and its column"
 
 
+class Invalid(Exception):
+    """A record that cannot be used."""
+
+    def __init__(self, reason: str, hint: str):
+        self.unfit = Unfit(reason, damaged=True, hint=hint)
+
+
 Records = Iterator[tuple[int, bytes | Unfit]]
 """(position of the record from 1 on, its text in UTF-8 or why it has none), in order."""
 Texts = Callable[[Part, str], Records]
@@ -163,73 +170,6 @@ class RecordSource(Source):
     facts: Mapping[str, Any]
     """Further entries of index.json."""
 
-    @classmethod
-    def examine(
-        cls,
-        locations: Sequence[str],
-        parts: Sequence[Part],
-        texts: Texts,
-        settings: CorpusSettings,
-        workers: int,
-        *,
-        member: str | None = None,
-        file_splits: Sequence[str] = (),
-        facts: Mapping[str, Any] | None = None,
-    ) -> "RecordSource":
-        """Read all files, in `workers` processes, and choose the texts that the corpus' settings ask for.
-
-        file_splits: split of each file, if files belong to splits. Raises ConfigError for settings that do not fit;
-        DataError for an unreadable file, more damaged records than MOST_DAMAGED, and if no text is left.
-        """
-        least, most = settings.get("min_bytes") or 1, settings.get("max_bytes") or float("inf")
-        if least > most:
-            raise ConfigError("--min-bytes", f"{least} is above --max-bytes {most}", "Give a smaller one")
-        copies, column = bool(settings.get("deduplicate")), settings.get("column", "")
-        reader = RecordReader(tuple(parts), texts, column, least, most, not as_bytes(settings), copies)
-        with Workers(reader.examine, min(workers, len(parts)), task_pieces=1) as pool:
-            numbers = (str(number).encode() for number in range(len(parts)))
-            files = list(tqdm(pool.map(numbers), "reading the source", len(parts), unit="file", disable=None))
-        records = sum(file.records for file in files)
-        damaged = sum(count for file in files for unfit, count in file.unfit.items() if unfit.damaged)
-        if damaged > MOST_DAMAGED * records:
-            part, first = next((part, file) for part, file in zip(parts, files, strict=True) if file.first_damaged)
-            position, unfit = first.first_damaged or (0, EMPTY)
-            share = f"{damaged:,} of {records:,} records are damaged"
-            hint = f"Up to {MOST_DAMAGED:.0%} are left out: {unfit.hint}"
-            raise DataError(part, f"{share}, the first is record {position} here: {unfit.reason}", hint)
-        lengths = np.concatenate([file.lengths for file in files])
-        is_copy = np.full(len(lengths), copies)
-        if copies:  # of each content the first is none
-            is_copy[np.unique(np.concatenate([file.copies for file in files]), return_index=True)[1]] = False
-        lengths[is_copy] = 0
-        total = int(lengths.sum())
-        if not total:
-            reasons = ", ".join(f"{count:,} {reason}" for reason, count in _by_reason(files).items()) or "no records"
-            raise DataError(" ".join(locations), f"no text is left of it ({reasons})", "Check --source")
-        texts_of_file = [len(file.lengths) for file in files]
-        if file_splits:
-            names = tuple(dict.fromkeys(file_splits))
-            splits = np.repeat([names.index(name) for name in file_splits], texts_of_file)
-        else:
-            sizes = split_sizes(settings["split"] or SPLIT, total)
-            names = tuple(sizes)
-            splits = np.searchsorted(np.cumsum([*sizes.values()]), np.cumsum(lengths) - lengths, side="right")
-        splits = np.where(is_copy, -1, splits).astype(np.int8)
-        digest = hashlib.sha256(b"".join(file.sha256 for file in files))
-        digest.update("".join(f"{name}\0" for name in file_splits).encode())
-        return cls(
-            locations=tuple(locations),
-            member=member,
-            parts=tuple(parts),
-            total_bytes=total,
-            sha256=digest.hexdigest(),
-            reader=reader,
-            examined=tuple(files),
-            names=names,
-            splits=tuple(np.split(splits, np.cumsum(texts_of_file)[:-1])),
-            facts=dict(facts or {}),
-        )
-
     def texts(self, number: int) -> Iterator[tuple[str, bytes]]:
         """Yield (split, text) of a file, without copies. Raises DataError if `examine` read other texts."""
         splits, whole = iter(self.splits[number].tolist()), hashlib.sha256()
@@ -287,10 +227,69 @@ class RecordCorpus(TextCorpus):
         return self.examine(locations, parts, settings, workers, member=member)
 
     def examine(
-        self, locations: Sequence[str], parts: Sequence[Part], settings: CorpusSettings, workers: int, **options: Any
+        self,
+        locations: Sequence[str],
+        parts: Sequence[Part],
+        settings: CorpusSettings,
+        workers: int,
+        *,
+        member: str | None = None,
+        file_splits: Sequence[str] = (),
+        facts: Mapping[str, Any] | None = None,
     ) -> RecordSource:
-        """Read all files once, see `RecordSource.examine`."""
-        return RecordSource.examine(locations, parts, self.texts(settings), settings, workers, **options)
+        """Read all files, in `workers` processes, and choose the texts that the settings ask for.
+
+        file_splits: split of each file, if files belong to splits. Raises ConfigError for settings that do not fit;
+        DataError for an unreadable file, more damaged records than MOST_DAMAGED, and if no text is left.
+        """
+        least, most = settings.get("min_bytes") or 1, settings.get("max_bytes") or float("inf")
+        if least > most:
+            raise ConfigError("--min-bytes", f"{least} is above --max-bytes {most}", "Give a smaller one")
+        copies, column = bool(settings.get("deduplicate")), settings.get("column", "")
+        reader = RecordReader(tuple(parts), self.texts(settings), column, least, most, not as_bytes(settings), copies)
+        with Workers(reader.examine, min(workers, len(parts)), task_pieces=1) as pool:
+            numbers = (str(number).encode() for number in range(len(parts)))
+            files = list(tqdm(pool.map(numbers), "reading the source", len(parts), unit="file", disable=None))
+        records = sum(file.records for file in files)
+        damaged = sum(count for file in files for unfit, count in file.unfit.items() if unfit.damaged)
+        if damaged > MOST_DAMAGED * records:
+            part, first = next((part, file) for part, file in zip(parts, files, strict=True) if file.first_damaged)
+            position, unfit = first.first_damaged or (0, EMPTY)
+            share = f"{damaged:,} of {records:,} records are damaged"
+            hint = f"Up to {MOST_DAMAGED:.0%} are left out: {unfit.hint}"
+            raise DataError(part, f"{share}, the first is record {position} here: {unfit.reason}", hint)
+        lengths = np.concatenate([file.lengths for file in files])
+        is_copy = np.full(len(lengths), copies)
+        if copies:  # of each content the first is none
+            is_copy[np.unique(np.concatenate([file.copies for file in files]), return_index=True)[1]] = False
+        lengths[is_copy] = 0
+        total = int(lengths.sum())
+        if not total:
+            reasons = ", ".join(f"{count:,} {reason}" for reason, count in _by_reason(files).items()) or "no records"
+            raise DataError(" ".join(locations), f"no text is left of it ({reasons})", "Check --source")
+        texts_of_file = [len(file.lengths) for file in files]
+        if file_splits:
+            names = tuple(dict.fromkeys(file_splits))
+            splits = np.repeat([names.index(name) for name in file_splits], texts_of_file)
+        else:
+            sizes = split_sizes(settings["split"] or SPLIT, total)
+            names = tuple(sizes)
+            splits = np.searchsorted(np.cumsum([*sizes.values()]), np.cumsum(lengths) - lengths, side="right")
+        splits = np.where(is_copy, -1, splits).astype(np.int8)
+        digest = hashlib.sha256(b"".join(file.sha256 for file in files))
+        digest.update("".join(f"{name}\0" for name in file_splits).encode())
+        return RecordSource(
+            locations=tuple(locations),
+            member=member,
+            parts=tuple(parts),
+            total_bytes=total,
+            sha256=digest.hexdigest(),
+            reader=reader,
+            examined=tuple(files),
+            names=names,
+            splits=tuple(np.split(splits, np.cumsum(texts_of_file)[:-1])),
+            facts=dict(facts or {}),
+        )
 
     def about(self, source: Any, settings: CorpusSettings) -> dict[str, Any]:
         counts = source.documents()

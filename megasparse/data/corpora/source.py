@@ -10,7 +10,7 @@ import lzma
 import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import chain
@@ -236,10 +236,8 @@ def _parts(file: Path, name: str, member: str | None, kind: Kind) -> Iterator[Pa
         return
     if file.suffix.lower() in DOCUMENTS:
         raise DataError(file, f"this is a {file.suffix.lower()} document, not plain text", EXTRACT)
-    try:
+    with reading(file):
         infos = [info for info in open_zip(file).infolist() if not info.is_dir()]
-    except UNREADABLE as error:
-        raise _unreadable(file, error) from None
     members = sorted(info.filename for info in infos)
     refuse_bomb(file, sum(info.file_size for info in infos), file.stat().st_size)
     if kind == "stream" or member is not None:
@@ -252,14 +250,12 @@ def _parts(file: Path, name: str, member: str | None, kind: Kind) -> Iterator[Pa
 
 def _is_archive(file: Path) -> bool:
     """Raise DataError for a zip archive without its end, which would be read as text."""
-    try:
+    with reading(file):
         if zipfile.is_zipfile(file):
             return True
         with open_file(file) as stream:
             if stream.read(4) == b"PK\3\4" or file.suffix.lower() == ".zip":
                 raise DataError(file, "this zip archive is damaged: its end is missing", "Get it again")
-    except OSError as error:
-        raise _unreadable(file, error) from None
     return False
 
 
@@ -297,7 +293,7 @@ def read(part: Part) -> Iterator[bytes]:
 
     Raises DataError if it cannot be read, or starts with the signature of another format.
     """
-    try:
+    with reading(part):
         compressed, size = part.path.stat().st_size, 0
         decompress = None if part.raw else DECOMPRESS.get(Path(part.member or part.path.name).suffix.lower())
         with ExitStack() as stack:
@@ -310,8 +306,6 @@ def read(part: Part) -> Iterator[bytes]:
                 size += len(piece)
                 refuse_bomb(part, size, compressed)
                 yield piece.removeprefix(codecs.BOM_UTF8) if size == len(piece) and not part.raw else piece
-    except UNREADABLE as error:
-        raise _unreadable(part, error) from None
 
 
 def _require_text(part: Part, start: bytes) -> None:
@@ -334,11 +328,20 @@ def refuse_bomb(what: Part | Path | str, size: int, compressed: int) -> None:
         raise DataError(what, problem, "If you trust it, unpack it yourself, Parquet and Arrow files to .jsonl")
 
 
-def _unreadable(what: Part | Path, error: Exception) -> DataError:
-    hint = "Check that it is complete and of the kind its name says"
-    if "too much memory" in str(error):
-        hint = "Its window is over 128 MiB: unpack it with zstd -d --long=31"
-    return DataError(what, f"cannot be read: {reason(error)}", hint)
+@contextmanager
+def reading(
+    what: Part | Path,
+    errors: tuple[type[Exception], ...] = UNREADABLE,
+    problem: str = "cannot be read",
+    hint: str = "Check that it is complete and of the kind its name says",
+) -> Iterator[None]:
+    """Convert exceptions for a damaged file to DataError."""
+    try:
+        yield
+    except errors as error:
+        if "too much memory" in str(error):
+            hint = "Its window is over 128 MiB: unpack it with zstd -d --long=31"
+        raise DataError(what, f"{problem}: {reason(error)}", hint) from None
 
 
 def reason(error: Exception) -> str:

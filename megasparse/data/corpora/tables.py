@@ -6,8 +6,8 @@ touched, because offsets in a forged file point anywhere.
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -27,6 +27,7 @@ from megasparse.data.corpora.corpus import (
 from megasparse.data.corpora.records import (
     EMPTY,
     NOT_UTF8,
+    Invalid,
     RecordCorpus,
     Records,
     RecordSource,
@@ -40,13 +41,15 @@ from megasparse.data.corpora.source import (
     arrow,
     find_parts,
     read,
-    reason,
+    reading,
     refuse_bomb,
     report_left_out,
 )
 from megasparse.errors import ConfigError, DataError, did_you_mean
 from megasparse.files import natural, open_file, read_file
 
+TEXTS = ("string", "large_string", "string_view", "binary", "large_binary", "binary_view", "null")
+"""Types of columns of texts, or of nothing."""
 LONGEST_TEXT = 1 << 24  # bytes: in memory it may take four times as many, and several copies
 TOO_LONG = Unfit(f"more than {LONGEST_TEXT:,} bytes", damaged=True)
 SURROGATE = Unfit("half a surrogate pair", damaged=True)
@@ -153,23 +156,35 @@ def json_object(line: bytes) -> dict[str, Any] | Unfit:
     return record if isinstance(record, dict) else Unfit("no JSON object", True, json_hint(line))
 
 
-def json_texts(part: Part, field: str) -> Records:
-    """Yield the texts of all lines that are not blank."""
-    no_field, no_text = Unfit(f'no "{field}"', damaged=True), Unfit(f'"{field}" is no text', damaged=True)
+def json_records(part: Part, convert: Callable[[dict[str, Any]], bytes | Unfit]) -> Records:
+    """Yield the records of all lines that are not blank. convert: converts an object of JSON, or raises Invalid."""
     for number, line in lines(read(part), LONGEST_TEXT):
-        if line is None:
-            yield number, TOO_LONG
-        elif line.strip():
+        content: bytes | Unfit = TOO_LONG
+        if line is not None:
+            if not line.strip():
+                continue
             record = json_object(line)
-            if isinstance(record, Unfit):
-                yield number, record
-            elif not isinstance(text := record.get(field, no_field), str):
-                yield number, EMPTY if text is None else no_field if text is no_field else no_text
-            else:
-                try:
-                    yield number, text.encode()
-                except UnicodeEncodeError:
-                    yield number, SURROGATE
+            try:
+                content = record if isinstance(record, Unfit) else convert(record)
+            except Invalid as error:
+                content = error.unfit
+            except UnicodeEncodeError:
+                content = SURROGATE
+            except ConfigError as error:
+                raise DataError(part, f"line {number}: {error.problem}", error.hint) from None
+        yield number, content
+
+
+def json_texts(part: Part, field: str) -> Records:
+    no_field, no_text = Unfit(f'no "{field}"', damaged=True), Unfit(f'"{field}" is no text', damaged=True)
+
+    def encoded(record: dict[str, Any]) -> bytes | Unfit:
+        text = record.get(field, no_field)
+        if isinstance(text, str):
+            return text.encode()
+        return EMPTY if text is None else no_field if text is no_field else no_text
+
+    return json_records(part, encoded)
 
 
 def parquet_texts(part: Part, column: str) -> Records:
@@ -239,43 +254,31 @@ def _require_texts(path: Path, schema: Any, column: str) -> None:
         problem = f'{path} has {len(columns)} columns "{column}"' if columns else f'{path} has no column "{column}"'
         raise ConfigError("--column", problem, did_you_mean(column, schema.names[:50]))
     kind = schema.field(columns[0]).type
-    if not _is_text(kind.value_type if arrow().types.is_dictionary(kind) else kind):
-        texts = [field.name for field in list(schema)[:50] if _is_text(field.type)]
+    if str(kind.value_type if arrow().types.is_dictionary(kind) else kind) not in TEXTS:
+        texts = [field.name for field in list(schema)[:50] if str(field.type) in TEXTS]
         hint = f"Texts are in: {', '.join(texts)}" if texts else "Choose a file that has texts"
         raise ConfigError("--column", f'"{column}" of {path} holds {str(kind)[:80]}, not text', hint)
-
-
-def _is_text(kind: Any) -> bool:
-    """True for texts, and for a column of nulls."""
-    names = ("string", "large_string", "string_view", "binary", "large_binary", "binary_view", "null")
-    return any(getattr(arrow().types, f"is_{name}")(kind) for name in names)
 
 
 def _values(column: Any) -> Iterator[bytes | None]:
     """Yield the values of an array of texts. Raises ArrowInvalid if its inside contradicts itself."""
     pyarrow = arrow()
-    types = pyarrow.types
-    if types.is_dictionary(column.type):
+    if pyarrow.types.is_dictionary(column.type):
         column.validate(full=True)
         texts = list(_values(column.dictionary))  # not decoded: an entry may be large, and in many rows
         yield from (None if index is None else texts[index] for index in column.indices.to_pylist())
         return
-    if types.is_string(column.type):
-        column = column.view(pyarrow.binary())
-    elif types.is_large_string(column.type):
-        column = column.view(pyarrow.large_binary())
-    elif types.is_string_view(column.type):
-        column = column.view(pyarrow.binary_view())
+    binary = {pyarrow.string(): pyarrow.binary(), pyarrow.large_string(): pyarrow.large_binary()}
+    binary[pyarrow.string_view()] = pyarrow.binary_view()
+    if column.type in binary:
+        column = column.view(binary[column.type])
     column.validate(full=True)
     yield from (value.as_py() for value in column)  # one by one: a batch may have 64 MB
 
 
-@contextmanager
-def _reading(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except (arrow().ArrowException, OSError, MemoryError, ValueError, LookupError) as error:
-        raise DataError(path, f"cannot be read: {reason(error)}", "Check that it is complete; get it again") from None
+def _reading(path: Path) -> AbstractContextManager[None]:
+    errors = (arrow().ArrowException, OSError, MemoryError, ValueError, LookupError)
+    return reading(path, errors, hint="Check that it is complete; get it again")
 
 
 # The files of a dataset

@@ -4,7 +4,7 @@ import hashlib
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from itertools import accumulate, chain, groupby
+from itertools import accumulate, groupby
 from operator import itemgetter
 from pathlib import Path, PurePath
 from typing import Any, ClassVar
@@ -55,8 +55,7 @@ class Text(TextCorpus):
         starts = list(accumulate((part.size for part in source.parts), initial=0))[:-1]
         if not documents:
             require_full(source, sizes, f"{source.total_bytes} bytes")
-            streams = cut(source.pieces(), sizes, whole_characters=not as_bytes(settings))
-            return ((name, [text_pieces(stream)]) for name, stream in streams)
+            return cut(source.pieces(), sizes, whole_characters=not as_bytes(settings))
         counts = Counter(split_at(start, sizes) for start in starts)
         require_full(source, {name: counts[name] for name in sizes}, f"{len(starts)} documents")
         grouped = groupby(zip(starts, source.parts, strict=True), key=lambda file: split_at(file[0], sizes))
@@ -79,8 +78,7 @@ class Enwik8(TextCorpus):
             raise DataError(source.name, f"enwik8 has {official:,} bytes, this {source.total_bytes:,}", "Get it again")
         if source.md5 != self.MD5:
             raise DataError(source.name, f"md5 is {source.md5}, enwik8's is {self.MD5}", "Download it again")
-        streams = cut(source.pieces(), self.SPLITS, whole_characters=not as_bytes(settings))
-        return ((name, [text_pieces(stream)]) for name, stream in streams)
+        return cut(source.pieces(), self.SPLITS, whole_characters=not as_bytes(settings))
 
 
 class BookCorpus(TextCorpus):
@@ -96,7 +94,7 @@ class BookCorpus(TextCorpus):
     KIND = "files"
     OPTIONS = TextCorpus.OPTIONS | SPLIT_OPTION
     DOCUMENTS = True
-    EMPTY_LINE = re.compile(rb"(?m)^[ \t\r\f\v]*\n")
+    EMPTY_LINE = re.compile(rb"(?m)(^[ \t\r\f\v]*\n)")
 
     def about(self, source: Source, settings: CorpusSettings) -> dict[str, Any]:
         """Return the number of books of each split, none of running text."""
@@ -112,8 +110,7 @@ class BookCorpus(TextCorpus):
     def splits(self, source: Source, settings: CorpusSettings) -> CorpusSplits:
         sizes = split_sizes(settings["split"], source.total_bytes)
         if not self._counts(source, sizes):
-            for name, text in cut(source.pieces(), sizes, whole_characters=True):
-                yield name, [text_pieces(text)]
+            yield from cut(source.pieces(), sizes, whole_characters=True)
             return
         for name, lines in groupby(self._books(source), key=lambda piece: split_at(piece[0], sizes)):
             yield name, (map(itemgetter(1), book) for _, book in groupby(lines, key=itemgetter(0)))
@@ -129,15 +126,13 @@ class BookCorpus(TextCorpus):
         for part in source.parts:
             book: int | None = None
             for piece in text_pieces(part.pieces()):
-                start = 0
-                borders = (line.span() for line in self.EMPTY_LINE.finditer(piece))
-                for stop, behind in chain(borders, [(len(piece), None)]):
-                    if start < stop:
-                        book = position + start if book is None else book
-                        yield book, piece[start:stop]
-                    if behind is not None:
-                        book, start = None, behind
-                position += len(piece)
+                for number, text in enumerate(self.EMPTY_LINE.split(piece)):
+                    if number % 2:
+                        book = None
+                    elif text:
+                        book = position if book is None else book
+                        yield book, text
+                    position += len(text)
 
 
 class PG19(TextCorpus):

@@ -3,21 +3,8 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from megasparse.data.tokenizers.tokenizer import (
-    BEGIN,
-    MASK,
-    NAMED,
-    PADDING,
-    SEPARATOR,
-    SpecialTokens,
-    Tokenizer,
-    words_of,
-)  # fmt: skip
+from megasparse.data.tokenizers.tokenizer import NAMED, Tokenizer
 from megasparse.errors import ConfigError, did_you_mean
-
-__all__ = [
-    "BEGIN", "MASK", "NAMED", "PADDING", "SEPARATOR", "SpecialTokens", "Tokenizer", "build_tokenizer", "words_of",
-]  # fmt: skip
 
 
 def build_tokenizer(name: str) -> Tokenizer:

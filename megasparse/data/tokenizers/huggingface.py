@@ -4,24 +4,10 @@ import json
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import numpy as np
-
-from megasparse.data.tokenizers.tokenizer import (
-    USUAL,
-    WHITE_SPACE,
-    Tokenizer,
-    damaged,
-    identity,
-    read,
-    special_tokens,
-    utf8,
-)
+from megasparse.data.tokenizers.tokenizer import USUAL, Tokenizer, damaged, special_tokens
 from megasparse.errors import report_line
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 SPACE = "\u2581"
 AGAIN = "Copy it again"
@@ -64,12 +50,11 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def __init__(self, file: Path):
         """Raise ConfigError for an invalid tokenizer.json, and if a text could become a special token."""
-        data = read(file)
-        self.file, self.sha256 = file, identity(self.name, data)
+        data = self.read(file)
         try:
             unknown = self._load(json.loads(data))
             self.decode(self.encode(TRIAL))
-            self.word_starts()
+            self.starts()
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:  # `tokenizers` raises bare Exception, and panics with BaseException
@@ -112,40 +97,32 @@ class HuggingFaceTokenizer(Tokenizer):
             ]
         return unknown
 
-    def encode(self, text: str | bytes) -> "Tensor":
-        import torch
-
+    def ids(self, text: bytes) -> list[int]:
         if not self.lossless:
-            ids = self._ids(utf8(text).decode("utf-8", "replace"))
-        else:
-            ids = []
-            for number, part in enumerate(_PARTS.split(utf8(text).decode("utf-8", "surrogateescape"))):
-                odd = part.encode("utf-8", "surrogateescape") if number % 2 else b""
-                ids += self._of_bytes(odd) if odd else self._checked(part)
-        return torch.from_numpy(np.array(ids, dtype=np.int64))
+            return self._ids(text.decode("utf-8", "replace"))
+        ids: list[int] = []
+        for number, part in enumerate(_PARTS.split(text.decode("utf-8", "surrogateescape"))):
+            ids += self._of_bytes(part.encode("utf-8", "surrogateescape")) if number % 2 else self._checked(part)
+        return ids
 
     def pieces(self, tokens: Iterable[int]) -> Iterator[bytes]:
         if not self.lossless:
             return self._lossy_pieces(tokens)
         return (self._table[self._known(token)] for token in tokens)
 
-    def word_starts(self) -> "Tensor":
-        """Return the starts of words: tokens without BERT's ## or, in other tokenizers, with white space before them;
-        all tokens if the tokenizer marks neither.
+    def starts(self) -> list[bool]:
+        """Mark tokens without BERT's ## or, in other tokenizers, with white space before them; all tokens if the
+        tokenizer marks neither.
         """
-        import torch
-
         parts = [*_parts(self._values.get("decoder"), "decoders")]
         prefix = next((part.get("prefix", "##") for part in parts if part["type"] == "WordPiece"), None)
         if prefix is not None:
-            return torch.tensor([not (name or "").startswith(prefix) for name in self._names])
+            return [not (name or "").startswith(prefix) for name in self._names]
         if self._byte_level():
-            first = [raw(name)[:1] if name else b"" for name in self._names]
-        elif any(part["type"] == "Metaspace" or part.get("content") == " " for part in parts):
-            first = [name.replace(SPACE, " ").encode()[:1] if name else b"" for name in self._names]
-        else:
-            return torch.ones(self.vocabulary, dtype=torch.bool)
-        return torch.tensor([byte != b"" and byte in WHITE_SPACE for byte in first])
+            return [raw(name or "")[:1].isspace() for name in self._names]
+        if any(part["type"] == "Metaspace" or part.get("content") == " " for part in parts):
+            return [(name or "").replace(SPACE, " ").encode()[:1].isspace() for name in self._names]
+        return [True] * self.vocabulary
 
     def _ids(self, text: str) -> list[int]:
         if self._markers and (marker := self._markers.search(text)):
@@ -155,12 +132,11 @@ class HuggingFaceTokenizer(Tokenizer):
             )
             self._markers = None
         try:
-            ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+            return self._tokenizer.encode(text, add_special_tokens=False).ids
         except BaseException as error:  # a panic of `tokenizers`, as of a regex that backtracks too long
             if isinstance(error, KeyboardInterrupt | SystemExit):
                 raise
             raise damaged(self.file, f"cannot encode {len(text):,} characters ({error})", "Use another one") from None
-        return ids
 
     def _checked(self, text: str) -> list[int]:
         """Return tokens that decode to the text exactly; else those of its lines, or of their bytes."""
@@ -197,8 +173,7 @@ class HuggingFaceTokenizer(Tokenizer):
             yield text[len(before) :].encode()
 
     def _decoded(self, tokens: list[int]) -> str:
-        text: str = self._tokenizer.decode(tokens)
-        return text
+        return self._tokenizer.decode(tokens)
 
     def _byte_level(self) -> bool:
         return any(part["type"] == "ByteLevel" for part in _parts(self._values.get("decoder"), "decoders"))

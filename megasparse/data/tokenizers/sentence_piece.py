@@ -3,16 +3,12 @@
 import io
 import re
 from collections.abc import Iterable, Iterator
+from itertools import chain, zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import numpy as np
-
-from megasparse.data.tokenizers.tokenizer import WHITE_SPACE, Tokenizer, damaged, identity, read, special_tokens, utf8
+from megasparse.data.tokenizers.tokenizer import Tokenizer, damaged, special_tokens
 from megasparse.errors import ConfigError
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 SPACE = "\u2581"
 """The space, in a piece."""
@@ -35,31 +31,21 @@ class SentencePieceTokenizer(Tokenizer):
 
     def __init__(self, file: Path):
         """Raise ConfigError for an invalid model, and one that is not lossless."""
-        data = read(file)
-        self.file, self.sha256 = file, identity(self.name, data)
-        self._processor, self._table = _load(file, data)
+        self._processor, self._table = _load(file, self.read(file))
         self.vocabulary = len(self._table)
         self._bytes = [self._processor.piece_to_id(f"<0x{byte:02X}>") for byte in range(256)]
         self.special, self.separator = special_tokens(self._control)
 
-    def encode(self, text: str | bytes) -> "Tensor":
-        import torch
-
-        ordinary: list[str] = []
-        parts: list[bytes | None] = []
-        """Bytes of each part; None for the next one of `ordinary`."""
-        for number, part in enumerate(_PARTS.split(utf8(text).decode("utf-8", "surrogateescape"))):
-            if number % 2:
-                parts.append(part.encode("utf-8", "surrogateescape"))
-            else:
-                for segment in segments(part):
-                    ordinary.append(segment)
-                    parts.append(None)
-        encoded = iter(zip(ordinary, self._processor.encode(ordinary, num_threads=1), strict=True))
+    def ids(self, text: bytes) -> list[int]:
+        parts = _PARTS.split(text.decode("utf-8", "surrogateescape"))
+        ordinary = [[*segments(part)] for part in parts[::2]]
+        encoded = iter(self._processor.encode([*chain.from_iterable(ordinary)], num_threads=1))
         ids: list[int] = []
-        for raw in parts:
-            ids += self._of_bytes(raw) if raw is not None else self._checked(*next(encoded))
-        return torch.from_numpy(np.array(ids, dtype=np.int64))
+        for cut, odd in zip_longest(ordinary, parts[1::2], fillvalue=""):
+            for segment in cut:
+                ids += self._checked(segment, next(encoded))
+            ids += self._of_bytes(odd.encode("utf-8", "surrogateescape"))
+        return ids
 
     def pieces(self, tokens: Iterable[int]) -> Iterator[bytes]:
         for token in tokens:
@@ -67,11 +53,8 @@ class SentencePieceTokenizer(Tokenizer):
                 raise ValueError(f"{token} is no token of {self.vocabulary}")
             yield self._table[token]
 
-    def word_starts(self) -> "Tensor":
-        """Return a mask of the tokens with white space before a word."""
-        import torch
-
-        return torch.tensor([piece[:1] != b"" and piece[:1] in WHITE_SPACE for piece in self._table])
+    def starts(self) -> list[bool]:
+        return [piece[:1].isspace() for piece in self._table]
 
     def _checked(self, text: str, tokens: list[int]) -> list[int]:
         """Return `tokens` if they decode to the text, else its bytes."""
@@ -189,5 +172,4 @@ def train_sentencepiece(lines: Iterator[str], vocabulary: int, model_type: str, 
     model.ParseFromString(written.getvalue())
     for piece in model.pieces:
         piece.score = round(piece.score * GRID) / GRID
-    data: bytes = model.SerializeToString(deterministic=True)
-    return data
+    return model.SerializeToString(deterministic=True)

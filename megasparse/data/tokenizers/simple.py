@@ -4,14 +4,10 @@ import hashlib
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from megasparse.data.tokenizers.tokenizer import WHITE_SPACE, SpecialTokens, Tokenizer, damaged, identity, read, utf8
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from megasparse.data.tokenizers.tokenizer import SpecialTokens, Tokenizer, damaged
 
 UNKNOWN, END = "<unk>", "<eos>"
 HINT = "Make it again with megasparse train-tokenizer words"
@@ -26,25 +22,14 @@ class ByteTokenizer(Tokenizer):
     separator: int | None = 0
     special: SpecialTokens | None = SpecialTokens(begin=258, separator=259, padding=257, mask=256)
 
-    def encode(self, text: str | bytes) -> "Tensor":
-        import torch
-
-        raw = utf8(text)
-        return torch.frombuffer(bytearray(raw), dtype=torch.uint8).long() if raw else torch.empty(0, dtype=torch.long)
+    def ids(self, text: bytes) -> np.ndarray:
+        return np.frombuffer(text, dtype=np.uint8)
 
     def pieces(self, tokens: Iterable[int]) -> Iterator[bytes]:
         return (bytes([token]) for token in tokens)
 
-    def decode(self, tokens: "Tensor") -> bytes:
-        return bytes(tokens.tolist())
-
-    def word_starts(self) -> "Tensor":
-        """Return a mask of the white space before a word."""
-        import torch
-
-        starts = torch.zeros(260, dtype=torch.bool)
-        starts[list(WHITE_SPACE)] = True
-        return starts
+    def starts(self) -> list[bool]:
+        return [token < 256 and bytes([token]).isspace() for token in range(260)]
 
 
 class PixelTokenizer(ByteTokenizer):
@@ -68,22 +53,18 @@ class WordTokenizer(Tokenizer):
 
     def __init__(self, file: Path):
         """Raise ConfigError with the line for an invalid file."""
-        data = read(file)
-        self.file, self.sha256 = file, identity(self.name, data)
-        self.words = _parse(file, data)
+        self._ids = _parse(file, self.read(file))
+        self.words = list(self._ids)
         self.vocabulary = len(self.words)
-        self._ids = {word: token for token, word in enumerate(self.words)}
         self._unknown, self.end = self._ids[UNKNOWN], self._ids[END]
 
-    def encode(self, text: str | bytes) -> "Tensor":
-        import torch
-
+    def ids(self, text: bytes) -> list[int]:
         ids, unknown, tokens = self._ids, self._unknown, list[int]()
-        for line in utf8(text).decode("utf-8", "replace").split("\n"):
+        for line in text.decode("utf-8", "replace").split("\n"):
             tokens += [ids.get(word, unknown) for word in line.split()]
             tokens.append(self.end)
         tokens.pop()  # no line ends behind the last one
-        return torch.from_numpy(np.array(tokens, dtype=np.int64))
+        return tokens
 
     def pieces(self, tokens: Iterable[int]) -> Iterator[bytes]:
         """Yield each word, with a space before it unless it is the first of its line."""
@@ -98,10 +79,8 @@ class WordTokenizer(Tokenizer):
                 yield (space + self.words[token]).encode()
                 space = " "
 
-    def word_starts(self) -> "Tensor":
-        import torch
-
-        return torch.ones(self.vocabulary, dtype=torch.bool)
+    def starts(self) -> list[bool]:
+        return [True] * self.vocabulary
 
 
 def vocabulary_file(pieces: Iterable[bytes], size: int | None = None) -> bytes:
@@ -113,35 +92,32 @@ def vocabulary_file(pieces: Iterable[bytes], size: int | None = None) -> bytes:
     counts: Counter[str] = Counter({UNKNOWN: 0, END: 0})
     rest = b""
     for piece in pieces:
-        whole, newline, rest_of_piece = piece.rpartition(b"\n")
-        if not newline:
-            rest += piece
-            continue
-        lines = (rest + whole).decode()
-        rest = rest_of_piece
+        whole, newline, rest = (rest + piece).rpartition(b"\n")
+        lines = (whole + newline).decode()
         counts.update(lines.split())
-        counts[END] += lines.count("\n") + 1
+        counts[END] += lines.count("\n")
     counts.update(rest.decode().split())
-    ranked = sorted(counts, key=lambda word: (-counts[word], word))
-    if size is not None and len(ranked) > size:
-        others = [word for word in ranked if word not in (UNKNOWN, END)]
-        frequent, left_out = others[: size - 2], others[size - 2 :]
-        counts[UNKNOWN] += sum(counts[word] for word in left_out)
-        ranked = sorted([*frequent, UNKNOWN, END], key=lambda word: (-counts[word], word))
-    return "".join(f"{word}\n" for word in ranked).encode()
+
+    def ranked(words: Iterable[str]) -> list[str]:
+        return sorted(words, key=lambda word: (-counts[word], word))
+
+    others = ranked(counts.keys() - {UNKNOWN, END})
+    frequent = others if size is None else others[: size - 2]
+    counts[UNKNOWN] += sum(counts[word] for word in others[len(frequent) :])
+    return "".join(f"{word}\n" for word in ranked([*frequent, UNKNOWN, END])).encode()
 
 
-def _parse(file: Path, data: bytes) -> list[str]:
+def _parse(file: Path, data: bytes) -> dict[str, int]:
     try:
         words = data.decode().removesuffix("\n").split("\n")
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
         raise damaged(file, f"line {line} is not UTF-8", HINT) from None
-    first: dict[str, int] = {}
-    for number, word in enumerate(words, 1):
-        if word.split() != [word] or first.setdefault(word, number) < number:
-            raise damaged(file, f"line {number}, {word[:40]!r}, is not a word, or is one of an earlier line", HINT)
+    ids: dict[str, int] = {}
+    for token, word in enumerate(words):
+        if word.split() != [word] or ids.setdefault(word, token) < token:
+            raise damaged(file, f"line {token + 1}, {word[:40]!r}, is not a word, or is one of an earlier line", HINT)
     for word in (UNKNOWN, END):
-        if word not in first:
+        if word not in ids:
             raise damaged(file, f"has no word {word}", HINT)
-    return words
+    return ids

@@ -3,9 +3,11 @@
 import codecs
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
 
 from megasparse.errors import ConfigError
 from megasparse.files import read_file
@@ -13,7 +15,6 @@ from megasparse.files import read_file
 if TYPE_CHECKING:
     from torch import Tensor
 
-WHITE_SPACE = b" \t\n\r\v\f"
 MOST_BYTES = 1 << 26  # of a file; 250,000 tokens take 20 million
 NAMED = ("bytes", "pixels")
 """Tokenizers that need no file."""
@@ -45,9 +46,26 @@ class Tokenizer(ABC):
     special: SpecialTokens | None = None
     file: Path | None = None
 
-    @abstractmethod
+    def read(self, file: Path) -> bytes:
+        """Read the file that identifies the tokenizer. Raises ConfigError, also for one of more than MOST_BYTES."""
+        try:
+            data = read_file(file, MOST_BYTES)
+        except OSError as error:
+            hint = "Give the path of a tokenizer's file; tokenizers/README.md says how one is made"
+            raise ConfigError("data.tokenizer", f"{file} cannot be read ({error.strerror or error})", hint) from None
+        self.file, self.sha256 = file, hashlib.sha256(self.name.encode() + b"\0" + data).hexdigest()
+        return data
+
     def encode(self, text: str | bytes) -> "Tensor":
         """Tokens of a text: int64 (length,). A str is taken as UTF-8; lone surrogates are kept ("surrogatepass")."""
+        import torch
+
+        raw = text.encode("utf-8", "surrogatepass") if isinstance(text, str) else text
+        return torch.from_numpy(np.array(self.ids(raw), dtype=np.int64))
+
+    @abstractmethod
+    def ids(self, text: bytes) -> Sequence[int] | np.ndarray:
+        """Return the tokens of a text, not necessarily UTF-8."""
 
     @abstractmethod
     def pieces(self, tokens: Iterable[int]) -> Iterator[bytes]:
@@ -66,43 +84,30 @@ class Tokenizer(ABC):
         if text := decoder.decode(b"", final=True):
             yield text
 
-    @abstractmethod
     def word_starts(self) -> "Tensor":
         """Return a mask of the ids that start a word: bool (highest id + 1,)."""
+        import torch
+
+        return torch.tensor(self.starts())
+
+    @abstractmethod
+    def starts(self) -> list[bool]:
+        """Return the values of `word_starts`."""
 
 
 def words_of(tokenizer: Tokenizer) -> list[str]:
     """Return the word of each token, "" for special ones and for pieces within a word."""
-    starts = tokenizer.word_starts().tolist()[: tokenizer.vocabulary]
+    starts = tokenizer.starts()[: tokenizer.vocabulary]
     return ["".join(tokenizer.text([token])).strip() if start else "" for token, start in enumerate(starts)]
 
 
-def utf8(text: str | bytes) -> bytes:
-    """Return a text's bytes, as `Tokenizer.encode` takes them."""
-    return text.encode("utf-8", "surrogatepass") if isinstance(text, str) else text
-
-
-# Files: read, identified, and their special tokens found by their usual names
+# Files, and their special tokens, found by their usual names
 
 BEGIN = ("[CLS]", "<s>", "<cls>")
 SEPARATOR = ("[SEP]", "</s>", "<sep>", "<|endoftext|>", "<|end_of_text|>")
 PADDING = ("[PAD]", "<pad>")
 MASK = ("[MASK]", "<mask>")
 USUAL = (BEGIN, SEPARATOR, PADDING, MASK)
-
-
-def read(path: Path) -> bytes:
-    """Return a tokenizer's file. Raises ConfigError, also for one of more than MOST_BYTES."""
-    try:
-        return read_file(path, MOST_BYTES)
-    except OSError as error:
-        hint = "Give the path of a tokenizer's file; tokenizers/README.md says how one is made"
-        raise ConfigError("data.tokenizer", f"{path} cannot be read ({error.strerror or error})", hint) from None
-
-
-def identity(kind: str, data: bytes) -> str:
-    """Return the sha256 of a file of a kind of tokenizer."""
-    return hashlib.sha256(kind.encode() + b"\0" + data).hexdigest()
 
 
 def damaged(path: Path, problem: str, hint: str) -> ConfigError:

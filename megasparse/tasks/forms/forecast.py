@@ -159,7 +159,7 @@ class ForecastWindow(EncodedExample):
 
     def content(self) -> Iterator[bytes]:
         for part in (self.values, self.features, self.label):
-            yield f"{part.shape}\n".encode() + np.ascontiguousarray(part).tobytes()
+            yield f"{part.shape}\n".encode() + part.tobytes()
 
 
 class ForecastForm(Form):

@@ -26,7 +26,7 @@ from megasparse.errors import ConfigError
 from megasparse.ops.operator import at_least_fp32
 from megasparse.ops.random import RngContext, derive, random_bits
 from megasparse.settings.checks import check_model, check_targets
-from megasparse.tasks.batches import EncodedExample, Movable, Padded, Segments, collate, first, side_by_side
+from megasparse.tasks.batches import EncodedExample, Movable, Padded, Segments, first, pad, side_by_side
 from megasparse.tasks.body import Backbone
 from megasparse.tasks.form import Form, draw_normal, dropped
 from megasparse.tasks.task import Example
@@ -116,8 +116,7 @@ class Recommender(nn.Module):
 
     def count_scored(self, batch: Any) -> Tensor:
         """Return the number of clicks to predict."""
-        count: Tensor = batch.clicked.sum()
-        return count
+        return batch.clicked.sum()
 
     def _states(self, batch: Any, candidates: Tensor, rng: RngContext) -> tuple[Tensor, Tensor, Padded, Tensor]:
         """Return the numbers of the needed news, their states after dropout (N, L, E), the news, and the auxiliary
@@ -220,8 +219,7 @@ class MatchingRecommender(Recommender):
         x = torch.stack([torch.einsum("cie,hje->chij", a, b) / a.shape[-1] ** 0.5 for a, b in pairs], dim=1)
         for convolution in self.cubes:
             x = F.max_pool3d(convolution(x).relu(), 3, ceil_mode=True)
-        scores: Tensor = at_least_fp32(self.output(x.flatten(1)).squeeze(-1))
-        return scores
+        return at_least_fp32(self.output(x.flatten(1)).squeeze(-1))
 
     def _read(self, batch: Any, candidates: Tensor, rng: RngContext) -> tuple[Score, Tensor]:
         needed, states, read, auxiliary = self._states(batch, candidates, rng)
@@ -331,8 +329,7 @@ class RankingForm(Form):
     def collate(self, examples: Sequence[Any]) -> Impressions:
         distinct = {id(text): text for example in examples for text in (*example.history, *example.sequences)}
         rows = {key: row for row, key in enumerate(distinct)}
-        encoded = [EncodedExample((text,), None, examples[0].location, "") for text in distinct.values()]
-        news = collate(encoded, self.config.task.max_length).sequences[0]
+        news = pad([*distinct.values()], self.config.task.max_length)
         numbers = [zlib.crc32(text.tokens.tobytes()) >> 1 for text in distinct.values()]
         histories = [[rows[id(text)] for text in example.history] for example in examples]
         shown = [[rows[id(text)] for text in example.sequences] for example in examples]

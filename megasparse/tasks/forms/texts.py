@@ -87,8 +87,7 @@ class TextModel(nn.Module):
 
     def count_scored(self, batch: Any) -> Tensor:
         """Return the number of target tokens."""
-        lengths: Tensor = batch.target.lengths
-        return lengths.sum()
+        return batch.target.lengths.sum()
 
     def forward(self, batch: Texts, rng: RngContext, divisor: float | None = None) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the objective, mean nats per target token (with label smoothing in training) plus auxiliary losses,

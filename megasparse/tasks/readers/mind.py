@@ -58,16 +58,15 @@ class MIND(Task):
         titles: dict[str, str] = {}
         cache: dict[str, str] = {}
 
-        def example(row: dict[str, str], location: SourceLocation, number: str) -> Example:
+        def add(row: dict[str, str], location: SourceLocation, number: str) -> None:
             name, title = row["id"], row["title"]
             if not title.strip() and self.config.empty == "refuse":
                 raise DataError(location, f'the title of "{name[:80]}" is empty', 'Add one, or set task.empty="keep"')
             if name in titles:
                 raise DataError(location, f'"{name[:80]}" occurs twice', "Remove one of them")
             titles[name] = cache.setdefault(title, title)
-            return Example((title,), None, location, name)
 
-        deque(examples_of(file, tab_separated(file, NEWS_COLUMNS), example), maxlen=0)
+        deque(examples_of(file, tab_separated(file, NEWS_COLUMNS), add), maxlen=0)
         return titles
 
 

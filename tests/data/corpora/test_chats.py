@@ -90,8 +90,8 @@ def conversation(*texts, system=None):
 
 
 def tokens_of(file, record, length=4096):
-    line = record if isinstance(record, bytes) else json.dumps(record).encode()
-    return np.frombuffer(Renderer(str(file), length, START).tokens(line), "<u4").astype(int)
+    record = json.loads(record if isinstance(record, bytes) else json.dumps(record))
+    return np.frombuffer(Renderer(str(file), length, START).tokens(record), "<u4").astype(int)
 
 
 def decoded(file, ids):

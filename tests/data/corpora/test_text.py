@@ -29,7 +29,7 @@ from tests.helpers.commands import refusal
 
 @pytest.mark.parametrize("pieces", [[b"abcdefghij"], [b"a", b"bcd", b"", b"efghi", b"j"]])
 def test_cut_and_byte_stream(pieces):
-    parts = {name: b"".join(part) for name, part in cut(pieces, {"x": 3, "y": 5, "z": 2})}
+    parts = {name: b"".join(part) for name, (part,) in cut(pieces, {"x": 3, "y": 5, "z": 2})}
     assert parts == {"x": b"abc", "y": b"defgh", "z": b"ij"}
     stream = ByteStream(pieces)
     assert [stream.read(4), stream.read(4), stream.read(4), stream.read(4)] == [b"abcd", b"efgh", b"ij", b""]
@@ -40,7 +40,7 @@ def test_a_border_inside_a_character_moves_to_its_end():
     text = "aé€😀b".encode()  # 1 + 2 + 3 + 4 + 1 bytes
     starts = [0, 1, 3, 6, 10, 11]
     for size in range(len(text) + 1):
-        found = [b"".join(part) for _, part in cut([text[:4], text[4:]], {"x": size, "y": len(text) - size}, True)]
+        found = [b"".join(part) for _, (part,) in cut([text[:4], text[4:]], {"x": size, "y": len(text) - size}, True)]
         assert b"".join(found) == text
         assert len(found[0]) == min(start for start in starts if start >= size)
 

@@ -15,10 +15,11 @@ from sentencepiece import SentencePieceNormalizer, SentencePieceProcessor
 from sentencepiece.sentencepiece_model_pb2 import ModelProto
 from tokenizers import Tokenizer as Original
 
-from megasparse.data.tokenizers import SpecialTokens, Tokenizer, build_tokenizer
+from megasparse.data.tokenizers import build_tokenizer
 from megasparse.data.tokenizers.huggingface import HuggingFaceTokenizer
 from megasparse.data.tokenizers.sentence_piece import LONGEST, segments
 from megasparse.data.tokenizers.simple import ByteTokenizer, WordTokenizer, vocabulary_file
+from megasparse.data.tokenizers.tokenizer import SpecialTokens, Tokenizer
 from megasparse.errors import ConfigError
 from tests.helpers.cases import together
 from tests.helpers.commands import refusal
