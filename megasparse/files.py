@@ -189,10 +189,9 @@ def locked(folder: Path, doing: str) -> Iterator[None]:
     Raises DataError if another process holds the lock. doing: activity of that process.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    try:
+    problem, hint = f"another process is {doing} here", "Wait until it has finished"
+    with DataError.instead_of(BlockingIOError, folder, problem, hint):
         lock = FileLock(folder / LOCK_FILE)
-    except BlockingIOError:
-        raise DataError(folder, f"another process is {doing} here", "Wait until it has finished") from None
     with lock:
         yield
 
