@@ -15,7 +15,7 @@ import re
 import select
 import sys
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn
 
 HANG = 5
@@ -77,6 +77,18 @@ class FileError(UserError):
     def __init__(self, path: object, problem: str, hint: str):
         super().__init__(f"{path}: {problem}. {hint}")
         self.path, self.problem, self.hint = str(path), problem, hint
+
+    @classmethod
+    @contextlib.contextmanager
+    def instead_of(
+        cls, errors: type[Exception] | tuple[type[Exception], ...], path: object, problem: str, hint: str
+    ) -> Iterator[None]:
+        """Raise this error if one of `errors` is raised in the block. problem: may contain {}, the reason."""
+        try:
+            yield
+        except errors as error:
+            reason = getattr(error, "strerror", None) or one_line(" ".join(str(error).split()), 1000)
+            raise cls(path, problem.replace("{}", reason), hint) from None
 
 
 class DataError(FileError):

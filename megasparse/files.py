@@ -188,16 +188,13 @@ def locked(folder: Path, doing: str) -> Iterator[None]:
 
     Raises DataError if another process holds the lock, and if writing fails. doing: activity of that process.
     """
-    try:
+    problem, hint = f"another process is {doing} here", "Wait until it has finished"
+    with DataError.instead_of(OSError, folder, "cannot be written: {}", "Run the command again"):
         folder.mkdir(parents=True, exist_ok=True)
-        try:
+        with DataError.instead_of(BlockingIOError, folder, problem, hint):
             lock = FileLock(folder / LOCK_FILE)
-        except BlockingIOError:
-            raise DataError(folder, f"another process is {doing} here", "Wait until it has finished") from None
         with lock:
             yield
-    except OSError as error:
-        raise DataError(folder, f"cannot be written: {error.strerror or error}", "Run the command again") from None
 
 
 _held: set[FileLock] = set()

@@ -34,19 +34,19 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-from pydantic import ValidationError
 from torch import Tensor, nn
 
 from megasparse.attention.contract import AttentionContext, AttentionOutput
 from megasparse.attention.heads import Padding, build_mechanism, merge_heads, split_heads_by_mechanism
 from megasparse.config.attention import MECHANISMS
-from megasparse.config.messages import as_config_error, show
+from megasparse.config.messages import show
 from megasparse.config.schema import ModelConfig
 from megasparse.errors import ConfigError, did_you_mean
 from megasparse.ops import opaque
 from megasparse.ops.operator import autocast_off
 from megasparse.ops.random import EVALUATION_STEP, RngContext
-from megasparse.settings.checks import check_model, check_targets
+from megasparse.settings.checks import check_targets
+from megasparse.settings.load import build_model_config
 
 PADDED = -9000.0
 """Additive masks hide padding by this number or less: -inf, the least number of a dtype, or -10,000 in bf16."""
@@ -148,11 +148,7 @@ def model_of(mechanism: str, settings: Mapping[str, Any], **model: Any) -> Model
     attention = {"pattern": [mechanism], mechanism: section, "dropout": model.pop("dropout")}
     values = {"layers": 1, "positions": {"kind": "none"}, **model, "attention": attention}
     try:
-        try:
-            config = ModelConfig.model_validate(values)
-        except ValidationError as error:
-            raise as_config_error(error, ModelConfig, values, prefix="model") from None
-        check_model(config)
+        config = build_model_config(values)
         check_targets(config, "model.attention")
         return config
     except ConfigError as error:

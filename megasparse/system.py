@@ -3,6 +3,7 @@
 import errno
 import os
 from collections.abc import Callable
+from pathlib import Path
 
 try:
     import fcntl
@@ -64,6 +65,11 @@ def write_at(descriptor: int, content: bytes, offset: int) -> int:
 def usable_cores() -> int:
     """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def process_status(field: str, process: int | str = "self") -> str:
+    """Return a field of /proc/PROCESS/status. Raises OSError on other systems than Linux."""
+    return Path(f"/proc/{process}/status").read_text().split(f"\n{field}:", 1)[1].split("\n", 1)[0].strip()
 
 
 def after_fork_in_child(function: Callable[[], None]) -> None:

@@ -87,7 +87,7 @@ def test_the_source_never_executes_file_content():
 
 
 WRITE = re.compile(r"\.write_(text|bytes)\(|\bopen\((?!.*opener=).*, \"[wax]")
-FRESH_FOLDERS = {f"hub/{x}.py" for x in ("tokenizer_files", "replace", "gguf_file", "tensor_file")}
+FRESH_FOLDERS = {f"hub/{x}.py" for x in ("replace", "gguf_file", "tensor_file")}
 
 
 def test_the_package_writes_through_no_link():

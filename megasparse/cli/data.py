@@ -77,10 +77,7 @@ def prepare_data(args: argparse.Namespace) -> None:
     print(f"  kept: {size}, {report['lengths']['mean']:,.0f} on average")
     for reason, count in report["left_out"].items():
         print(f"  left out: {count:,} {reason}")
-    try:
-        draw_lengths(report["lengths"], args.output / "lengths.svg")
-    except ConfigError as without_matplotlib:
-        print(f"  no plot of the lengths: {without_matplotlib}")
+    draw_lengths(report["lengths"], args.output / "lengths.svg")
 
 
 SUFFIXES = {"sentencepiece": ".model", "words": ".txt"}
@@ -118,7 +115,6 @@ def train_tokenizer(args: argparse.Namespace) -> None:
         megasparse train-tokenizer sentencepiece --source books/ more.txt.gz --vocabulary 32000 \
             --model-type bpe --character-coverage 0.9999 --output tokenizers/books.model
         megasparse train-tokenizer words --source wikitext-103/wiki.train.tokens --output tokenizers/wikitext103.txt
-        megasparse prepare-data text --source books/ --tokenizer tokenizers/books.model --output data/books
 
     Sources are as in `megasparse prepare-data`; text that is not UTF-8 is an error. Use only the text of the training
     split. sentencepiece trains on a sample of whole lines, spread evenly over the source, and needs about 20 times its

@@ -26,20 +26,19 @@ def _check(args: argparse.Namespace) -> None:
         if len(args.checkpoint) > 1:
             raise ConfigError("--checkpoint", f"{len(args.checkpoint)} pretrained models", "Evaluate them one by one")
         return
+    from megasparse.settings.checks import require
     from megasparse.tasks.catalog import TASKS
 
-    if args.task not in TASKS:
-        raise ConfigError("--task", f'unknown task "{args.task}"', did_you_mean(args.task, TASKS))
-    if (ranks := rank_variable("WORLD_SIZE", 1)) > 1:
-        raise ConfigError("--task", f"needs one process, but {ranks} ranks were started", "Start it without torchrun")
-    if not args.source:
-        raise ConfigError("--source", "is missing", f"Give the folder of {args.task}'s official files, or a file")
-    if args.predictions is None:
-        return
-    if args.predictions.suffix != ".jsonl":
-        raise ConfigError("--predictions", f"{args.predictions} does not end in .jsonl", "Choose a name that does")
-    if len(args.checkpoint) > 1:
-        raise ConfigError("--predictions", "needs a single checkpoint", "Give one --checkpoint, or remove it")
+    ranks, output = rank_variable("WORLD_SIZE", 1), args.predictions
+    require(
+        (args.task not in TASKS, "--task", f'unknown task "{args.task}"', did_you_mean(args.task, TASKS)),
+        (ranks > 1, "--task", f"needs one process, but {ranks} ranks were started", "Start it without torchrun"),
+        (not args.source, "--source", "is missing", f"Give the folder of {args.task}'s official files, or a file"),
+        (output is not None and output.suffix != ".jsonl", "--predictions", f"{output} does not end in .jsonl",
+         "Choose a name that does"),
+        (output is not None and len(args.checkpoint) > 1, "--predictions", "needs a single checkpoint",
+         "Give one --checkpoint, or remove it"),
+    )  # fmt: skip
 
 
 def add_evaluate(parser: argparse.ArgumentParser) -> None:
@@ -241,7 +240,6 @@ def compress(args: argparse.Namespace) -> None:
     """Compress a file losslessly with a trained decoder, to about the code length that evaluation reports.
 
         megasparse compress book.txt --checkpoint runs/quickstart              (writes book.txt.msz)
-        megasparse decompress book.txt.msz --checkpoint runs/quickstart --output again.txt
 
     Decompression needs the same checkpoint. Both commands predict token by token from a cache, many windows in
     parallel, in fp64, so that they compute identical probabilities on the same machine. On another machine they

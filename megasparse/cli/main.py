@@ -35,7 +35,7 @@ COMMANDS = {
 `convert_to_hf`, whose docstring is the help text, and `add_convert_to_hf(parser)` declares the options.
 """
 EXTRAS = {
-    **dict.fromkeys(("transformers",), "hf"),
+    "transformers": "hf",
     "constriction": "compress",
     **dict.fromkeys(("fsspec", "s3fs"), "remote"),
     **dict.fromkeys(("sklearn", "scipy", "peft", "accelerate", "sacrebleu", "rouge_score", "datasets"), "tasks"),

@@ -370,6 +370,11 @@ class RunSettings(Section):
     deepspeed: dict[str, Any] = Field(default={})
     """DeepSpeed's settings (zero_optimization, ...), checked key by key and passed on unchanged."""
 
+    @property
+    def zero(self) -> dict[str, Any]:
+        """The settings of ZeRO; empty on plain torch."""
+        return self.deepspeed.get("zero_optimization", {}) if self.run.engine == "deepspeed" else {}
+
 
 class Config(RunSettings):
     """The configuration of a pretraining run."""
@@ -399,12 +404,12 @@ def encoder_part(model: ModelConfig) -> ModelConfig:
         "positions": source.positions,
         "attention": source.attention,
     }
-    return model.model_copy(update=changes)
+    return model.changed(**changes)
 
 
 def decoder_part(model: ModelConfig) -> ModelConfig:
     """Return the configuration of an encoder–decoder's decoder without cross-attention."""
-    return model.model_copy(update={"kind": "decoder", "source": None})
+    return model.changed(kind="decoder", source=None)
 
 
 def heads_of_layer(model: ModelConfig, layer: int) -> dict[str, int]:

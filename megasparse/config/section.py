@@ -7,6 +7,7 @@ requests the current behaviour; with any other value the key is unknown.
 from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from typing_extensions import Self
 
 Rate = Annotated[float, Field(ge=0.0, lt=1.0)]
 LARGEST = 2**31 - 1
@@ -69,6 +70,13 @@ class Section(BaseModel):
         use_attribute_docstrings=True,
         defer_build=True,  # until its first use, when the attention mechanisms have added their sections
     )
+
+    def changed(self, **changes: Any) -> Self:
+        """Return a copy with other values, not validated. The changes of a section may be a dictionary."""
+        for name, value in changes.items():
+            if isinstance(value, dict) and isinstance(section := getattr(self, name), Section):
+                changes[name] = section.changed(**value)
+        return self.model_copy(update=changes)
 
     @model_validator(mode="before")
     @classmethod

@@ -11,6 +11,7 @@ from megasparse.attention.heads import build_mechanism
 from megasparse.attention.yoso import YOSOAttention
 from megasparse.config.schema import Config, ModelConfig
 from megasparse.hub.formats import (
+    SIZES,
     Exported,
     Format,
     Imported,
@@ -43,6 +44,12 @@ WEIGHTS = """
     head.norm_*                         cls.predictions.transform.LayerNorm.*
     head.weight                         cls.predictions.decoder.weight
 """
+NAMES = SIZES | {
+    "d_ff": "intermediate_size",
+    "dropout": "hidden_dropout_prob",
+    "norm_eps": "layer_norm_eps",
+    "token_types": "type_vocab_size",
+}
 HEAD, HEAD_BIAS = "cls.predictions.decoder.weight", "cls.predictions.bias"
 SECOND_BIAS = "cls.predictions.decoder.bias"
 """Tied to `HEAD_BIAS` if embeddings are tied; otherwise the one in use."""
@@ -143,12 +150,9 @@ class BERTFormat(Format):
         return {
             "model_type": self.name,
             "architectures": [self.architecture],
-            **hf_sizes(model),
-            "intermediate_size": model.d_ff,
+            **hf_sizes(model, NAMES),
             "hidden_act": "gelu",
-            "hidden_dropout_prob": model.dropout,
             "type_vocab_size": max(1, model.token_types),
-            "layer_norm_eps": model.norm_eps,
             "bos_token_id": None,
             "eos_token_id": None,
             "pad_token_id": None,
@@ -171,13 +175,9 @@ class BERTFormat(Format):
         section = {
             "kind": "encoder",
             "style": "bert",
-            **sizes_of(config),
-            "d_ff": config.intermediate_size,
+            **sizes_of(config, NAMES),
             "blocks": "ordinary",
             "activations": "stored",
-            "dropout": float(config.hidden_dropout_prob),
-            "norm_eps": float(config.layer_norm_eps),
-            "token_types": config.type_vocab_size,
             "positions": {"kind": "learned", "offset": self.offset},
             "attention": self.attention_of(config, path),
             "masking": {"token": config.vocab_size - 1 if mask is None else mask},
@@ -307,21 +307,14 @@ class YOSOFormat(BERTFormat):
         return [Weight((ours.format(layer),), theirs.format(layer), shape, (heads, size)) for layer in layers]
 
     def logits(self, model: Any, tokens: Tensor, seed: int) -> Tensor:
-        """Return the logits with the expectation."""
-        parts: list[Any] = [module for module in model.modules() if hasattr(module, "use_expectation")]
-        before = [part.use_expectation for part in parts]
-        try:
-            for part in parts:
-                part.use_expectation = True
-            return super().logits(model, tokens, seed)
-        finally:
-            for part, value in zip(parts, before, strict=True):
-                part.use_expectation = value
+        """Return the logits with the expectation, which `model` uses from then on."""
+        for module in model.modules():
+            if hasattr(module, "use_expectation"):
+                module.use_expectation = True
+        return super().logits(model, tokens, seed)
 
     def comparable(self, config: Config) -> Config:
-        yoso = config.model.attention.yoso.model_copy(update={"expectation": True})
-        attention = config.model.attention.model_copy(update={"yoso": yoso})
-        return config.model_copy(update={"model": config.model.model_copy(update={"attention": attention})})
+        return config.changed(model={"attention": {"yoso": {"expectation": True}}})
 
 
 FORMAT = {form.name: form for form in (BERTFormat(), RoBERTaFormat(), YOSOFormat())}

@@ -16,10 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AutoTokenizer
 
-from megasparse.config.files import parse_json
-from megasparse.errors import HubError, one_line
-from megasparse.files import UNSCORED, read_file
+from megasparse.errors import HubError
+from megasparse.files import UNSCORED
 from megasparse.hub.architectures import hf_class
+from megasparse.hub.importing import read_config
 from megasparse.hub.replace import load_whole
 from megasparse.hub.replaced_layer import cache_name
 from megasparse.model.stack import padding_of
@@ -62,10 +62,9 @@ def check_model(model: Any, length: int = 64, seed: int = 0) -> list[CheckResult
     model.eval()
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(model.config.get_text_config().vocab_size, (4, length), generator=generator)
-    try:
+    problem = f"cannot process {length} tokens ({{}})"
+    with HubError.instead_of(Exception, type(model).__name__, problem, "Use fewer"):  # models raise errors of any type
         whole = _logits(model, tokens[:1])
-    except Exception as error:  # models raise errors of any type
-        raise HubError(type(model).__name__, f"cannot process {length} tokens ({error})", "Use fewer") from None
     scale, tolerance = float(whole.std()), TOLERANCE[next(model.parameters()).dtype]
     results = []
     for name, check in CHECKS.items():
@@ -199,24 +198,19 @@ def load_model(folder: Path) -> Any:
     """Load a model of transformers, or one that megasparse exported or replaced, in fp32: rounding in bf16 can exceed
     the tolerance. Raises HubError if it is not a causal language model, or not whole.
     """
-    try:
-        names = parse_json(read_file(folder / "config.json", 1 << 20).decode(), str(folder)).get("architectures")
-    except (OSError, ValueError, AttributeError):
-        raise HubError(folder, "config.json cannot be read", "Give the folder of a model") from None
+    names = read_config(folder).get("architectures")
     if not names or not names[0].endswith(("ForCausalLM", "LMHeadModel", "ModelWithLMHead")):
         raise HubError(folder, f"is of the architecture {names and names[0]}", "Give a causal language model")
-    try:
+    problem = f"transformers lacks its architecture {names[0]}"
+    with HubError.instead_of(AttributeError, folder, problem, "Give another model"):
         loader = hf_class(names[0])
-    except AttributeError:
-        raise HubError(folder, f"transformers lacks its architecture {names[0]}", "Give another model") from None
     return load_whole(loader, folder, dtype=torch.float32)
 
 
 def load_tokenizer(folder: str | Path) -> Any:
-    try:
+    damages = (OSError, ValueError, LookupError, TypeError, AttributeError, ImportError)
+    with HubError.instead_of(damages, folder, "its tokenizer cannot be loaded ({})", "Save it there"):
         return AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, ImportError) as error:
-        raise HubError(folder, f"its tokenizer cannot be loaded ({one_line(str(error))})", "Save it there") from None
 
 
 def table(results: list[CheckResult]) -> str:

@@ -3,7 +3,7 @@
 import json
 import math
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -14,6 +14,7 @@ from torch import Tensor
 from megasparse.config.schema import Config, ModelConfig, PositionsConfig, kinds
 from megasparse.errors import HubError
 from megasparse.hub.formats import (
+    SIZES,
     Exported,
     Format,
     Imported,
@@ -89,6 +90,8 @@ class DecoderFormat(Format):
     table: str
     layers: str
     """Name of a layer, see formats.weights_of."""
+    names: ClassVar[Mapping[str, str]]
+    """Hugging Face's key for keys of the `model` section."""
 
     def __init__(self, name: str):
         self.name = name
@@ -103,8 +106,7 @@ class DecoderFormat(Format):
         hf_config = {
             "model_type": self.name,
             "architectures": [self.architecture],
-            "vocab_size": model.vocabulary,
-            "tie_word_embeddings": model.tied_embeddings,
+            **hf_sizes(model, self.names),
             "dtype": "float32",
             **{key: generation.get(key) for key in SPECIAL},  # end and padding tokens, or null
             "bos_token_id": model.start_token,
@@ -128,7 +130,7 @@ class DecoderFormat(Format):
             raise HubError(path, f"sliding_window is {window}, but {problem}", hint)
         section = {
             "kind": "decoder",
-            **sizes_of(config),
+            **sizes_of(config, self.names),
             "blocks": "ordinary",
             "activations": "stored",
             "logit_scale": 1.0,
@@ -172,9 +174,7 @@ class DecoderFormat(Format):
         """Return the configuration with full attention and fp32 residual streams. Rounding changes the keys that a
         query selects now and then, and so every later logit.
         """
-        attention = config.model.attention.model_copy(update={"pattern": ["full"]})
-        changes = {"attention": attention, "residual_dtype": "fp32"}
-        return config.model_copy(update={"model": config.model.model_copy(update=changes)})
+        return config.changed(model={"attention": {"pattern": ["full"]}, "residual_dtype": "fp32"})
 
     @abstractmethod
     def section(self, config: Any, path: Path) -> dict[str, Any]:
@@ -200,6 +200,7 @@ class LlamaFormat(DecoderFormat):
     """Llama and similar decoders: RMS norms, rotary positions, gated feed-forwards, grouped key heads."""
 
     base, table, layers = "model", LLAMA, "model.layers.{}"
+    names = SIZES | {"d_ff": "intermediate_size", "norm_eps": "rms_norm_eps"}
     families: ClassVar[dict[str, tuple[str, tuple[str, ...], bool]]] = {
         "llama": ("LlamaForCausalLM", ("none", "all"), False),
         "mistral": ("MistralForCausalLM", ("none",), False),
@@ -218,11 +219,9 @@ class LlamaFormat(DecoderFormat):
         biased, heads = getattr(config, "attention_bias", False), config.num_attention_heads
         dim = getattr(config, "head_dim", None)
         return {
-            "d_ff": config.intermediate_size,
             "head_dim": dim if dim and dim * heads != config.hidden_size else None,
             "key_heads": config.num_key_value_heads,
             "norm": "rms",
-            "norm_eps": float(config.rms_norm_eps),
             "feed_forward": ACTIVATIONS[config.hidden_act],
             "feed_forward_biases": getattr(config, "mlp_bias", False),
             "attention_biases": "all" if biased else self.biases[0],
@@ -242,12 +241,9 @@ class LlamaFormat(DecoderFormat):
             self.must_be(model, "feed_forward_biases", False)
         width = model.head_dim or model.d_model // model.heads
         return {
-            **hf_sizes(model),
-            "intermediate_size": model.d_ff,
             "num_key_value_heads": model.key_heads or model.heads,
             "head_dim": width,
             "hidden_act": activations[model.feed_forward],
-            "rms_norm_eps": model.norm_eps,
             **({"attention_bias": biases == "all"} if "all" in self.biases else {}),
             **({"mlp_bias": model.feed_forward_biases} if self.name == "llama" else {"sliding_window": None}),
             **rope_of(model.positions, width),
@@ -258,6 +254,15 @@ class GPT2Format(DecoderFormat):
     """GPT-2: layer norms, learned positions, biases everywhere. Its matrices are transposed."""
 
     architecture, base, table, layers = "GPT2LMHeadModel", "transformer", GPT2, "transformer.h.{}"
+    names: ClassVar = {
+        "vocabulary": "vocab_size",
+        "max_length": "n_positions",
+        "layers": "n_layer",
+        "d_model": "n_embd",
+        "heads": "n_head",
+        "tied_embeddings": "tie_word_embeddings",
+        "norm_eps": "layer_norm_epsilon",
+    }
 
     def section(self, config: Any, path: Path) -> dict[str, Any]:
         only = {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False}
@@ -266,7 +271,6 @@ class GPT2Format(DecoderFormat):
             raise not_ours(path, "activation_function", kind, " or ".join(map(repr, GPT2_ACTIVATIONS)))
         return {
             "d_ff": config.n_inner or 4 * config.n_embd,
-            "norm_eps": float(config.layer_norm_epsilon),
             "feed_forward": GPT2_ACTIVATIONS[kind],
             "attention_biases": "all",
             "positions": {"kind": "learned"},
@@ -280,15 +284,7 @@ class GPT2Format(DecoderFormat):
         self.must_be(model, "feed_forward", *activations)
         self.must_be(model, "key_heads", None, model.heads)
         self.must_be(model, "head_dim", None, model.d_model / model.heads)
-        return {
-            "n_embd": model.d_model,
-            "n_inner": model.d_ff,
-            "n_layer": model.layers,
-            "n_head": model.heads,
-            "n_positions": model.max_length,
-            "activation_function": activations[model.feed_forward],
-            "layer_norm_epsilon": model.norm_eps,
-        }
+        return {"n_inner": model.d_ff, "activation_function": activations[model.feed_forward]}
 
 
 def start_token(config: Any, path: Path) -> int:

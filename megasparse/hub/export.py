@@ -165,15 +165,16 @@ def measurements(checkpoint: Checkpoint, path: str | Path | None) -> list[dict[s
     """Return the results of `megasparse evaluate` for this checkpoint, in the file `path` or in the run's folder."""
     results = []
     for file in sorted(checkpoint.path.parent.parent.glob("*.json")) if path is None else [Path(path)]:
-        result = _result(file)
-        protocol = {} if result is None else result["protocol"]
-        step, data = protocol.get("checkpoint_step"), protocol.get("trained_on_fingerprint")
-        if result is not None and (step, data) == (checkpoint.step, checkpoint.manifest["data_fingerprint"]):
-            results.append(result)
-        elif path is not None and result is None:
+        if (result := _result(file)) is None:
+            if path is None:
+                continue
             raise HubError(path, "is not a result of megasparse evaluate", "Use the file that its --json option wrote")
+        step, data = (result["protocol"].get(key) for key in ("checkpoint_step", "trained_on_fingerprint"))
+        if (step, data) == (checkpoint.step, checkpoint.manifest["data_fingerprint"]):
+            results.append(result)
         elif path is not None:
-            raise HubError(path, f"was measured at step {step} of {protocol.get('checkpoint')}", "Export that one")
+            of = result["protocol"].get("checkpoint")
+            raise HubError(path, f"was measured at step {step} of {of}", "Export that one")
     return results
 
 

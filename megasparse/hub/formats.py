@@ -92,11 +92,11 @@ class Format(ABC):
         for key in PARTS:
             self.must_be(model, key, ModelConfig.model_fields[key].default)
 
-    def check_pattern(self, model: ModelConfig, kind: str) -> None:
-        """Raise HubError unless all heads have this kind of attention."""
+    def check_pattern(self, model: ModelConfig, *kinds: str) -> None:
+        """Raise HubError unless all heads of each layer have one of these kinds of attention."""
         for number, entry in enumerate(model.attention.pattern):
-            if heads_of_layer(model, number) != {kind: model.heads}:
-                raise self.inexpressible(f"attention.pattern[{number}]", entry, repr(kind))
+            if len(split := heads_of_layer(model, number)) > 1 or not split.keys() <= {*kinds}:
+                raise self.inexpressible(f"attention.pattern[{number}]", entry, " or ".join(map(repr, kinds)))
 
 
 DECODERS = ("gpt2", "llama", "mistral", "qwen2", "qwen3")
@@ -123,12 +123,12 @@ SIZES = {
 """Hugging Face's key for keys of the `model` section."""
 
 
-def sizes_of(config: Any) -> dict[str, Any]:
-    return {ours: getattr(config, theirs) for ours, theirs in SIZES.items()}
+def sizes_of(config: Any, names: Mapping[str, str]) -> dict[str, Any]:
+    return {ours: getattr(config, theirs) for ours, theirs in names.items()}
 
 
-def hf_sizes(model: ModelConfig) -> dict[str, Any]:
-    return {theirs: getattr(model, ours) for ours, theirs in SIZES.items()}
+def hf_sizes(model: ModelConfig, names: Mapping[str, str]) -> dict[str, Any]:
+    return {theirs: getattr(model, ours) for ours, theirs in names.items()}
 
 
 def not_ours(path: Path, key: str, value: Any, only: str) -> HubError:
@@ -155,10 +155,9 @@ def read_configuration(name: str, values: dict[str, Any], path: Path) -> Any:
         raise HubError(path, f"its attention was replaced ({ENTRY}), which would be lost", "Use the original model")
     if values.get("model_type") != name:
         raise HubError(path, f"its model_type is {values.get('model_type')!r}", f"Use a model of type {name!r}")
-    try:
+    damages = (StrictDataclassError, TypeError, ValueError, LookupError)
+    with HubError.instead_of(damages, path, f"is not a configuration of {name} ({{}})", OWN_CONFIG):
         return CONFIG_MAPPING[name].from_dict(values)
-    except (StrictDataclassError, TypeError, ValueError, LookupError) as error:
-        raise HubError(path, f"is not a configuration of {name} ({' '.join(str(error).split())})", OWN_CONFIG) from None
 
 
 def model_of(section: dict[str, Any], path: Path) -> ModelConfig:

@@ -327,16 +327,15 @@ def check_gguf(path: Path) -> Header:
     """Read the header. Raise HubError if it contradicts the file's size: readers trust it, and
     would loop or allocate.
     """
-    try:
+    with (
+        HubError.instead_of(_Bad, path, "damaged GGUF file: {}", "Download it again"),
+        HubError.instead_of(OSError, path, "cannot be read: {}", "Use the path of a GGUF file"),
+    ):
         size = path.stat().st_size
         if not path.is_file():
             raise _Bad("it is not a regular file")
         with open_file(path) as stream:
             return _header(stream, size)
-    except _Bad as error:
-        raise HubError(path, f"damaged GGUF file: {error}", "Download it again") from None
-    except OSError as error:
-        raise HubError(path, f"cannot be read: {error.strerror}", "Use the path of a GGUF file") from None
 
 
 def _header(stream: IO[bytes], size: int) -> Header:
@@ -347,11 +346,11 @@ def _header(stream: IO[bytes], size: int) -> Header:
         raise _Bad(f"its {size:,} bytes cannot contain {tensors:,} tensors and {entries:,} entries")
     values: dict[str, Any] = {}
     for _ in range(entries):
-        key = _text(stream, size).decode(errors="replace")
+        key = _text(stream, size)
         values[key] = _value(stream, _number(stream, "I"), size, key in (NAMES, TYPES))
     widest, places = 0, dict[str, tuple[list[int], int, int]]()
     for _ in range(tensors):
-        name = _text(stream, size).decode(errors="replace")
+        name = _text(stream, size)
         if (dimensions := _number(stream, "I")) > MOST_DIMENSIONS:
             raise _Bad(f"a tensor has {dimensions:,} dimensions")
         sizes = [_number(stream, "Q") for _ in range(dimensions)]
@@ -380,11 +379,11 @@ def _number(stream: IO[bytes], letter: str) -> Any:
     return struct.unpack(f"<{letter}", raw)[0]
 
 
-def _text(stream: IO[bytes], size: int) -> bytes:
+def _text(stream: IO[bytes], size: int) -> str:
     length = _number(stream, "Q")
     if length > min(LONGEST_TEXT, size - stream.tell()):
         raise _Bad(f"a text of {length:,} bytes")
-    return stream.read(length)
+    return stream.read(length).decode(errors="replace")
 
 
 def _value(stream: IO[bytes], kind: int, size: int, reads_array: bool) -> Any:
@@ -392,7 +391,7 @@ def _value(stream: IO[bytes], kind: int, size: int, reads_array: bool) -> Any:
     if kind in SCALARS:
         return _number(stream, SCALARS[kind])
     if kind == TEXT:
-        return _text(stream, size).decode(errors="replace")
+        return _text(stream, size)
     if kind != ARRAY:
         raise _Bad(f"a value of type {kind}")
     inner, count = _number(stream, "I"), _number(stream, "Q")
@@ -402,9 +401,9 @@ def _value(stream: IO[bytes], kind: int, size: int, reads_array: bool) -> Any:
     values: list[Any] = []
     if inner == TEXT:
         for _ in range(count):
-            raw = _text(stream, size)
+            text = _text(stream, size)
             if reads_array:
-                values.append(raw.decode(errors="replace"))
+                values.append(text)
     elif reads_array:
         values = list(struct.unpack(f"<{count}{SCALARS[inner]}", stream.read(count * width)))
     else:

@@ -177,24 +177,21 @@ def find_folder(name: str | Path) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
-    try:
+    problem = "not a folder, and no model of this name is in transformers' local cache"
+    hint = "Use the folder of a model, or download the model first with the `hf download` command"
+    with HubError.instead_of((HFValidationError, LocalEntryNotFoundError, OSError), name, problem, hint):
         return Path(snapshot_download(str(name), local_files_only=True))
-    except (HFValidationError, LocalEntryNotFoundError, OSError):
-        hint = "Use the folder of a model, or download the model first with the `hf download` command"
-        raise HubError(name, "not a folder, and no model of this name is in transformers' local cache", hint) from None
 
 
 def read_config(folder: Path) -> dict[str, Any]:
     """Read the config.json of a folder."""
     path = folder / "config.json"
-    try:
+    hint = "Use the folder of a Hugging Face model"
+    with HubError.instead_of((OSError, ValueError), path, "cannot be read ({})", hint):
         text = read_file(path).decode()
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or "not UTF-8"
-        raise HubError(path, f"cannot be read ({reason})", "Use the folder of a Hugging Face model") from None
     values = parse_json(text, str(path))
     if not isinstance(values, dict):
-        raise HubError(path, "is not a configuration", "Use the folder of a Hugging Face model")
+        raise HubError(path, "is not a configuration", hint)
     return values
 
 
@@ -420,7 +417,7 @@ def write_start(config: Config, source: Path, output: Path) -> tuple[list[str], 
         return value
 
     readers = {name: partial(read, name, weight) for name, weight in weights.items()}
-    write_checkpoint(config.model_copy(update={"lora": None}), readers, output)
+    write_checkpoint(config.changed(lora=None), readers, output)
     return new, [name for name in pretrained if name not in weights]
 
 

@@ -26,9 +26,11 @@ from megasparse.hub.formats import (
     Imported,
     Weight,
     check_only,
+    hf_sizes,
     not_ours,
     read_configuration,
     readers,
+    sizes_of,
     weights_of,
 )
 from megasparse.hub.tensor_file import BUFFERS, OWN_CONFIG, TensorFile
@@ -168,11 +170,7 @@ class ReformerFormat(Format):
             required |= {f"attention.lsh.{key}": only for key, only in lsh.items()}
         for key, value in required.items():
             self.must_be(model, key, value)
-        for layer in range(model.layers):
-            if len(split := heads_of_layer(model, layer)) > 1 or not split.keys() <= {"local", "lsh"}:
-                kind = split if len(split) > 1 else next(iter(split))
-                key = f"attention.pattern[{layer % len(model.attention.pattern)}]"
-                raise self.inexpressible(key, kind, "'local' or 'lsh'")
+        self.check_pattern(model, "local", "lsh")
         self.must_be(model, "positions.kind", "axial", "learned", *CONSTANT_TABLES)
         self.must_be(model, "positions.offset", 0)
         if (shape := model.positions.axial_shape) and len(shape) != 2:
@@ -283,7 +281,7 @@ def model_section(config: Any) -> dict[str, Any]:
     section = {
         "max_length": length,
         "layers": len(config.attn_layers),
-        **{ours: getattr(config, theirs) for ours, theirs in RENAMED.items()},
+        **sizes_of(config, RENAMED),
         "head_dim": config.attention_head_size,
         "attention": attention,
     }
@@ -307,7 +305,7 @@ def hf_config(model: ModelConfig, bos: int) -> dict[str, Any]:
         "max_position_embeddings": model.max_length,
         "axial_pos_embds": model.positions.kind == "axial",
         "attn_layers": [next(iter(heads_of_layer(model, layer))) for layer in range(model.layers)],
-        **{theirs: getattr(model, ours) for ours, theirs in RENAMED.items()},
+        **hf_sizes(model, RENAMED),
         "attention_head_size": model.head_dim or model.d_model // model.heads,
         "hidden_act": "relu",
         "local_attention_probs_dropout_prob": model.attention.dropout,

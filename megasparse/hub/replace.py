@@ -15,14 +15,13 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 import transformers
-from pydantic import ValidationError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import AutoConfig, Cache, PretrainedConfig, PreTrainedModel
 
 from megasparse.attention.contract import Attention, Targets
 from megasparse.config.attention import MECHANISMS, AttentionConfig
-from megasparse.config.messages import as_config_error, show
+from megasparse.config.messages import show
 from megasparse.config.schema import ModelConfig, kinds
 from megasparse.errors import ConfigError, HubError, did_you_mean
 from megasparse.hub.replaced_layer import (
@@ -40,7 +39,8 @@ from megasparse.model.build import initialise
 from megasparse.model.embedding import lengthened
 from megasparse.ops.operator import device_of
 from megasparse.ops.random import drawn_step
-from megasparse.settings.checks import check_model
+from megasparse.settings.checks import require
+from megasparse.settings.load import build_model_config
 
 ENTRY = "megasparse_attention"
 """Key of config.json with the arguments of the replacement: {"attention", "max_length", "seed"}."""
@@ -166,7 +166,7 @@ def _interface_calls(model: PreTrainedModel) -> list[InterfaceCall]:
     options = {} if model.config.model_type in ENCODERS else {"use_cache": False}
     try:
         model.set_attn_implementation(NAME)
-        with _evaluating(model), torch.no_grad():
+        with evaluating(model), torch.no_grad():
             base(input_ids=torch.zeros(1, 2, dtype=torch.long, device=device_of(model)), megasparse_pass=run, **options)
     except HubError:
         raise HubError(name, "does not pass keyword arguments to its attention", HINT) from None
@@ -192,7 +192,7 @@ def _require_same_step(model: PreTrainedModel, length: int) -> None:
     """
     base: Any = model.base_model
     tokens = torch.arange(length, device=device_of(model))[None] % model.config.vocab_size
-    with _evaluating(model), torch.no_grad():
+    with evaluating(model), torch.no_grad():
         whole = base(input_ids=tokens, use_cache=False)[0][:, -1]
         name, before = cache_name(base), base(input_ids=tokens[:, :-1], use_cache=True, return_dict=True)
         step = base(input_ids=tokens[:, -1:], use_cache=True, **{name: getattr(before, name)})[0][:, -1]
@@ -204,7 +204,7 @@ def _require_same_step(model: PreTrainedModel, length: int) -> None:
 
 
 @contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
+def evaluating(model: nn.Module) -> Iterator[None]:
     """Set a model to evaluation mode, and each of its modules back to its own mode at the end."""
     modes = [(module, module.training) for module in model.modules()]
     try:
@@ -273,19 +273,18 @@ def _require_decodable(layers: list[Mechanisms]) -> None:
     """Raise ConfigError for decoder mechanisms that leak later tokens or need inputs that transformers lacks."""
     for layer in layers:
         for kind, mechanism in layer.items() if layer.causal else ():
-            attention = cast(Attention, mechanism)
-            if attention.leak is not None:
-                problem = f"a decoder would attend to later tokens: {attention.leak}"
-                raise ConfigError(f"attention.{kind}", problem, "Change that setting")
-            if attention.changes_keys:
-                problem = "it adds positions to keys or normalises them, but the cache contains the model's keys"
-                raise ConfigError(f"attention.{kind}", problem, "Change sinusoidal_positions, normalize or kind")
-            if not attention.rotated:
-                problem = "it attends without rotary positions, but transformers passes rotated queries and keys"
-                raise ConfigError(f"attention.{kind}", problem, "Choose another kind or setting")
-            if attention.reads_tokens:
-                problem = "it reads token ids, which transformers does not pass to attention"
-                raise ConfigError(f"attention.{kind}", problem, "Choose another kind or setting")
+            attention, key, hint = cast(Attention, mechanism), f"attention.{kind}", "Choose another kind or setting"
+            require(
+                (attention.leak is not None, key, f"a decoder would attend to later tokens: {attention.leak}",
+                 "Change that setting"),
+                (attention.changes_keys, key,
+                 "it adds positions to keys or normalises them, but the cache contains the model's keys",
+                 "Change sinusoidal_positions, normalize or kind"),
+                (not attention.rotated, key,
+                 "it attends without rotary positions, but transformers passes rotated queries and keys", hint),
+                (attention.reads_tokens, key, "it reads token ids, which transformers does not pass to attention",
+                 hint),
+            )  # fmt: skip
 
 
 def _model_config(
@@ -293,7 +292,7 @@ def _model_config(
 ) -> ModelConfig:
     """Return a megasparse configuration with the same heads and `attention`."""
     hf = model.config
-    values = {
+    values: dict[str, Any] = {
         "kind": "encoder" if hf.model_type in ENCODERS else "decoder",
         "vocabulary": hf.vocab_size,
         "max_length": max_length,
@@ -306,12 +305,7 @@ def _model_config(
         "positions": {"kind": "learned"},
         "attention": _sections(attention),
     }
-    try:
-        config = ModelConfig.model_validate(values)
-    except ValidationError as error:
-        raise as_config_error(error, ModelConfig, values, prefix="model") from None
-    check_model(config)
-    return config
+    return build_model_config(values)
 
 
 def _sections(attention: dict[str, Any] | AttentionConfig) -> dict[str, Any]:
@@ -512,11 +506,9 @@ def load_plain(directory: str | Path) -> PreTrainedModel:
 
 
 def _config(directory: Path) -> PretrainedConfig:
-    try:
+    damages, problem = (OSError, ValueError, KeyError, TypeError, AttributeError), "config.json cannot be read ({})"
+    with HubError.instead_of(damages, directory, problem, "Use the folder of a model"):
         return AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        problem = " ".join(str(error).split())[:200]
-        raise HubError(directory, f"config.json cannot be read ({problem})", "Use the folder of a model") from None
 
 
 def _saved_class(directory: Path) -> type[PreTrainedModel]:

@@ -89,7 +89,7 @@ class Mechanisms(nn.ModuleDict):
         self.use_statistics(False)
 
     def with_full_attention(self) -> "Mechanisms":
-        return Mechanisms(self.config.model_copy(update={"attention": AttentionConfig(pattern=["full"])}), self.layer)
+        return Mechanisms(self.config.changed(attention=AttentionConfig(pattern=["full"])), self.layer)
 
     @property
     def attends_fully(self) -> bool:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save
 from torch import Tensor
 from tqdm import tqdm
@@ -26,15 +26,15 @@ from megasparse.attention.contract import Attention, RecomputeCache
 from megasparse.attention.heads import Padding
 from megasparse.attention.observation import Call, each_call
 from megasparse.errors import DataError, HubError
-from megasparse.files import open_file, read_file, write_file
-from megasparse.hub.replace import ENTRY
+from megasparse.files import open_file, write_file
+from megasparse.hub.replace import ENTRY, evaluating
 from megasparse.hub.replaced_layer import NAME, Mechanisms
 from megasparse.ops.operator import device_of
 from megasparse.ops.random import RngContext
 
 UPDATES = 8
 """Adam steps per layer in one pass of the model, each on newly drawn queries."""
-RECORD = "course.json"
+COURSE = "course.safetensors"
 _HELD_OUT = 1 << 30  # step of the draws of measurements
 
 
@@ -88,21 +88,21 @@ class Teacher:
             raise HubError("length", problem, f"Teach with more than {near} tokens, or replace with a smaller chunk")
         self._cast(torch.promote_types(self.dtype, torch.float32))
         identity = self._identity(windows, held_out, passes)
-        record = None if folder is None else self._resume(folder, identity)
-        if record is None:
-            record = {"before": self._loss_on(held_out)}
-            self._keep(folder, record, identity)
+        before = None if folder is None else self._resume(folder / COURSE, identity)
+        if before is None:
+            before = self._loss_on(held_out)
+            self._keep(folder, before, identity)
         progress = tqdm(total=passes, initial=self.passes, unit="pass", disable=None)
         while self.passes < passes:
             epoch, position = divmod(self.passes, len(windows))
             order = random.Random(f"{self.seed}/{epoch}").sample(range(len(windows)), len(windows))
             loss = self.learn(torch.tensor([windows[order[position]]]), self.passes / passes)
-            self._keep(folder, record, identity)
+            self._keep(folder, before, identity)
             progress.update()
             progress.set_postfix(loss=f"{loss:.4f}")
         progress.close()
         self._cast(self.dtype)
-        return record["before"], self._loss_on(held_out)
+        return before, self._loss_on(held_out)
 
     def learn(self, tokens: Tensor, progress: float = 0.0) -> float:
         """Learn from texts (B, L) int64 without padding. Return the mean loss of mechanisms, before each update.
@@ -167,42 +167,37 @@ class Teacher:
         return digest.hexdigest()
 
     @torch.no_grad()
-    def _resume(self, folder: Path, identity: str) -> dict[str, Any] | None:
-        path = folder / RECORD
+    def _resume(self, path: Path, identity: str) -> float | None:
+        """Restore the saved state, if any, and return the loss before the training."""
         if not path.exists():
             return None
-        try:
-            record = json.loads(read_file(path))
-            course, passes, state = record["identity"], int(record["passes"]), folder / Path(str(record["state"])).name
-            before = float(record["before"])
-            open_file(state).close()  # reject a pipe, which would block
-            stored = load_file(state)
-        except (SafetensorError, OSError, ValueError, LookupError, TypeError, OverflowError, RecursionError) as error:
-            raise HubError(path, f"is damaged, or its state ({error})", f"Remove {folder} to start again") from None
-        if course != identity:
-            raise HubError(path, "belongs to another training", f"Use the same arguments, or remove {folder}")
+        damages, again = (
+            (SafetensorError, OSError, ValueError, LookupError, TypeError),
+            f"Remove {path.parent} to start again",
+        )
+        with HubError.instead_of(damages, path, "is damaged ({})", again):
+            open_file(path).close()  # reject a pipe, which would block
+            with safe_open(path, framework="pt") as file:
+                course = file.metadata()
+            stored = load_file(path)
+            saved, passes, before = course["identity"], int(course["passes"]), float(course["before"])
+        if saved != identity:
+            raise HubError(path, "belongs to another training", f"Use the same arguments, or remove {path.parent}")
         tensors = dict(self._state())
         if {name: x.shape for name, x in stored.items()} != {name: x.shape for name, x in tensors.items()}:
-            raise HubError(state, "does not fit this model's mechanisms", f"Remove {folder} to start again")
+            raise HubError(path, "does not fit this model's mechanisms", again)
         for name, tensor in tensors.items():
             tensor.copy_(stored[name])
         self.passes = passes
-        return {"before": before}
+        return before
 
-    def _keep(self, folder: Path | None, record: dict[str, Any], identity: str) -> None:
-        """Write the state, then the record that names it, so that the previous one is valid until then."""
+    def _keep(self, folder: Path | None, before: float, identity: str) -> None:
         if folder is None:
             return
-        state = folder / f"state-{self.passes}.safetensors"
-        written = {**record, "identity": identity, "passes": self.passes, "state": state.name}
-        try:
+        course = {"identity": identity, "passes": str(self.passes), "before": str(before)}
+        with HubError.instead_of(OSError, folder, "cannot be written ({})", "Free some space, or remove it"):
             folder.mkdir(parents=True, exist_ok=True)
-            write_file(state, save({name: tensor.contiguous() for name, tensor in self._state()}))
-            write_file(folder / RECORD, json.dumps(written, indent=2))
-        except OSError as error:
-            raise HubError(folder, f"cannot be written ({error.strerror})", "Free some space, or remove it") from None
-        for old in {*folder.glob("state-*.safetensors")} - {state}:
-            old.unlink()
+            write_file(folder / COURSE, save({name: tensor.contiguous() for name, tensor in self._state()}, course))
 
     def _state(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the learned weights and Adam's state, by name."""
@@ -222,16 +217,14 @@ class Teacher:
 def full_attention(model: PreTrainedModel) -> Iterator[None]:
     """Replace every mechanism by full attention, without dropout."""
     replaced = [(module, getattr(module, NAME)) for module in model.modules() if hasattr(module, NAME)]
-    was_training = model.training
-    model.eval()
-    try:
-        for module, mechanisms in replaced:
-            setattr(module, NAME, mechanisms.with_full_attention())
-        yield
-    finally:
-        for module, mechanisms in replaced:
-            setattr(module, NAME, mechanisms)
-        model.train(was_training)
+    with evaluating(model):
+        try:
+            for module, mechanisms in replaced:
+                setattr(module, NAME, mechanisms.with_full_attention())
+            yield
+        finally:
+            for module, mechanisms in replaced:
+                setattr(module, NAME, mechanisms)
 
 
 def read_windows(tokenizer: Any, paths: list[Path], length: int) -> list[list[int]]:
@@ -239,11 +232,9 @@ def read_windows(tokenizer: Any, paths: list[Path], length: int) -> list[list[in
     files = [file for path in paths for file in (sorted(path.rglob("*.txt")) if path.is_dir() else [path])]
     windows: list[list[int]] = []
     for file in files:
-        try:
-            with open_file(file) as stream:
-                text = TextIOWrapper(stream, encoding="utf-8").read()
-        except (OSError, UnicodeDecodeError) as error:
-            raise DataError(file, f"cannot be read as UTF-8 text ({error})", "Use text files") from None
+        damages, problem = (OSError, UnicodeDecodeError), "cannot be read as UTF-8 text ({})"
+        with DataError.instead_of(damages, file, problem, "Use text files"), open_file(file) as stream:
+            text = TextIOWrapper(stream, encoding="utf-8").read()
         if tokenizer.is_fast:
             windows += tokenizer(text, truncation=True, max_length=length, return_overflowing_tokens=True)["input_ids"]
         else:

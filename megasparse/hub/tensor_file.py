@@ -87,10 +87,8 @@ class TensorFile:
         """Read a tensor, floating point as `dtype`."""
         if shape is not None:
             self._check_shape(name, shape)
-        try:
+        with HubError.instead_of((SafetensorError, OSError), self.path, f"{name} cannot be read ({{}})", _AGAIN):
             tensor: Tensor = self._file(name).get_tensor(name)
-        except (SafetensorError, OSError) as error:
-            raise HubError(self.path, f"{name} cannot be read ({error})", _AGAIN) from None
         return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
     def check(self, expected: Mapping[str, Iterable[int]]) -> None:
@@ -197,11 +195,10 @@ def depth(values: Any) -> int:
 
 def _sharded(folder: Path) -> dict[str, Any]:
     index = folder / INDEX
-    try:
+    damages = (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError)
+    with HubError.instead_of(damages, index, "is not an index of safetensors files", _AGAIN):
         listed = json.loads(read_file(index))["weight_map"]
         file_of = {str(name): str(file) for name, file in listed.items()}
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
-        raise HubError(index, "is not an index of safetensors files", _AGAIN) from None
     files: dict[str, Any] = {}
     present = {path.name for path in folder.iterdir()}
     for name in sorted(set(file_of.values())):
@@ -218,11 +215,9 @@ def _sharded(folder: Path) -> dict[str, Any]:
 
 
 def _opened(path: Path) -> Any:
-    try:
+    with HubError.instead_of((SafetensorError, OSError), path, "damaged safetensors file ({})", _AGAIN):
         open_file(path).close()  # reject a pipe, which would block
         return safe_open(path, framework="pt")
-    except (SafetensorError, OSError) as error:
-        raise HubError(path, f"damaged safetensors file ({error})", _AGAIN) from None
 
 
 def refuse_existing(output: Path) -> None:

@@ -6,6 +6,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from tokenizers import Tokenizer as PackageTokenizer
+from tokenizers import decoders, models, normalizers, pre_tokenizers
+
 from megasparse.config.schema import Config, ModelConfig
 from megasparse.data.tokenizers import build_tokenizer
 from megasparse.data.tokenizers.huggingface import alphabet
@@ -13,7 +16,7 @@ from megasparse.data.tokenizers.sentence_piece import GRID
 from megasparse.data.tokenizers.simple import END, UNKNOWN
 from megasparse.data.tokenizers.tokenizer import BEGIN, MASK, NAMED, PADDING, SEPARATOR, Tokenizer
 from megasparse.errors import HubError
-from megasparse.files import read_file
+from megasparse.files import read_file, write_file
 
 FILE, SETTINGS, GENERATION = "tokenizer.json", "tokenizer_config.json", "generation_config.json"
 BESIDE = (
@@ -29,7 +32,7 @@ Files = dict[str, str | bytes]
 
 def write_files(files: Files, folder: Path) -> None:
     for name, content in files.items():
-        (folder / name).write_bytes(content.encode() if isinstance(content, str) else content)
+        write_file(folder / name, content)
 
 
 def tokenizer_files(config: Config, longest: int, room: int | None = None) -> Files:
@@ -202,19 +205,15 @@ def of_bytes(special: dict[str, int]) -> dict[str, Any]:
     """Return the content for ByteTokenizer. special: id of each special token. Unused ids in between get names."""
     names = {token: name for name, token in special.items()}
     special = {names.get(token, f"[unused{token}]"): token for token in range(256, max(names, default=255) + 1)}
-    model: dict[str, Any] = {"type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None}
-    model |= {"end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False, "ignore_merges": False}
-    model |= {"vocab": {character: byte for byte, character in enumerate(_ALPHABET)}, "merges": []}
-    split = _byte_level(split_words=True)
-    return _content(model, special, pre_tokenizer=split, decoder=split)
+    model = models.BPE({character: byte for byte, character in enumerate(_ALPHABET)}, [])
+    return _content(model, special, pre_tokenizers.ByteLevel(add_prefix_space=False), decoder=decoders.ByteLevel())
 
 
 def of_words(words: list[str]) -> dict[str, Any]:
-    model = {"type": "WordLevel", "vocab": {word: token for token, word in enumerate(words)}, "unk_token": UNKNOWN}
+    model = models.WordLevel({word: token for token, word in enumerate(words)}, unk_token=UNKNOWN)
     replaced = {"\n": f" {END} ", **{chr(code): " " for code in range(0x1C, 0x20)}}  # white space only in Python
-    parts = [{"type": "Replace", "pattern": {"String": old}, "content": new} for old, new in replaced.items()]
-    normalizer = {"type": "Sequence", "normalizers": parts}
-    return _content(model, {}, normalizer=normalizer, pre_tokenizer={"type": "WhitespaceSplit"})
+    normalizer = normalizers.Sequence([normalizers.Replace(old, new) for old, new in replaced.items()])
+    return _content(model, {}, pre_tokenizers.WhitespaceSplit(), normalizer=normalizer)
 
 
 def of_unigram(model: bytes) -> dict[str, Any] | None:
@@ -249,9 +248,8 @@ def of_unigram(model: bytes) -> dict[str, Any] | None:
         if piece.type == kinds.CONTROL:
             special[piece.piece] = number
         unknown = number if piece.type == kinds.UNKNOWN else unknown
-    values = {"type": "Unigram", "unk_id": unknown, "vocab": vocabulary, "byte_fallback": False}
-    split = _byte_level(split_words=False)
-    return _content(values, special, pre_tokenizer=split, decoder=split)
+    split = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    return _content(models.Unigram(vocabulary, unknown), special, split, decoder=decoders.ByteLevel())
 
 
 def with_start(values: dict[str, Any], token: int, name: str) -> dict[str, Any]:
@@ -294,32 +292,14 @@ def name_of(values: dict[str, Any], token: int) -> str | None:
     return (names | {added["id"]: added["content"] for added in values["added_tokens"]}).get(token)
 
 
-def _content(
-    model: dict[str, Any],
-    special: dict[str, int],
-    *,
-    normalizer: dict[str, Any] | None = None,
-    pre_tokenizer: dict[str, Any],
-    decoder: dict[str, Any] | None = None,
-) -> dict[str, Any]:
-    return {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": [special_token(number, name) for name, number in special.items()],
-        "normalizer": normalizer,
-        "pre_tokenizer": pre_tokenizer,
-        "post_processor": None,
-        "decoder": decoder,
-        "model": model,
-    }
+def _content(model: Any, special: dict[str, int], pre_tokenizer: Any, **parts: Any) -> dict[str, Any]:
+    tokenizer = PackageTokenizer(model)
+    for name, part in {"pre_tokenizer": pre_tokenizer, **parts}.items():
+        setattr(tokenizer, name, part)
+    added = [special_token(number, name) for name, number in special.items()]
+    return {**json.loads(tokenizer.to_str()), "added_tokens": added}
 
 
 def special_token(number: int, name: str) -> dict[str, Any]:
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
     return {"id": number, "content": name, **flags}
-
-
-def _byte_level(split_words: bool) -> dict[str, Any]:
-    """Represent text by one character per byte. split_words: by GPT-2's pattern."""
-    return {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": split_words}

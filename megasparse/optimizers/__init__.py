@@ -147,30 +147,22 @@ def build_optimizer(
     changes no weight.
     """
     spec = OPTIMIZERS[config.name]
-    hidden, tables, matrices, vectors = list[Tensor](), list[Tensor](), list[Tensor](), list[Tensor]()
+    members: dict[str, list[Tensor]] = {"hidden": [], "tables": [], "matrices": [], "vectors": []}
     for name, parameter in parameters.items():
         shape = parameter.shape if shapes is None else shapes[name]
-        if spec.separates_hidden and is_hidden(name, shape):
-            hidden.append(parameter)
-        elif spec.separates_hidden and TABLES in name:
-            tables.append(parameter)
-        else:
-            (matrices if len(shape) >= 2 else vectors).append(parameter)
-    groups: list[dict[str, Any]] = [
-        {"params": hidden, "weight_decay": config.weight_decay},
-        {"params": tables, "weight_decay": config.weight_decay},
-        {"params": matrices, "weight_decay": config.weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
-    ]
-    if spec.separates_hidden:
-        if not hidden:
-            problem = f'"{config.name}" updates the matrices of megasparse\'s blocks, and none is trained'
-            raise ConfigError("optimizer.name", problem, 'Set it to "adamw"')
-        groups = [
-            {**group, "hidden": group["params"] is hidden, "tables": group["params"] is tables} for group in groups
-        ]
-    build = spec.build_partitioned if partitioned else spec.build
-    return build([group for group in groups if group["params"]], config)
+        kind = "matrices" if len(shape) >= 2 else "vectors"
+        if spec.separates_hidden and (is_hidden(name, shape) or TABLES in name):
+            kind = "hidden" if is_hidden(name, shape) else "tables"
+        members[kind].append(parameter)
+    if spec.separates_hidden and not members["hidden"]:
+        problem = f'"{config.name}" updates the matrices of megasparse\'s blocks, and none is trained'
+        raise ConfigError("optimizer.name", problem, 'Set it to "adamw"')
+    groups: list[dict[str, Any]] = []
+    for kind, weights in members.items():
+        flags = {"hidden": kind == "hidden", "tables": kind == "tables"} if spec.separates_hidden else {}
+        decay = 0.0 if kind == "vectors" else config.weight_decay
+        groups += [{"params": weights, "weight_decay": decay, **flags}] if weights else []
+    return (spec.build_partitioned if partitioned else spec.build)(groups, config)
 
 
 def learning_rate(step: int, steps: int, config: Settings) -> float:

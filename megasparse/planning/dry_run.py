@@ -19,7 +19,7 @@ from megasparse.planning.flops import model_flops_per_token
 from megasparse.planning.hardware import GPUS
 from megasparse.planning.passes import dummy_records
 from megasparse.planning.plan import Plan, duration
-from megasparse.system import usable_cores
+from megasparse.system import process_status, usable_cores
 from megasparse.training.engines import build_engine
 from megasparse.training.engines.contract import Engine
 from megasparse.training.ranks import Ranks, start_ranks
@@ -83,7 +83,7 @@ def dry_run(config: Config) -> DryRun:
     """Run a few optimizer steps on a micro-batch of synthetic records, in this process on plain torch. The first step,
     in which memory is allocated, is not timed, unless it takes more than MOST_SECONDS.
     """
-    ranks = start_ranks(config.run.model_copy(update={"engine": "torch"}))
+    ranks = start_ranks(config.run.changed(engine="torch"))
     before = reset_peak(ranks.device)
     engine, batch = trial_engine(config, ranks)
     parameters = sum(p.numel() for p in engine.module.parameters())
@@ -121,17 +121,17 @@ def dry_run(config: Config) -> DryRun:
 
 def trial_engine(config: Config, ranks: Ranks) -> tuple[Engine, Batch]:
     micro = config.training.micro_batch
-    run, training = config.run.model_copy(update={"engine": "torch"}), config.training
-    config = config.model_copy(update={"run": run, "training": training.model_copy(update={"global_batch": micro})})
-    model = build_model(config.model, run.seed)
+    config = config.changed(run={"engine": "torch"}, training={"global_batch": micro})
+    seed = config.run.seed
+    model = build_model(config.model, seed)
     if isinstance(model, Encoder) and config.model.masking.whole_words:
         model.set_word_starts(torch.ones(config.model.vocabulary, dtype=torch.bool))
     if config.lora is not None:
-        add_adapters(model, config.lora, run.seed)
-        dtype = torch.bfloat16 if training.precision == "bf16" else torch.float32
+        add_adapters(model, config.lora, seed)
+        dtype = torch.bfloat16 if config.training.precision == "bf16" else torch.float32
         quantise_layers(model, config.lora, dtype, ranks.device)
-    engine = build_engine(model, config, lambda step, samples: RngContext(run.seed, step, samples, True), ranks)
-    tokens = dummy_records(config.model, micro, config.data.sequence_length, run.seed)
+    engine = build_engine(model, config, lambda step, samples: RngContext(seed, step, samples, True), ranks)
+    tokens = dummy_records(config.model, micro, config.data.sequence_length, seed)
     return engine, Batch(tokens, torch.arange(micro))
 
 
@@ -150,6 +150,5 @@ def peak(device: torch.device) -> int:
     """Return the largest number of bytes in use since the reset."""
     if device.type != "cuda":
         with contextlib.suppress(OSError):  # macOS, Windows; `peak_bytes` includes the parent process's on Linux
-            status = Path("/proc/self/status").read_text()
-            return next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmHWM"))
+            return 1024 * int(process_status("VmHWM").split()[0])
     return peak_bytes(device)

@@ -1,7 +1,10 @@
 """The options of `megasparse plan`: GPUs by name, their number, and sizes in bytes; importable without torch."""
 
 import re
+from contextlib import suppress
 from dataclasses import dataclass, replace
+
+from pydantic import ByteSize, TypeAdapter, ValidationError
 
 from megasparse.config.messages import show
 from megasparse.config.schema import Config
@@ -11,9 +14,6 @@ from megasparse.training.reporting import PEAK_TFLOPS
 REACH = 0.49
 """Assumed fraction of the peak for matrix products and attention on an H100 or H200; 0.55 on an A100. Predictions are
 within 20 % of published steps and within 10 % of measured steps of reformer_64k, hashed and full."""
-UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12} | {
-    f"{letter}iB": 1024**power for power, letter in enumerate("KMGT", start=1)
-}
 
 
 @dataclass(frozen=True)
@@ -52,13 +52,14 @@ def hardware(name: str, peak_tflops: float | None) -> Hardware:
 
 def parse_bytes(option: str, text: str) -> int:
     """Return the bytes of "80GiB" or "0.5TB"."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*([A-Za-z]*)\s*", text)
-    units = {unit.lower(): size for unit, size in UNITS.items()}
-    number = float(match[1]) if match else 0.0
-    if match is None or match[2].lower() not in units or number <= 0:
-        problem = f"{show(text)} is not a size" if match is None or match[2] else f"{show(text)} needs a unit"
+    size = 0
+    if re.fullmatch(r"\s*\d+(\.\d+)?\s*[A-Za-z]*[Bb]\s*", text):
+        with suppress(ValidationError):
+            size = TypeAdapter(ByteSize).validate_python(text)
+    if size <= 0:
+        problem = f"{show(text)} needs a unit" if re.fullmatch(r"[\s\d.]+", text) else f"{show(text)} is not a size"
         raise ConfigError(option, problem, "Write a number above 0 and a unit, such as 80GiB or 85.9GB")
-    return int(number * units[match[2].lower()])
+    return size
 
 
 def micro_batches(config: Config, gpus: int, per_node: int) -> int:

@@ -199,7 +199,8 @@ class ConfiguredPass:
 
     def __init__(self, config: Config):
         # Dropout of attention probabilities cannot be counted without kernels; its blocks do not need more memory.
-        self.config = _without_attention_dropout(config)
+        without: dict[str, Any] = {"attention": {"dropout": 0.0}}
+        self.config = config.changed(model=without | ({"source": without} if config.model.source else {}))
         self.count, self._whole, self._reduced = cache(self._count), cache(self._count_whole), cache(self._with)
 
     @cached_property
@@ -292,14 +293,14 @@ class ConfiguredPass:
         if tiles is not None:
             losses = max(1, model.loss_tiles * tiles // model.feed_forward_tiles)
             changes |= {"feed_forward_tiles": tiles, "loss_tiles": losses}
-        return ConfiguredPass(self.config.model_copy(update={"model": model.model_copy(update=changes)}))
+        return ConfiguredPass(self.config.changed(model=changes))
 
     def _count_whole(self, length: int) -> PassBytes:
         model, config, batch = self.model, self.config.model, self.config.training.micro_batch
         if config.source is not None:  # source and target keep their fractions of the length
             part = max(1, round(length * config.source.length / self.config.data.sequence_length))
             model.source_length = part
-            config = config.model_copy(update={"source": config.source.model_copy(update={"length": part})})
+            config = config.changed(source={"length": part})
         tokens = dummy_records(config, batch, length, 0).to(META)
         rng = RngContext(0, 0, torch.arange(batch, device=META), training=True)
         with torch.random.fork_rng([]), META, as_on_a_gpu():
@@ -338,15 +339,6 @@ def dummy_records(model: ModelConfig, batch: int, length: int, seed: int) -> Ten
         if model.padding_token is not None:
             side[:, real:] = model.padding_token
     return tokens
-
-
-def _without_attention_dropout(config: Config) -> Config:
-    model, source = config.model, config.model.source
-    changes: dict[str, Any] = {"attention": model.attention.model_copy(update={"dropout": 0.0})}
-    if source is not None and source.attention is not None:
-        attention = source.attention.model_copy(update={"dropout": 0.0})
-        changes["source"] = source.model_copy(update={"attention": attention})
-    return config.model_copy(update={"model": model.model_copy(update=changes)})
 
 
 @contextmanager

@@ -53,7 +53,7 @@ class Plan:
         self.host: int | None = None
         """Bytes of a node's CPU memory, if `fitted` was given any."""
         self.micro_batches = micro_batches(config, gpus, per_node)
-        self.zero = Zero.of(config.run.engine, config.deepspeed, gpus > 1)
+        self.zero = Zero.of(config.zero, gpus > 1)
         self.passes = ConfiguredPass(config)
         self.states = self.passes.states
 
@@ -120,7 +120,7 @@ class Plan:
         """
         model, ranks, plan = self.config.model, self.config.parallel.sequence, self
         length = self.config.data.sequence_length // ranks
-        tiled = all(tiled_layers(model.model_copy(update={"feed_forward_tiles": 2}), ranks))
+        tiled = all(tiled_layers(model.changed(feed_forward_tiles=2), ranks))
         for tile in TILES if tiled else ():
             tiles = {"feed_forward_tiles": -(-length // tile), "loss_tiles": -(-length * 8 // tile)}
             plan = self._changed(tiles)
@@ -135,8 +135,7 @@ class Plan:
         return plan
 
     def _changed(self, changes: dict[str, int]) -> "Plan":
-        config = self.config.model_copy(update={"model": self.config.model.model_copy(update=changes)})
-        return Plan(config, self.gpu, self.gpus, self.per_node, self.available)
+        return Plan(self.config.changed(model=changes), self.gpu, self.gpus, self.per_node, self.available)
 
     @property
     def settings(self) -> dict[str, int]:

@@ -39,8 +39,7 @@ class Zero:
     live: int = LIVE_PARAMETERS
 
     @staticmethod
-    def of(engine: str, section: dict[str, Any], several_gpus: bool) -> "Zero":
-        zero = section.get("zero_optimization", {}) if engine == "deepspeed" else {}
+    def of(zero: dict[str, Any], several_gpus: bool) -> "Zero":
         weights, optimizer = (
             (zero.get(f"offload_{kind}") or {}).get("device", "none") != "none" for kind in ("param", "optimizer")
         )

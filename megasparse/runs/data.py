@@ -18,8 +18,9 @@ from megasparse.data.index_file import INDEX_FILE, SEPARATOR, IndexFile, parse
 from megasparse.data.prepare import prepare
 from megasparse.data.tokenizers import NAMED, Tokenizer, build_tokenizer
 from megasparse.data.urls import GIGABYTE, ShardCache
-from megasparse.errors import ConfigError, DataError
+from megasparse.errors import DataError
 from megasparse.files import read_file
+from megasparse.settings.checks import require
 from megasparse.training.checkpoints.checkpoint import tokenizer_copy
 from megasparse.training.ranks import Ranks, RunHooks
 
@@ -47,7 +48,7 @@ def with_tokenizer(config: Config) -> Config:
     if tokenizer in NAMED or Path(tokenizer).exists():
         return config
     tokenizer = tokenizer_copy(tokenizer, Path(config.run.directory))
-    return config.model_copy(update={"data": config.data.model_copy(update={"tokenizer": tokenizer})})
+    return config.changed(data={"tokenizer": tokenizer})
 
 
 def from_data(config: Config) -> Config:
@@ -55,11 +56,11 @@ def from_data(config: Config) -> Config:
     data, model = config.data, config.model
     copy = next(Path(data.path).glob("tokenizer.*"), None)
     if copy is not None and "tokenizer" not in data.model_fields_set:
-        data = data.model_copy(update={"tokenizer": str(copy)})
+        data = data.changed(tokenizer=str(copy))
     if data.tokenizer not in NAMED and "vocabulary" not in model.model_fields_set:
         vocabulary = max(model.vocabulary, build_tokenizer(data.tokenizer).vocabulary)
-        model = model.model_copy(update={"vocabulary": vocabulary})
-    return config.model_copy(update={"data": data, "model": model})
+        model = model.changed(vocabulary=vocabulary)
+    return config.changed(data=data, model=model)
 
 
 def open_data(config: Config) -> RunData:
@@ -88,23 +89,25 @@ def open_folder(path: str | Path, config: Config, tokenizer: Tokenizer) -> Index
 
 def _check_objectives(index: Index, model: ModelConfig, tokenizer: Tokenizer) -> None:
     special, mask, order = tokenizer.special, model.masking.token, model.sentence_order
-    ends = index.file.source.get(SEPARATOR, model.document_separator)
-    if model.document_separator != ends:
-        problem = f"{json.dumps(model.document_separator)}, but conversations in {index.directory} end with {ends}"
-        raise ConfigError("model.document_separator", problem, f"Set it to {ends}, or read the folder with --data")
-    if model.source is not None and index.record is None:
-        problem = f'"{model.kind}", but {index.directory} contains running text'
-        raise ConfigError("model.kind", problem, "Prepare pairs of texts: megasparse prepare-data parallel")
-    if model.kind == "encoder" and mask < tokenizer.vocabulary and (special is None or mask != special.mask):
-        expected = special.mask if special else tokenizer.vocabulary
-        raise ConfigError("model.masking.token", f"{mask} is a token that may occur in text", f"Set it to {expected}")
-    corpus = CORPORA.get(index.file.corpus)
-    if order is not None and corpus is not None and not corpus.SENTENCE_PAIRS:
-        problem = f"given, but {index.directory} contains {index.file.corpus}"
-        raise ConfigError("model.sentence_order", problem, "Prepare pairs (megasparse prepare-data), or set it to null")
-    if order is not None and special is not None and order.separator != special.separator:
-        problem = f"{order.separator}, but the separator in {index.directory} is {special.separator}"
-        raise ConfigError("model.sentence_order.separator", problem, f"Set it to {special.separator}")
+    ends, corpus = index.file.source.get(SEPARATOR, model.document_separator), CORPORA.get(index.file.corpus)
+    expected = special.mask if special else tokenizer.vocabulary
+    separator = special.separator if special else None
+    require(
+        (model.document_separator != ends, "model.document_separator",
+         f"{json.dumps(model.document_separator)}, but conversations in {index.directory} end with {ends}",
+         f"Set it to {ends}, or read the folder with --data"),
+        (model.source is not None and index.record is None, "model.kind",
+         f'"{model.kind}", but {index.directory} contains running text',
+         "Prepare pairs of texts: megasparse prepare-data parallel"),
+        (model.kind == "encoder" and mask < tokenizer.vocabulary and mask != (special and special.mask),
+         "model.masking.token", f"{mask} is a token that may occur in text", f"Set it to {expected}"),
+        (order is not None and corpus is not None and not corpus.SENTENCE_PAIRS, "model.sentence_order",
+         f"given, but {index.directory} contains {index.file.corpus}",
+         "Prepare pairs (megasparse prepare-data), or set it to null"),
+        (order is not None and separator not in (None, order.separator), "model.sentence_order.separator",
+         f"{order and order.separator}, but the separator in {index.directory} is {separator}",
+         f"Set it to {separator}"),
+    )  # fmt: skip
 
 
 def training_batches(
@@ -139,8 +142,8 @@ def with_texts(config: Config, texts: str, ranks: Ranks) -> Config:
     if separator is None and documents and model.end_token is None:
         separator = build_tokenizer(config.data.tokenizer).separator
     if separator is not None:
-        model = model.model_copy(update={"document_separator": separator})
-    return config.model_copy(update={"model": model, "data": config.data.model_copy(update={"path": str(output)})})
+        model = model.changed(document_separator=separator)
+    return config.changed(model=model, data={"path": str(output)})
 
 
 def _prepare(texts: str, config: Config, output: Path) -> bool:

@@ -92,7 +92,7 @@ def least_flops(task: TaskRun) -> float:
 
 def finetune_dry_run(config: FinetuneConfig) -> str:
     """Run one step and one validation batch of the longest examples on plain torch, and return a report."""
-    run = config.run.model_copy(update={"engine": "torch"})
+    run = config.run.changed(engine="torch")
     ranks = start_ranks(run)
     task = open_run(config, ranks.say)
     training, seed, weights = task.config.training, config.run.seed, list(task.model.parameters())
@@ -101,8 +101,7 @@ def finetune_dry_run(config: FinetuneConfig) -> str:
     length = max(example.length for example in task.train)
     size = training.micro_batch if training.batch_unit == "examples" else max(1, training.micro_batch // length)
     longest = sorted(task.train, key=lambda example: -example.length)[:size]
-    single = training.model_copy(update={"global_batch": size, "micro_batch": size})
-    settings = task.config.model_copy(update={"run": run, "training": single})
+    settings = task.config.changed(run=run, training={"global_batch": size, "micro_batch": size})
     started = time.perf_counter()
     try:
         engine = build_engine(task.model.train(), settings, partial(RngContext, seed, training=True), ranks)

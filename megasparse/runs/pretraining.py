@@ -73,8 +73,8 @@ def pretrain(
 
     def model() -> Any:
         if config.lora is not None:
-            zero = config.deepspeed.get("zero_optimization", {}) if config.run.engine == "deepspeed" else {}
-            built: Any = importing.adapted(config, torch.device("cpu") if zero.get("stage") == 3 else ranks.device)
+            device = torch.device("cpu") if config.zero.get("stage") == 3 else ranks.device
+            built: Any = importing.adapted(config, device)
         else:
             built = deferred_model(config.model, config.run.seed)
         if config.model.masking.whole_words:

@@ -101,7 +101,7 @@ def read_series(path: Path) -> dict[str, tuple[np.ndarray, np.ndarray]]:
         if not isinstance(step, int) or not 0 <= step < 1 << 62:
             continue
         for name, value in line.items():
-            if value is None or (type(value) in (int, float) and abs(value) < HUGE):
+            if value is None or is_number(value):
                 points[name][step] = math.nan if value is None else float(value)
     steps = {name: sorted(values) for name, values in points.items()}
     return {name: (np.array(steps[name]), np.array([points[name][step] for step in steps[name]])) for name in points}

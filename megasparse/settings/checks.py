@@ -64,24 +64,18 @@ def check(config: RunSettings) -> None:
     from megasparse.optimizers import OPTIMIZERS  # imports torch
 
     name, lora = config.optimizer.name, getattr(config, "lora", None)
-    if name not in OPTIMIZERS:
-        raise ConfigError(
-            "optimizer.name", f"{show(name)} does not fit", f"It must be {' or '.join(map(show, OPTIMIZERS))}"
-        )
-    if OPTIMIZERS[name].separates_hidden and lora is not None:
-        problem = f"{show(name)} updates whole matrices, and lora trains only adapters"
-        raise ConfigError("optimizer.name", problem, 'Set it to "adamw", or remove lora')
+    hint = f"It must be {' or '.join(map(show, OPTIMIZERS))}"
+    require((name not in OPTIMIZERS, "optimizer.name", f"{show(name)} does not fit", hint))
+    problem = f"{show(name)} updates whole matrices, and lora trains only adapters"
+    whole = OPTIMIZERS[name].separates_hidden and lora is not None
+    require((whole, "optimizer.name", problem, 'Set it to "adamw", or remove lora'))
     if config.run.engine == "deepspeed":  # the torch engine must work without DeepSpeed installed
         deepspeed_section.check_values(config.deepspeed)
         for key in ("quantized", "dora"):
             value = getattr(lora, key, None)
             problem = f"{show(value)} is not supported under ZeRO stage 3, which splits the frozen weights"
             hint = "Set deepspeed.zero_optimization.stage to 2"
-            require((bool(value) and _stage(config) == 3, f"lora.{key}", problem, hint))
-
-
-def _stage(config: RunSettings) -> int:
-    return int(config.deepspeed.get("zero_optimization", {}).get("stage", 0))
+            require((bool(value) and config.zero.get("stage") == 3, f"lora.{key}", problem, hint))
 
 
 def check_run(config: RunSettings) -> None:
@@ -103,7 +97,7 @@ def check_run(config: RunSettings) -> None:
     ))  # fmt: skip
     deepspeed_section.check_keys(config.deepspeed)
     layers = getattr(getattr(config, "model", None), "checkpoint_layers", 1)
-    if layers > 1 and _stage(config) == 3 and config.run.engine == "deepspeed":
+    if layers > 1 and config.zero.get("stage") == 3:
         raise ConfigError("model.checkpoint_layers", f"{layers}, but ZeRO 3 gathers one layer at a time", "Set it to 1")
 
 

@@ -9,9 +9,9 @@ from pydantic import ValidationError
 
 from megasparse.config.files import ConfigFile, merge, parse_json, read_files
 from megasparse.config.messages import as_config_error, dotted, show
-from megasparse.config.schema import Config, RunSettings
+from megasparse.config.schema import Config, ModelConfig, RunSettings
 from megasparse.errors import ConfigError
-from megasparse.settings.checks import check, check_run
+from megasparse.settings.checks import check, check_model, check_run
 
 Settings = TypeVar("Settings", bound=RunSettings)
 
@@ -94,6 +94,16 @@ def build_settings(
     except ValidationError as error:
         raise as_config_error(error, kind, values) from None
     (check if mechanisms else check_run)(config)
+    return config
+
+
+def build_model_config(values: dict[str, Any]) -> ModelConfig:
+    """Check parsed values of a section `model`. Raises ConfigError."""
+    try:
+        config = ModelConfig.model_validate(values)
+    except ValidationError as error:
+        raise as_config_error(error, ModelConfig, values, prefix="model") from None
+    check_model(config)
     return config
 
 

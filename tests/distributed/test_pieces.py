@@ -140,6 +140,6 @@ def test_no_rank_holds_more_than_its_share_and_one_weight(results, zero, precisi
         assert share <= measured["filling"] <= share + largest + small
         assert measured["held"] >= share and measured["all"] <= measured["held"] + layer + small
         states = ConfiguredPass(config).states
-        planned = sum(building(states, Zero.of("deepspeed", config.deepspeed, True), 2))
+        planned = sum(building(states, Zero.of(config.zero, True), 2))
         planned -= 0 if "offload" in zero else share  # the copy via the CPU, which is the device here
         assert measured["all"] == pytest.approx(planned, rel=0.05)

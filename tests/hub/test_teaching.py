@@ -5,6 +5,7 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
+from safetensors.torch import save
 from transformers import ByT5Tokenizer, Gemma3ForCausalLM
 
 from megasparse.attention.observation import Call, calls
@@ -107,12 +108,12 @@ def test_a_stopped_teaching_resumes_bit_identically(tmp_path, monkeypatch):
     assert rates == {3e-3, 1e-2 * (1 - 0.9 * 0.8)}  # sketch; buckets in the last of 5 passes
     one, other = (teacher.model.state_dict() for teacher in (whole, again))
     assert all(torch.equal(one[name], other[name]) for name in one)
-    assert sorted(path.name for path in (tmp_path / "part").iterdir()) == ["course.json", "state-5.safetensors"]
+    assert sorted(path.name for path in (tmp_path / "part").iterdir()) == ["course.safetensors"]
     with pytest.raises(HubError, match="belongs to another training"):
         course(5, tmp_path / "part", seed=4)
-    for name in ("state-5.safetensors", "course.json"):
-        (tmp_path / "part" / name).write_bytes(b"{")
-        with pytest.raises(HubError, match=r"course.json: is damaged, or its state .*part to start again"):
+    for content in (b"{", save({"x": torch.zeros(1)}, {"identity": "1"})):
+        (tmp_path / "part" / "course.safetensors").write_bytes(content)
+        with pytest.raises(HubError, match=r"course.safetensors: is damaged .*part to start again"):
             course(5, tmp_path / "part")
-    with pytest.raises(HubError, match=r"course.json: cannot be written .File exists"):
-        course(5, tmp_path / "part" / "course.json")
+    with pytest.raises(HubError, match=r"course.safetensors: cannot be written .File exists"):
+        course(5, tmp_path / "part" / "course.safetensors")

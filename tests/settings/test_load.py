@@ -186,3 +186,9 @@ def test_every_key_is_described_for_the_reference():
                 yield from keys(section, f"{prefix}{name}.")
 
     assert [*keys(Config), *keys(FinetuneConfig)] == []
+
+
+def test_a_changed_copy_keeps_all_other_values():
+    config, changes = Config(), {"model": {"layers": 3, "attention": {"dropout": 0.5}}, "deepspeed": {"zero": {}}}
+    assert config.changed(**changes).model_dump() == Config.model_validate(changes).model_dump()
+    assert config == Config()

@@ -108,10 +108,8 @@ class Checkpoint:
 
             _matched(on_meta(checkpoint, model, build_valid), checkpoint)
         for name, expected in sorted(manifest["files"].items())[rank::world_size]:
-            try:
+            with CheckpointError.instead_of(OSError, path / name, "cannot be read ({})", RESTORE):
                 digest = file_sha256(path / name, lambda: progress(f"verifying {path}"))
-            except OSError as error:
-                raise CheckpointError(path / name, f"cannot be read ({error.strerror})", RESTORE) from None
             if digest != expected["sha256"]:
                 raise CheckpointError(path / name, "changed since it was written (sha256 differs)", RESTORE)
         return checkpoint
@@ -146,7 +144,7 @@ class Checkpoint:
         changes = {"tokenizer": tokenizer_copy(data.tokenizer, run)}
         if Path(data.path) == Path(settings.run.directory, "data") and (run / "data").is_dir():
             changes["path"] = str(run / "data")
-        return settings.model_copy(update={"data": data.model_copy(update=changes)})
+        return settings.changed(data=changes)
 
     @property
     def settings(self) -> RunSettings:
@@ -219,13 +217,13 @@ class Checkpoint:
 
     def _file(self, name: str) -> Any:
         if name not in self._open_files:
-            try:
-                self._open_files[name] = safe_open(self.path / name, framework="pt")
-            except (SafetensorError, OSError) as error:
-                raise CheckpointError(self.path / name, f"not a safetensors file ({error})", RESTORE) from None
-            except RuntimeError as error:  # torch maps the file; some systems cannot map files larger than memory
-                problem = f"cannot be mapped into memory ({' '.join(str(error).split())[:200]})"
-                raise CheckpointError(self.path / name, problem, "Open it on a machine with more memory") from None
+            path, hint = self.path / name, "Open it on a machine with more memory"
+            with (
+                CheckpointError.instead_of((SafetensorError, OSError), path, "not a safetensors file ({})", RESTORE),
+                # torch maps the file; some systems cannot map files larger than memory
+                CheckpointError.instead_of(RuntimeError, path, "cannot be mapped into memory ({})", hint),
+            ):
+                self._open_files[name] = safe_open(path, framework="pt")
         return self._open_files[name]
 
 
@@ -363,8 +361,6 @@ def merge_adapters(checkpoint: Checkpoint) -> Checkpoint:
     if not isinstance(settings, Config) or settings.lora is None:
         return checkpoint
     base = checkpoint.path.absolute().parents[1] / START
-    try:
+    problem = "contains only adapters, and the weights that they belong to cannot be read ({})"
+    with CheckpointError.instead_of(CheckpointError, checkpoint.path, problem, "Copy the whole run folder again"):
         return Merged(checkpoint, Checkpoint.open(base), settings.lora)
-    except CheckpointError as error:
-        problem = f"contains only adapters, and the weights that they belong to cannot be read ({error})"
-        raise CheckpointError(checkpoint.path, problem, "Copy the whole run folder again") from None

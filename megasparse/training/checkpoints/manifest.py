@@ -105,10 +105,8 @@ def read_manifest(path: Path) -> dict[str, Any]:
     if not path.is_dir():
         raise CheckpointError(path, "not a folder" if path.exists() else "no such checkpoint", "Give a checkpoint")
     size_of(file)
-    try:
+    with CheckpointError.instead_of(OSError, file, "cannot be read ({})", RESTORE):
         return parse_manifest(read_file(file), file)
-    except OSError as error:
-        raise CheckpointError(file, f"cannot be read ({error.strerror})", RESTORE) from None
 
 
 def parse_manifest(content: bytes, file: Path | str) -> dict[str, Any]:
@@ -135,12 +133,11 @@ def parse_manifest(content: bytes, file: Path | str) -> dict[str, Any]:
 
 def size_of(file: Path) -> int:
     """Return the size of a checkpoint's file, which must be a regular one."""
-    try:
+    with (
+        CheckpointError.instead_of(OSError, file, "cannot be read ({})", RESTORE),
+        CheckpointError.instead_of(FileNotFoundError, file, "missing", RESTORE),
+    ):
         status = os.lstat(file)
-    except FileNotFoundError:
-        raise CheckpointError(file, "missing", RESTORE) from None
-    except OSError as error:
-        raise CheckpointError(file, f"cannot be read ({error.strerror})", RESTORE) from None
     if not stat.S_ISREG(status.st_mode):
         raise CheckpointError(file, "not a regular file", RESTORE)
     return status.st_size

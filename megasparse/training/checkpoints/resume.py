@@ -185,12 +185,10 @@ def _set_aside_later(directory: Path, checkpoint: Checkpoint) -> None:
         if int(path.name) > checkpoint.step:
             names = (f"set-aside-{path.name}{f'-{number}' * (number > 1)}" for number in count(1))
             aside = next(other for other in map(path.with_name, names) if not other.exists())
-            try:
+            problem = f"{path}, later than the checkpoint to resume from, cannot be renamed: {{}}"
+            hint = "Make it writable, or choose another run.directory"
+            with CheckpointError.instead_of(OSError, directory, problem, hint):
                 path.rename(aside)
-            except OSError as error:
-                problem = f"{path}, later than the checkpoint to resume from, cannot be renamed: {error.strerror}"
-                hint = "Make it writable, or choose another run.directory"
-                raise CheckpointError(directory, problem, hint) from None
             print(f"{path} is later than the checkpoint to resume from: renamed to {aside}", file=sys.stderr)
 
 

@@ -274,10 +274,8 @@ class _Save:
             with suppress(OSError):
                 room += f", {free_bytes(self.temporary):,} bytes free"
             self.problem = {"kind": "storage", "text": f"{path}: {error.strerror or error} ({room})"}
-        except TrainingError as error:
-            self.problem = {"kind": "numbers", "text": str(error)}
         except UserError as error:
-            self.problem = {"kind": "other", "text": str(error)}
+            self.problem = {"kind": "numbers" if isinstance(error, TrainingError) else "other", "text": str(error)}
         except Exception as error:
             traceback.print_exc()
             self.problem = {"kind": "other", "text": f"{type(error).__name__}: {error}"}

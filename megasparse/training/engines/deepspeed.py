@@ -29,8 +29,7 @@ class DeepSpeedEngine(Engine):
 
     def __init__(self, model: nn.Module, config: RunSettings, make_rng: MakeRng, ranks: Ranks, weights: Weights):
         super().__init__(model, config, make_rng, ranks)
-        zero = config.deepspeed.get("zero_optimization", {})
-        self._stage = int(zero.get("stage", 0))
+        self._stage: int = config.zero.get("stage", 0)
         self._rounded = config.training.precision == "bf16"
         deepspeed = _deepspeed_for(ranks)
         self.replicated = self._stage == 0
@@ -201,7 +200,7 @@ def _deepspeed_for(ranks: Ranks) -> Any:
 
 def _deepspeed_config(config: RunSettings, stage: int, ranks: Ranks) -> dict[str, Any]:
     """Merge the section `deepspeed` with the settings that other sections determine."""
-    training, section = config.training, config.deepspeed
+    training, zero = config.training, config.zero
     share = training.micro_batch * ranks.data_ranks
     check_shares(training.global_batch, training.micro_batch, ranks.world_size, ranks.sequence_size)
     generated: dict[str, Any] = {
@@ -215,7 +214,6 @@ def _deepspeed_config(config: RunSettings, stage: int, ranks: Ranks) -> dict[str
     }
     if training.precision == "bf16" and stage > 0:  # ZeRO 0 supports only accumulation in bf16
         generated["data_types"] = {"grad_accum_dtype": "fp32"}
-    zero = section.get("zero_optimization", {})
     if overlaps_communication(zero, ranks.device.type == "cuda" and ranks.world_size > 1):
         generated["zero_optimization"] = {"overlap_comm": True} | zero
-    return {**section, **generated}
+    return {**config.deepspeed, **generated}

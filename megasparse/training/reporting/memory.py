@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megasparse.errors import MemoryShortage
 from megasparse.files import write_file
+from megasparse.system import process_status
 from megasparse.training.ranks import Ranks
 from megasparse.training.reporting import PEAK_TFLOPS
 
@@ -104,9 +105,8 @@ def available_bytes(device: torch.device) -> int:
 def _of_process() -> dict[str, int]:
     scalars = {}
     with suppress(OSError, ValueError, IndexError):
-        status = Path("/proc/self/status").read_text()
         for name, field in (("resident", "VmRSS"), ("swapped", "VmSwap")):
-            scalars[f"memory/{name}_bytes"] = 1024 * int(status.split(f"\n{field}:", 1)[1].split(maxsplit=1)[0])
+            scalars[f"memory/{name}_bytes"] = 1024 * int(process_status(field).split()[0])
     return scalars
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import FrameType
 
 from megasparse.errors import write_error
-from megasparse.system import after_fork_in_child
+from megasparse.system import after_fork_in_child, process_status
 
 USR1: int | None = getattr(signal, "SIGUSR1", None)  # not on Windows
 USR2: int | None = getattr(signal, "SIGUSR2", None)
@@ -68,7 +68,7 @@ class StopSignals:
             return
         with suppress(OSError):
             if b"deepspeed.launcher.launch" in Path(f"/proc/{self._parent}/cmdline").read_bytes().split(b"\0"):
-                command = _parent_of(self._parent)
+                command = process_status("PPid", self._parent)
                 threading.Thread(target=self._follow, args=(command,), name="launcher", daemon=True).start()
 
     def trace_wanted(self) -> bool:
@@ -103,9 +103,9 @@ class StopSignals:
             again = "; repeat it to exit immediately" if why in ("SIGTERM", "SIGINT") else ""
             write_error(f"{why}: saving and stopping after this step{again}")
 
-    def _follow(self, command: int) -> None:
+    def _follow(self, command: str) -> None:
         with suppress(OSError):  # the launcher has exited: the kernel sends a signal
-            while _parent_of(self._parent) == command:
+            while process_status("PPid", self._parent) == command:
                 time.sleep(POLL)
             self._ask("the launcher ended")
 
@@ -115,8 +115,3 @@ def _forget() -> None:
     signal.set_wakeup_fd(-1)
     for number in STOPPING:
         signal.signal(number, signal.SIG_DFL)
-
-
-def _parent_of(process: int) -> int:
-    status = Path(f"/proc/{process}/status").read_text()
-    return int(status.split("\nPPid:", 1)[1].split(maxsplit=1)[0])

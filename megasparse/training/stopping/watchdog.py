@@ -17,12 +17,12 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 
 from torch.distributed import PrefixStore, Store
 from torch.distributed.distributed_c10d import _get_default_store
 
 from megasparse.errors import HANG, write_error
+from megasparse.system import process_status
 
 STORE_FAILS = "the store on the host of rank 0 does not answer"
 START = 10
@@ -253,6 +253,6 @@ def connect(launch: str) -> Store:
 def _state(process: int) -> str:
     """Return the kernel's state of a process on this host, such as "S (sleeping)", or "gone"."""
     try:
-        return Path(f"/proc/{process}/status").read_text().split("\nState:", 1)[1].split("\n", 1)[0].strip()
+        return process_status("State", process)
     except OSError:
         return "gone"
