@@ -1,7 +1,8 @@
-"""The order of the tests, and figures that the long tests report (`make soak` prints them)."""
+"""The collection and order of the tests, the interpreter of kernels, and figures of the long tests (`make soak`)."""
 
 import os
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 if not torch.cuda.is_available():  # before any kernel is defined
     os.environ.setdefault("TRITON_INTERPRET", "1")
+if os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton"):  # which is not on every system
     from triton import language
     from triton.runtime import interpreter
 
@@ -40,6 +42,7 @@ LONGEST = ("distributed", "reliability")
 LARGEST = ("seconds", "ratio", "slope")
 """Endings of the names of figures whose maximum is printed; the others are added up."""
 MARKERS = {"claims", "cluster", "kernels", "soak"}
+"""Markers of a few files, which `-m MARKER` selects."""
 FIGURES = pytest.StashKey[list[dict[str, float]]]()
 
 Report = Callable[..., None]
@@ -57,7 +60,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Run long files first, so that no process is left with one at the end."""
     for item in items:
         for marker in MARKERS & {mark.name for mark in item.iter_markers()}:
-            assert marker in item.path.read_text(encoding="utf-8"), f"{item.nodeid}: `-m {marker}` would skip its file"
+            if marker not in item.path.read_text(encoding="utf-8"):
+                raise pytest.UsageError(f"{item.nodeid}: -m {marker} skips its file, which does not contain {marker}")
     items.sort(key=lambda item: item.path.parent.name not in LONGEST)
 
 
