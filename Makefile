@@ -28,6 +28,8 @@ quickstart: .venv/installed
 
 # Triton's interpreter multiplies by OpenBLAS, whose Haswell kernel sums a row in an order that depends on other rows.
 test test-all kernels: export OPENBLAS_CORETYPE ?= SandyBridge
+# Processes that tests start would compile the package again.
+test test-all: export PYTHONDONTWRITEBYTECODE :=
 test: TIERS := not slow and not soak and not kernels and not cluster and not claims
 test-all: TIERS := slow and not soak and not kernels and not cluster and not claims
 test test-all: .venv/installed-dev

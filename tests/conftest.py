@@ -1,25 +1,67 @@
-"""The order of the tests, and figures that the long tests report (`make soak` prints them)."""
+"""The collection and order of the tests, the interpreter of kernels, and figures of the long tests (`make soak`)."""
 
 import os
 from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 import torch
 
 if not torch.cuda.is_available():  # before any kernel is defined
     os.environ.setdefault("TRITON_INTERPRET", "1")
+if os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton"):  # which is not on every system
+    from triton import language
+    from triton.runtime import interpreter
+
+    patch, execute, patched = interpreter._patch_lang, interpreter.GridExecutor.__call__, set()
+    find_dtype, dtypes = interpreter._get_np_dtype, {}
+
+    def launch(*args, **kwargs):
+        patched.clear()
+        return execute(*args, **kwargs)
+
+    def patch_once(function):
+        """Patch each module of the language once per launch, not in every call of a function: half of the time."""
+        modules = {x.__name__ for x in function.__globals__.values() if x is language or x is language.core}
+        if not modules <= patched:
+            patched.update(modules)
+            return patch(function)
+
+    def numpy_dtype(kind):
+        """Find each dtype once, not in a new table in every operation."""
+        if kind.name not in dtypes:
+            dtypes[kind.name] = find_dtype(kind)
+        return dtypes[kind.name]
+
+    interpreter._patch_lang, interpreter.GridExecutor.__call__ = patch_once, launch
+    interpreter._get_np_dtype = numpy_dtype
 
 LONGEST = ("distributed", "reliability")
 """Folders whose tests start many processes."""
 LARGEST = ("seconds", "ratio", "slope")
 """Endings of the names of figures whose maximum is printed; the others are added up."""
+MARKERS = {"claims", "cluster", "kernels", "soak"}
+"""Markers of a few files, which `-m MARKER` selects."""
 FIGURES = pytest.StashKey[list[dict[str, float]]]()
 
 Report = Callable[..., None]
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Skip files that do not contain the marker of `-m MARKER`: importing all takes longer than many tests."""
+    marker = config.option.markexpr
+    if marker not in MARKERS or collection_path.suffix != ".py":
+        return None
+    return marker not in collection_path.read_text(encoding="utf-8") or None
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Run long files first, so that no process is left with one at the end."""
+    for item in items:
+        for marker in MARKERS & {mark.name for mark in item.iter_markers()}:
+            if marker not in item.path.read_text(encoding="utf-8"):
+                raise pytest.UsageError(f"{item.nodeid}: -m {marker} skips its file, which does not contain {marker}")
     items.sort(key=lambda item: item.path.parent.name not in LONGEST)
 
 

@@ -101,6 +101,8 @@ def test_compare_trains_every_arm_on_the_readers_text(folder):
     fingerprint = Index.load(folder / "data/books").fingerprint
     protocols = [result(file)["protocol"] for file in folder.glob("runs/compared/*/evaluation.json")]
     assert len(protocols) == 9
+    seeds = [result(file)["run"]["seed"] for file in folder.glob("runs/compared/*-*/config.json")]
+    assert sorted(seeds) == [0, 0, 0, 1, 1, 1, 2, 2, 2]
     assert {(each["trained_on_fingerprint"], each["split"]) for each in protocols} == {(fingerprint, "validation")}
     rows = (folder / "runs/compared/table.md").read_text().splitlines()[2:]
     assert {row.split(" | ")[0] for row in rows} == {"| window", "| lsh", "| n-gram"}

@@ -40,7 +40,11 @@ def far_by_definition(inputs, row, query, key, sinks, window):
 
 
 @pytest.mark.parametrize(
-    "masked,causal,window", [(False, False, None), (False, True, 3), (True, False, 3), (True, True, None)]
+    "masked,causal,window",
+    [
+        *[(False, False, None), (False, True, 3), (True, False, 3), (True, True, None)],  # every pair of values
+        *[pytest.param(*rest, marks=pytest.mark.slow) for rest in [(False, True, None), (True, True, 3)]],
+    ],
 )
 def test_far_pairs_and_their_shares(masked, causal, window):
     inputs, queries = heads(masked, causal), torch.tensor([11, 0, 6, 8])

@@ -61,8 +61,9 @@ def test_permutations_are_uniform():
     assert all(140 < count < 260 for count in counts.values())  # 200 ± 12.9 each
 
 
-def test_each_group_of_an_epoch_has_an_order_of_its_own():
-    order = Order([24] * 4, 1, seed=7, group=1)
+@pytest.mark.parametrize("shards", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_each_group_of_an_epoch_has_an_order_of_its_own(shards):
+    order = Order([24 // shards] * 4 * shards, 1, seed=7, group=shards)
     orders = {tuple(order.locate(24 * group + i)[1] for i in range(24)) for group in range(4)}
     assert len(orders) == 4
 

@@ -239,7 +239,7 @@ def test_a_mask_that_does_not_fit_the_tokens_or_the_cache_is_an_error(kind):
             hf(**later, past_key_values=cache, **{name: mask})
 
 
-@pytest.mark.parametrize("name", ["full", "lsh", "yoso", "smart_bird"])
+@pytest.mark.parametrize("name", ["full", "lsh", "yoso", "smart_bird", pytest.param("lha", marks=pytest.mark.slow)])
 def test_beams_with_and_without_a_cache(name):
     """Prompts of several lengths, whose rows have caches of their own; hypotheses change rows."""
     config = decoder(name, vocabulary=7, ngrams=NGRAMS)

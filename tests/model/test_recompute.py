@@ -52,9 +52,18 @@ def assert_same(config, tokens, tolerance, dtype=torch.float64, lora=False, **ch
             torch.testing.assert_close(recomputed[1][name], exact, rtol=0, atol=bar, msg=name)
 
 
-@pytest.mark.parametrize("pattern", PATTERNS)
 @pytest.mark.parametrize(
-    ("separator", "changes"), [(None, {"checkpoint_layers": 2}), (10, {"activations": "checkpoint_cpu"})]
+    "pattern,separator,changes",
+    [
+        *[(pattern, None, {"checkpoint_layers": 2}) for pattern in PATTERNS],
+        *[
+            pytest.param(
+                *(pattern, 10, {"activations": "checkpoint_cpu"}),
+                marks=pytest.mark.slow if pattern in ("split heads", "hashed, whole") else (),
+            )
+            for pattern in PATTERNS
+        ],
+    ],
 )
 def test_gradients_equal_those_of_stored_activations(pattern, separator, changes):
     """With grouped keys, biases, norms of queries and keys, dropout and an uneven last tile."""

@@ -78,7 +78,9 @@ def check_attention(length, dim, dtype, causal, forward, backward, device=DEVICE
         assert a.dtype == x.dtype and distance(a, b) < backward
 
 
-@pytest.mark.parametrize("length,causal", [(1, True), (33, True), (33, False)])
+@pytest.mark.parametrize(
+    "length,causal", [(1, True), (33, True), (33, False), pytest.param(70, True, marks=pytest.mark.slow)]
+)
 def test_blocks_of_the_attention_are_the_definition(length, causal, small_tiles):
     for mask in masks(length):
         check_attention(length, 4, torch.float64, causal, 1e-10, 1e-9, "cpu", **mask)

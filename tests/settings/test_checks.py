@@ -2,9 +2,13 @@
 is just inside a rule loads. The attention of each layer."""
 
 import json
+from functools import partial
+from typing import get_args
+
+import pytest
 
 from megasparse.config.attention import MECHANISMS, AttentionConfig
-from megasparse.config.schema import heads_of_layer, kinds, layers_with
+from megasparse.config.schema import PositionsConfig, heads_of_layer, kinds, layers_with
 from megasparse.errors import ConfigError
 from megasparse.settings.load import build_config
 from tests.helpers.cases import together
@@ -164,6 +168,19 @@ def test_rule(overrides, key, words):
     assert message.startswith(f"{key}: "), message
     for word in words:
         assert word in message, message
+
+
+@pytest.mark.slow
+@together("kind", get_args(PositionsConfig.model_fields["kind"].annotation))
+def test_positions_that_are_not_trained_are_not_evaluated(kind):
+    shape = axial("[8, 8]", "[16, 16]") if kind == "axial" else [f"model.positions.kind={kind}"]
+    for length in (32, 33, 64):
+        overrides = [*shape, "data.sequence_length=32", f"evaluation.sequence_length={length}"]
+        if length > 32 and kind in ("learned", "axial"):
+            message = refusal(partial(build_config, SMALL, overrides), ConfigError)
+            assert message.startswith("evaluation.sequence_length: ")
+        else:
+            assert build_config(SMALL, overrides).evaluation_length == length
 
 
 @together(

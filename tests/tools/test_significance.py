@@ -1,6 +1,9 @@
 """One-tailed tests between fine-tuned runs, against cases worked by hand."""
 
 import json
+import math
+import random
+import statistics
 
 import pytest
 
@@ -22,6 +25,24 @@ def test_p_values_are_those_worked_by_hand():
     assert values == {"proportions": pytest.approx(0.01801, abs=1e-5), "paired": None}
     assert significance.p_values(first, second, 100)["paired"] == pytest.approx(0.0371, abs=1e-4)
     assert significance.p_values(second, first, 100)["proportions"] > 0.5
+
+
+def area(lowest, power, parts=10_000):
+    """Integrate a power of the cosine from `lowest` to π/2."""
+    width = (math.pi / 2 - lowest) / parts
+    return width * sum(math.cos(lowest + (part + 0.5) * width) ** power for part in range(parts))
+
+
+@pytest.mark.slow
+def test_paired_p_values_are_areas_under_students_density():
+    """With t = √n·tan(x) for n degrees of freedom, the density of x is proportional to cos(x) to the power n - 1."""
+    draw = random.Random(0)
+    for runs in range(2, 9):
+        first, second = ({seed: draw.random() for seed in range(runs)} for _ in range(2))
+        differences = [first[seed] - second[seed] for seed in range(runs)]
+        t = statistics.mean(differences) / statistics.stdev(differences) * math.sqrt(runs)
+        tail, whole = area(math.atan(t / math.sqrt(runs - 1)), runs - 2), area(-math.pi / 2, runs - 2)
+        assert significance.p_values(first, second, 100)["paired"] == pytest.approx(tail / whole, abs=1e-6)
 
 
 def test_results_are_compared_and_others_are_one_line(tmp_path, capsys):

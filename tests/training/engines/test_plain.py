@@ -89,8 +89,9 @@ def test_a_loss_that_is_not_finite_changes_nothing(tmp_path, poison, precision):
     assert all(torch.equal(a, b.memory) for a, b in zip(before, engine.fragments(), strict=True))
 
 
-def test_bf16_keeps_fp32_weights(tmp_path):
-    config = tiny_config(tmp_path, training={"precision": "bf16"})
+@pytest.mark.parametrize("micro_batch", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_bf16_keeps_fp32_weights(tmp_path, micro_batch):
+    config = tiny_config(tmp_path, training={"precision": "bf16", "micro_batch": micro_batch})
     engine = tiny_engine(config)
     losses = train_steps(engine, config, 1, 20)
     masters = {fragment.name: fragment.memory for fragment in engine.fragments() if fragment.kind == "weight"}
