@@ -9,11 +9,12 @@ W clusters per row, M slots per cluster, n clusters per block, m queries of each
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from megasparse.ops.gathered_attention import PairBlock, backward_statistics
 from megasparse.ops.operator import Function, wide_dtype, without_autocast
 from megasparse.ops.random import PairDropout
 
@@ -75,7 +76,7 @@ class _ClusterAttention(Function):
             if block.factors is not None:
                 weight *= block.factors
             part = torch.bmm(weight, block.v).mul_(torch.where(total > 0, 1.0 / total, 0.0))  # (n, m, D)
-            _merge(out.flatten(0, 2), lse.flatten(), block.query, part, (highest + total.log()).squeeze(-1))
+            _merge(out.flatten(0, 2), lse.flatten(), block.rows, part, (highest + total.log()).squeeze(-1))
         out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, lse, *lists, key_mask, segments)
         return out, lse
@@ -83,51 +84,21 @@ class _ClusterAttention(Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse, query_index, key_index, key_mask, segments = ctx.saved_tensors
-        no_visible_key = lse == -torch.inf
-        grad_out = grads[0].to(lse.dtype)
-        grad_lse = torch.where(no_visible_key, 0.0, grads[1])
-        delta = ((grad_out * out).sum(-1) - grad_lse).flatten()  # (B·H·Lq,)
-        # exp(score − ∞) = 0: no gradient of a query without keys
-        flat_lse = lse.masked_fill(no_visible_key, torch.inf).flatten()  # (B·H·Lq,)
-        grad_out = grad_out.flatten(0, 2)  # (B·H·Lq, D)
+        delta, lse = (x.flatten() for x in backward_statistics(*grads, out, lse))  # (B·H·Lq,)
+        grad_out = grads[0].flatten(0, 2)  # (B·H·Lq, D)
         sums = [torch.zeros_like(x, dtype=lse.dtype, memory_format=torch.contiguous_format) for x in (q, k, v)]
         dq, dk, dv = (x.flatten(0, 2) for x in sums)  # (B·H·L, D) each
         for block in _blocks(q, k, v, (query_index, key_index), ctx.spec, key_mask, segments, ctx.dropout):
-            weight = block.score.sub_(flat_lse[block.query].unsqueeze(-1)).exp_()  # (n, m, Mk)
-            grad = grad_out[block.query]  # (n, m, D)
-            queries = block.query.flatten()  # (n·m,)
-            keys = block.key.flatten()  # (n·Mk,)
-            score_grad = torch.bmm(grad, block.v.transpose(1, 2))  # (n, m, Mk)
-            dropped = weight
-            if block.factors is not None:
-                dropped = weight * block.factors
-                score_grad *= block.factors
-            dv.index_add_(0, keys, torch.bmm(dropped.transpose(1, 2), grad).flatten(0, 1))
-            score_grad.sub_(delta[block.query].unsqueeze(-1)).mul_(weight).mul_(ctx.spec.scale)
-            dq.index_add_(0, queries, torch.bmm(score_grad, block.k).flatten(0, 1))
-            dk.index_add_(0, keys, torch.bmm(score_grad.transpose(1, 2), block.q).flatten(0, 1))
+            to_q = block.gradients(grad_out, delta, lse, ctx.spec.scale, dk, dv)  # (n, m, D)
+            dq.index_add_(0, block.rows.flatten(), to_q.flatten(0, 1))
         return *(total.to(x.dtype) for total, x in zip(sums, (q, k, v), strict=True)), *[None] * 6
-
-
-class _Block(NamedTuple):
-    """Some queries of one cluster and all its keys, or n clusters. q: (n, m, D). k, v: (n, Mk, D). query, key:
-    (n, m) and (n, Mk), rows of the flattened heads, arbitrary in empty slots, whose weights are 0. score: (n, m, Mk),
-    scale·q·k − log N, −∞ for invisible pairs. factors: of dropout, (n, m, Mk), or None.
-    """
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    query: Tensor
-    key: Tensor
-    score: Tensor
-    factors: Tensor | None
 
 
 def _blocks(
     q: Tensor, k: Tensor, v: Tensor, lists: ClusterIndices, spec: ClusterAttentionSpec, key_mask: Tensor | None,
     segments: Tensor | None, dropout: PairDropout | None,
-) -> Iterator[_Block]:  # fmt: skip
+) -> Iterator[PairBlock]:  # fmt: skip
+    """Yield some queries of one cluster, rows (n, m), and all its keys, or n clusters. Scores include −log N."""
     batch, heads, length, head_dim = q.shape
     key_length = k.shape[2]
     query_index, key_index = (index.expand(batch, heads, -1, -1) for index in lists)  # (B, H, W, Mq), (B, H, W, Mk)
@@ -174,7 +145,7 @@ def _blocks(
                 i = dropout.queries.flatten()[query_row].unsqueeze(2)
                 j = dropout.keys(key_length)[token].unsqueeze(1)
                 factors = dropout.factors(i, j, dtype)
-            yield _Block(q_block, k_block, v_block, query_row, key_row, score, factors)
+            yield PairBlock(query_row, q_block, k_block, v_block, key_row.flatten(), score, factors)
 
 
 class _Memberships:

@@ -1,8 +1,8 @@
 """Counter-based random numbers: every draw is a pure function of its purpose, never of earlier draws.
 
 A draw's key is derived from (run seed, step, layer, purpose); rotations add round and global head, dropout adds global
-sample and position. A resumed run, a different number of ranks, a recomputed layer and cached decoding therefore use
-the same draws, and none is stored. E width.
+sample and position. Resumed runs, other numbers of ranks, recomputed layers and cached decoding use the same draws. E
+width.
 """
 
 import hashlib
@@ -25,20 +25,18 @@ EVALUATION_STEP = -1  # step of evaluation and generation, independent of traini
 
 
 def drawn_step() -> int:
-    """Draw the step of a training pass outside of our runs from torch's generator, whose state transformers' Trainer
-    saves, so that a resumed training uses the same draws.
-    """
+    """Draw the step of a training pass outside of our runs from torch's generator, whose state Trainer saves."""
     return int(torch.randint(1 << 62, (), device="cpu"))
 
 
 def derive(*parts: int | str) -> int:
-    """Derive a 64-bit key from numbers and words, the same on every machine."""
+    """Derive a 64-bit key from numbers and words."""
     text = "\x1f".join(f"{type(part).__name__}:{part}" for part in parts)
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
 Parts = tuple[tuple[int | str, ...], ...]
-"""Seed, layer and purpose of a random key, then the parts of each key derived from it."""
+"""Seed, layer and purpose of a random key, then the parts of derived keys."""
 
 
 class KeyTable:
@@ -89,7 +87,7 @@ def subkey(key: Key, *parts: int | str) -> Key:
 
 
 def halves(key: Key) -> tuple[int, int] | tuple[Tensor, Tensor]:
-    """Return the low and the high 32 bits of `key`, as signed integers; of one in device memory as scalars there."""
+    """Return the low and the high 32 bits of `key`, as signed integers, or as scalars in device memory."""
     if isinstance(key, DeviceKey):
         low, high = key.table.row(key.parts)
         return low, high
@@ -191,8 +189,7 @@ def dropout(x: Tensor, rate: float, key: Key, rows: Tensor, dtype: torch.dtype |
 
 
 def add_dropout(stream: Tensor, x: Tensor, rate: float, key: Key, rows: Tensor, sign: int = 1) -> Tensor:
-    """Compute stream + sign·dropout(x), summed in fp32 or wider, in the dtype of the stream (B, L, E); on a GPU in one
-    pass. sign: 1 or −1."""
+    """Compute stream + sign·dropout(x), summed in fp32 or wider, in the dtype of the stream (B, L, E). sign: ±1."""
     if implementation(x, largest_width=None) != "triton":
         dropped = dropout(x, rate, key, rows, wide_dtype(stream))
         return (stream + dropped if sign == 1 else stream - dropped).to(stream.dtype)
@@ -210,7 +207,7 @@ def add_dropout_(stream: Tensor, x: Tensor, rate: float, key: Key, rows: Tensor,
 
 
 def relu_dropout(x: Tensor, rate: float, key: Key, rows: Tensor) -> Tensor:
-    """Compute dropout(relu(x)), on a GPU in one pass in each direction. Zero results have zero gradients."""
+    """Compute dropout(relu(x)). Zero results have zero gradients."""
     if rate == 0.0 or implementation(x, largest_width=None) != "triton":
         return dropout(torch.relu(x), rate, key, rows)
     return _Dropout.apply(x, None, rate, key, rows, x.dtype, 1, True)
@@ -264,7 +261,7 @@ def least_kept(rate: float) -> int:
 
 
 def _dropped_in_blocks(x: Tensor, rate: float, key: Key, rows: Tensor, dtype: torch.dtype) -> Tensor:
-    """Apply dropout in blocks that fit in a CPU's cache, where drawing all bits at once would be slow."""
+    """Apply dropout in blocks that fit in a CPU's cache."""
     x = x.to(torch.promote_types(x.dtype, dtype))
     flat = x.flatten(0, 1)  # (B·L, E)
     out = torch.empty_like(flat, memory_format=torch.contiguous_format)
@@ -322,9 +319,8 @@ def normal(key: Key, rows: Tensor, columns: int) -> Tensor:
 
 
 def rotations(key: Key, heads: range, rounds: int, head_dim: int, factors: list[int], device: torch.device) -> Tensor:
-    """Draw Gaussian projections of angular LSH, (H, R, D, Σ n_f/2), for global head indices `heads`.
-
-    Draws are independent per head and round; additional rounds do not change the first ones.
+    """Draw Gaussian projections of angular LSH, (H, R, D, Σ n_f/2), for global head indices `heads`, independent per
+    head and round.
     """
     width = sum(factor // 2 for factor in factors)
     return normal_by_head(key, heads, rounds, head_dim * width, device).view(len(heads), rounds, head_dim, width)
