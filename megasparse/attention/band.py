@@ -99,8 +99,7 @@ class BandCache(Cache):
         rank = self.rank[..., :length]
         slot = codes * chunk + rank % chunk
         recent = self.size.gather(-1, codes) - rank <= chunk
-        # Scatter does not support masks: redirect overwritten tokens to the newest token's slot, with the newest
-        # token's value.
+        # Scatter does not support masks: overwritten tokens write the newest token to its slot.
         token = torch.arange(length, device=codes.device).expand_as(codes)
         newest_slot = slot[..., -1:]
         newest = token[..., -1:]
@@ -202,8 +201,8 @@ class BandAttention(Attention):
         if self.sinks:
             parts.append(sink_attention(self.sinks, inputs, part, **self._sink_rule))
         out, lse = merge(parts)
-        # A real token without a visible key attends to itself. If ranks divide the pairs, other ranks may have visible
-        # keys for it, so its own value gets a negligible log-sum-exp.
+        # A real token without a visible key attends to itself, with a negligible log-sum-exp, because other ranks may
+        # have visible keys for it.
         no_visible_key = lse.isneginf()
         if inputs.key_mask is not None:
             no_visible_key = no_visible_key & inputs.key_mask[:, None]

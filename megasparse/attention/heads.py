@@ -279,7 +279,7 @@ def merge_heads(x: Tensor) -> Tensor:
 
 
 def projection(width_in: int, width_out: int, biased: bool) -> nn.Linear:
-    """Create a Linear without torch's initialisation, which draws from the global generator; biases are 0."""
+    """Create a Linear without drawing from torch's global generator; biases are 0."""
     linear = Linear(width_in, width_out, bias=biased, device="meta")
     linear.weight = nn.Parameter(torch.empty(width_out, width_in))  # unlike skip_init, this does not import sympy
     if biased:

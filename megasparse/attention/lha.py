@@ -72,14 +72,13 @@ class HashExample(NamedTuple):
 
 
 SAMPLES = 256
-"""Queries per step (sampled: per document) that train the hash. The error of the mean divergence falls with the square
-root of this number; using all queries would cost as much as full attention."""
+"""Queries per step (sampled: per document) that train the hash."""
 SAMPLED_KEYS = 1024
 """Keys per document that train the hash, and draws per query, with sampled utilities; all if a document is shorter."""
 FEATURES = 256
 """Positive random features per head, drawn again every step, with utility = "features"."""
 WEIGHT = 0.05
-"""Weight λ of Eq. 19, from the paper: the loss is (1 − λ)·task + λ·mean(KL_Q + KL_K)."""
+"""Weight λ of Eq. 19: the loss is (1 − λ)·task + λ·mean(KL_Q + KL_K)."""
 
 
 class LHAAttentionConfig(BandSection):
@@ -139,8 +138,7 @@ class LHAAttention(BandAttention):
     """Softmax attention inside the buckets of learned hash functions, h_Q(q) = h_K(k) (LHA Eq. 7).
 
     The hash functions H_Q and H_K learn each bucket's attention utility, its share of a token's full attention (Eq. 13
-    to 17), from queries and keys without gradient. In decoders, `joint` puts a token's query and key into the same
-    bucket (Eq. 18). Number and size of buckets follow from max_length.
+    to 17), from queries and keys without gradient.
     """
 
     has_auxiliary_loss = True

@@ -68,7 +68,7 @@ class RankedAttention(TaughtSketch):
     Two losses train it: the divergence of the sketch from the heads' full attention, and `bucket_loss`.
     """
 
-    # With larger weights one bucket gets almost all probability, so gradients vanish.
+    # With larger weights one bucket gets almost all probability.
     initial_deviations = dict.fromkeys(("query_buckets.weight", "key_buckets.weight"), 0.02)
 
     def __init__(self, config: RankedAttentionConfig, spec: MechanismSpec):
@@ -155,8 +155,7 @@ def bucket_loss(query_scores: Tensor, key_scores: Tensor, shares: Tensor, real: 
     the buckets P' of its keys, plus, per group, the divergence of the mean P from the uniform distribution and,
     with twice the weight, of P'. Mean over groups, scalar.
 
-    It ranks buckets by their attention, so the probes of a query find most of it. `collision_loss`, the logarithm of a
-    sum over keys, is small already if the query meets one of its keys.
+    Unlike `collision_loss`, it is not small already if the query meets one of its keys.
 
     Args:
         query_scores: (B, G, S, N), scores of sampled queries.

@@ -1,8 +1,8 @@
 """Residual branches: compute an update from one stream and add it to another, at once or in place and tile by tile.
 
-In a reversible stack the forward adds each branch's output to a stream in place, and the backward subtracts it again:
-no stream is allocated again. Streams are fp32 or bf16 (`model.residual_dtype`), norms fp32. A branch computes in the
-dtype of its weights and is added to a stream in fp32. B batch, L length, E d_model.
+In a reversible stack the forward adds each branch's output to a stream in place, and the backward subtracts it again.
+Streams are fp32 or bf16 (`model.residual_dtype`), norms fp32. A branch computes in the dtype of its weights and is
+added to a stream in fp32. B batch, L length, E d_model.
 """
 
 from collections import defaultdict

@@ -2,9 +2,8 @@
 
 This is Arctic's UPipe (long-sequence training), for every mechanism and inside reversible layers. For each group,
 queries, keys and values are projected tile by tile from the stream; its heads attend; its output is projected tile by
-tile and added. The backward recomputes one group after another. Random draws depend on a head's index in the layer, and
-decisions are cached per group, so results are the same as for all heads at once, up to the order in which the groups'
-outputs and gradients are summed.
+tile and added. The backward recomputes one group after another. Results are the same as for all heads at once, up to
+the order in which the groups' outputs and gradients are summed.
 
 B batch, L length, E d_model, D head dim, n heads of a group.
 """

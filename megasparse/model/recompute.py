@@ -1,13 +1,12 @@
 """Layers that the backward recomputes from their stored inputs, in decoders tile by tile over queries.
 
-A token then costs a layer its keys and values, in the backward also their gradients in fp32. Norms, projections,
-attention, adapters and feed-forward exist for one tile of tokens at a time. The forward runs the tiles in order, so
-that a tile's prefix is complete; the backward projects all keys and values first, then runs the tiles from the last to
-the first, so that the gradients of a tile's keys are complete.
+A token then costs a layer its keys and values, in the backward also their gradients in fp32; all else exists for one
+tile at a time. The forward runs the tiles in order, so that a tile's prefix is complete; the backward projects all keys
+and values first, then runs the tiles from the last to the first, so that the gradients of a tile's keys are complete.
 
 With sequence parallelism a rank stores the keys and values of all tokens for its share of the key heads, and a tile's
-queries are exchanged for the queries of these heads in the tiles of all ranks. All keys are then projected first, also
-in the forward, and their gradients are complete after the last tile.
+queries are exchanged for the queries of these heads in the tiles of all ranks. All keys are projected first, also in
+the forward, and their gradients are complete after the last tile.
 
 Sketches choose the keys of a tile's queries by an index of all keys, and learn after the last tile from a sample of the
 queries. Attention that needs all queries at once (buckets, drawn keys, encoders, padding), sketches on several ranks,

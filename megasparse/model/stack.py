@@ -116,8 +116,8 @@ class Stack(nn.Module):
     _gradient_checkpointing_func: Any
     embedding_once: bool = False
     """True in both stacks of an encoder–decoder: reversible streams start as two copies of the embedding e, and one is
-    subtracted from their sum at the end, leaving e plus all branches, as with ordinary blocks. Early training is faster
-    (docs/lab/streams.md). Costs one more tensor of a stream's size. False with `model.embedding_twice`."""
+    subtracted from their sum at the end, leaving e plus all branches, as with ordinary blocks (docs/lab/streams.md).
+    Costs one more tensor of a stream's size. False with `model.embedding_twice`."""
 
     def __init__(self, config: ModelConfig, embedding: nn.Parameter | nn.Module | None = None):
         """Create the stack. embedding: weight (V, E) shared with another stack; or a module that embeds other inputs,

@@ -1,8 +1,7 @@
 """Exact softmax attention inside clusters, given as possibly overlapping lists of queries and of keys.
 
-Plain torch on every device, in blocks of linear memory, forward and backward. The parts of a query in several clusters
-are merged by log-sum-exp; the backward recomputes scores, because exp(score − log N − lse) is the final weight of a
-pair in each cluster.
+Plain torch on every device, in blocks of linear memory. The parts of a query in several clusters are merged by
+log-sum-exp; the backward recomputes scores: exp(score − log N − lse) is the final weight of a pair in each cluster.
 
 W clusters per row, M slots per cluster, n clusters per block, m queries of each.
 """
@@ -45,10 +44,10 @@ def cluster_attention(
     Args:
         q: (B, H, Lq, D).
         k, v: (B, H, Lk, D).
-        clusters: Queries (B|1, H|1, W, Mq) and keys (B|1, H|1, W, Mk), token numbers, −1 in empty slots, each at most
-            once per list.
-        spec: N_ij is the number of clusters that contain query i and key j, or 1 without spec.count_clusters.
-        key_mask: (B, Lk) bool, true for keys that may be visible; it does not mask queries.
+        clusters: Queries (B|1, H|1, W, Mq) and keys (B|1, H|1, W, Mk), token numbers, each at most once per list; −1 in
+            empty slots.
+        spec: N_ij is the number of clusters with query i and key j, or 1 without spec.count_clusters.
+        key_mask: (B, Lk) bool, true for keys that may be visible; queries are not masked.
         segments: (B, L) with Lq = Lk; documents never attend to each other.
         dropout: Dropout of the probabilities; lse includes all pairs.
 

@@ -1,7 +1,7 @@
 """Exact softmax attention of every query to a few keys given by an index (Smart Bird).
 
 The blockwise form needs linear memory, and is deterministic on a CPU: heads with equal keys and index share a gather,
-and each block of their queries gathers its keys and values, in the backward again.
+which the backward repeats.
 
 G key heads, I lists of an index, S shares of H/S = R heads with one gather, K index slots, n queries of a share per
 block.

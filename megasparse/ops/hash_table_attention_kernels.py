@@ -10,8 +10,8 @@ For ∇q_i = τ/2 Σ_j B_ij (g_i·v_j) k_j the window is split at its last bound
 before it is g_i times a running sum of the matrices v_j k_jᵀ, stored at boundaries only; the rest is computed pair by
 pair: at most 4·D pairs and one matrix per token in a bucket of any size. ∇k likewise.
 
-Long runs are split at the boundaries between spans; each program sums one span, and `join_spans` adds the sums of whole
-spans. One program adds all hashes of a target in order, so results are deterministic.
+Each program sums one span, and `join_spans` adds the sums of whole spans. One program adds all hashes of a target in
+order.
 
 m hashes, τ code bits, S spans. Arrays of (row, hash) are contiguous: buckets and order (G, m, length), first and end
 (G, m, targets' length).
@@ -297,10 +297,9 @@ _SEARCHES = 256  # targets per program of `find_windows`
 
 
 class _Sizes(NamedTuple):
-    """Tile sizes of the kernels. width: head dim rounded up to a power of two. span: sources summed by one program.
-    reads: targets per program of `read_sums`. tile: sources per product in sums of runs or products; block and pairs:
-    targets and sources per product in `weighted_sums`. columns: of matrices and gradients per program. warps: of all
-    but reads.
+    """Tile sizes. width: head dim rounded up to a power of two. span: sources summed by one program. reads: targets per
+    program of `read_sums`. tile: sources per product in sums of runs or products; block and pairs: targets and sources
+    per product in `weighted_sums`. columns: of matrices and gradients per program. warps: of all but reads.
     """
 
     width: int
@@ -341,7 +340,7 @@ def hash_table_attention(
     q: Tensor, k: Tensor, v: Tensor, q_codes: Tensor, k_codes: Tensor, spec: HashTableAttentionSpec,
     key_mask: Tensor | None = None, segments: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Compute `hash_table_attention.hash_table_attention`. Products are computed in v's dtype, their sums in fp32."""
+    """Compute `hash_table_attention.hash_table_attention`, products in v's dtype and their sums in fp32."""
     group = groups(q[:, :1], k[:, :1], key_mask, segments)
     width = v.shape[3]
     if width > q.shape[3]:  # pad keys or values, because their products are square

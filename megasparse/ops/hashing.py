@@ -28,8 +28,8 @@ def code_dtype(count: int) -> torch.dtype:
 def angular_hash(x: Tensor, rotations: Tensor, factors: list[int]) -> Tensor:
     """Compute h(x) = argmax([xR; −xR]) (Reformer section 2), mixed-radix over the factors: h = h_1·n_2 + h_2.
 
-    A factorised hash costs √n instead of n. Implementations differ only if the two largest scores are equal up to
-    rounding. On a CPU the code of a vector does not depend on the number of vectors.
+    Implementations differ only if the two largest scores are equal up to rounding. On a CPU the code of a vector does
+    not depend on the number of vectors.
 
     Args:
         x: (B, H, L, D).
@@ -84,17 +84,14 @@ def sign_codes(x: Tensor, key: Key, heads: range, hashes: int, code_bits: int, k
 
     gaussian: r is normal; two vectors at angle θ collide in a hash with probability (1 − θ/π)^τ.
     hadamard: r·x is a coordinate of HD₃HD₂HD₁x, O(P·log P) for P coordinates. Each bit of a code uses a separate
-    transform, so the bits are independent and only each bit's probability can be biased; hash h uses coordinate h mod P
-    of its τ transforms. Measured at τ = 9 and cosines 0.3, 0.7, 0.9 (±0.3): random pairs collide −0.3, −0.1, 0.0 % more
-    often than by the formula for D = 64, −0.6, −0.4, −0.2 % for D = 16. With all bits of a code from one transform (Eq.
-    21 read literally) it is −15, −7, −2 % and −58, −24, −7 %. Vectors with one or two nonzero elements are worse,
-    because their projections are often exactly 0: up to −25 % for D = 64, −63 % for 16.
+    transform, so the bits are independent and only each bit's probability can be biased (docs/lab/decisions.md); hash h
+    uses coordinate h mod P of its τ transforms.
 
-    The draws are functions of (key, head, hash): additional hashes do not change the first ones. Implementations differ
-    only if a projection is zero up to rounding; the kernels' hadamard codes are bit-identical to torch.
+    The draws are functions of (key, head, hash). Only gaussian codes differ between implementations, if a projection is
+    zero up to rounding.
 
     Args:
-        x: (B, H, L, D). The length of a vector does not matter; all bits of a zero vector are set.
+        x: (B, H, L, D). All bits of a zero vector are set.
         key: Random key of the draws.
         heads: Global head indices.
 

@@ -181,8 +181,8 @@ def _seeds(key: Key | list[int], rows: Tensor, columns: int) -> tuple[Tensor, Te
 def dropout(x: Tensor, rate: float, key: Key, rows: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """Zero elements of x (B, L, E) with probability `rate` and scale the rest by 1/(1 − rate).
 
-    rows: (B, L), see `RngContext.rows`. The mask is a function of (key, row, element), so the backward redraws it.
-    dtype: of the result, by default the dtype of x; computed in the wider of the two.
+    rows: (B, L), see `RngContext.rows`. The mask is a function of (key, row, element). dtype: of the result, by default
+    the dtype of x; computed in the wider of the two.
     """
     dtype = dtype or x.dtype
     return x.to(dtype) if rate == 0.0 else _Dropout.apply(x, None, rate, key, rows, dtype, 1, False)
@@ -279,8 +279,7 @@ def _dropped_in_blocks(x: Tensor, rate: float, key: Key, rows: Tensor, dtype: to
 
 @dataclass(frozen=True)
 class PairDropout:
-    """Dropout of attention probabilities. The mask is a function of (key, global sample, global head, query, key), the
-    same in every round, block, recomputation and implementation.
+    """Dropout of attention probabilities, a function of (key, global sample, global head, query, key).
 
     queries: (B, H, Lq) int32, a mixed number per query. shift: the key at index j is key number (j + shift) mod Lk.
     """

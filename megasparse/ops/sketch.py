@@ -369,8 +369,8 @@ def _largest_errors(q: Tensor, k: Tensor) -> Tensor | None:
 def top_k(ranks: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """Return the `count` largest of the numbers (..., C), or all of them, and their indices, in falling order.
 
-    If C is large, only blocks (every n-th number) whose maximum is among the `count` largest maxima are searched. Equal
-    numbers may be replaced by each other.
+    If C is large, only blocks (every n-th number) with the `count` largest maxima are searched. Equal numbers may be
+    replaced by each other.
     """
     size = ranks.shape[-1]
     number = math.isqrt(size // count)
@@ -393,7 +393,7 @@ def _top_products(
     in falling order, and their positions, −1 for hidden keys, whose products are −∞. On a CPU.
 
     Only products that reach the K-th largest maximum of a row's blocks, or round to the same number, are ranked: about
-    1.4·K of them. A rank includes its position, so that numbers are sorted, not pairs.
+    1.4·K of them.
 
     exact: None for float64 products; for fp32 ones the queries (B, T, d), the keys (B, C, d) and the largest errors (B,
     T) of products, to compute again in float64 those whose rounding the error could change.

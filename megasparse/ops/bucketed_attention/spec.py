@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 PLACES = 64
-"""Shares start at multiples of this number of sorted indices, because every kernel starts a block of queries there."""
+"""Shares start at multiples of this number of sorted indices, at which every kernel starts a block of queries."""
 _SMALLEST_TILE = 8  # queries in a bucket's first tile if buckets are small
 
 
@@ -56,8 +56,8 @@ class BucketedAttentionSpec:
         exclude_self: A token attends to itself only if no other key is visible.
         count_rounds: Include a key that is visible in N rounds once instead of N times.
         buckets: Exclusive upper bound of all codes, or None; it saves passes of the sort.
-        longest: Maximum length, which with `buckets` determines the smallest tiles on a CPU, so that results of shorter
-            sequences are bit-identical; None means the length of the input.
+        longest: Maximum length, which with `buckets` determines the smallest tiles on a CPU and so the bits; None means
+            the length of the input.
         self_at_last: A query without a visible key attends to itself, even if hidden from itself; otherwise its output
             is 0 and its log-sum-exp −∞, for a merge with other keys.
         pair_shard: (g, G): only queries in the g-th of G parts of every round's sorted order attend (on a CPU with key
