@@ -4,7 +4,6 @@ The blockwise form proceeds tile by tile: memory O(L·K), never O(L²). d width 
 and C keys per tile, see `KEYS`.
 """
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -297,7 +296,7 @@ class _BestKeys:
 
     def add(self, tile: _ProductTile, ranks: Tensor, nothing: float) -> None:
         """Add a tile's keys with their ranks (B, H, T, C), which are `nothing` for invisible pairs."""
-        best, slot = top_k(ranks, self.count)
+        best, slot = ranks.topk(min(self.count, ranks.shape[-1]), dim=-1)
         self.add_best(tile, best, torch.where(best == nothing, -1, slot + tile.first_key).to(torch.int32))
 
     def add_best(self, tile: _ProductTile, ranks: Tensor, tokens: Tensor) -> None:
@@ -305,7 +304,8 @@ class _BestKeys:
         chosen = self.index[:, :, tile.rows]
         if tile.first_key:
             tokens = torch.cat([chosen[..., : self._ranks.shape[-1]], tokens], dim=-1)
-            ranks, slot = top_k(torch.cat([self._ranks, ranks], dim=-1), self.count)
+            ranks = torch.cat([self._ranks, ranks], dim=-1)
+            ranks, slot = ranks.topk(min(self.count, ranks.shape[-1]), dim=-1)
             tokens = tokens.gather(-1, slot)
         chosen[..., : tokens.shape[-1]] = tokens
         self._ranks = ranks
@@ -364,26 +364,6 @@ def _largest_errors(q: Tensor, k: Tensor) -> Tensor | None:
     longest = torch.linalg.vector_norm(k.double(), dim=-1).amax(1, keepdim=True)
     error = torch.linalg.vector_norm(q.double(), dim=-1) * longest * (width + 2) * 2.0**-24
     return error if float(error.max()) * _STEPS * width**-0.5 < 0.1 else None
-
-
-def top_k(ranks: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Return the `count` largest of the numbers (..., C), or all of them, and their indices, in falling order.
-
-    If C is large, only blocks (every n-th number) with the `count` largest maxima are searched. Equal numbers may be
-    replaced by each other.
-    """
-    size = ranks.shape[-1]
-    number = math.isqrt(size // count)
-    if number < 2:
-        return ranks.topk(min(count, size), dim=-1)
-    width = size // number
-    blocks = ranks[..., : width * number].unflatten(-1, (number, width))  # (..., number, width)
-    best = blocks.amax(-2).topk(count, dim=-1, sorted=False).indices.unsqueeze(-2).expand(*blocks.shape[:-1], count)
-    slots = best + torch.arange(0, width * number, width, device=ranks.device)[:, None]
-    rest = torch.arange(width * number, size, device=ranks.device).expand(*ranks.shape[:-1], -1)
-    candidates = torch.cat([blocks.gather(-1, best).flatten(-2), ranks[..., width * number :]], dim=-1)
-    values, chosen = candidates.topk(count, dim=-1)
-    return values, torch.cat([slots.flatten(-2), rest], dim=-1).gather(-1, chosen)
 
 
 def _top_products(
