@@ -48,13 +48,6 @@ class BandSection(MechanismSection):
     softmax. They are excluded from buckets and window, so each is included once."""
 
 
-def with_window(codes: Tensor) -> Tensor:
-    """Prepend a round to codes (B, H, R, L) with one bucket for all tokens: its band is a window of the last M tokens.
-    A key in both the window and a bucket is included once.
-    """
-    return torch.cat([torch.zeros_like(codes[:, :, :1]), codes], dim=2)
-
-
 @dataclass
 class BandCache(Cache):
     """Keys and values of all tokens so far, and each bucket's last M keys in a ring buffer.
@@ -248,7 +241,8 @@ class BandAttention(Attention):
     def _seen_codes(self, query_codes: Tensor, key_codes: Tensor | None) -> Codes:
         if not self.local:
             return query_codes, key_codes
-        return with_window(query_codes), None if key_codes is None else with_window(key_codes)
+        window = (0, 0, 1, 0)  # a round before the others, with one bucket
+        return F.pad(query_codes, window), None if key_codes is None else F.pad(key_codes, window)
 
     def index(self, x: Tensor, inputs: AttentionInputs, context: AttentionContext) -> IndexedTokens:
         if self.shared_qk:
@@ -337,6 +331,9 @@ class BandAttention(Attention):
     def decode(
         self, x: Tensor, inputs: AttentionInputs, cache: BandCache, position: int, context: AttentionContext
     ) -> Tensor:
+        if self.leak is not None:
+            problem = f"{type(self).__name__} cannot decode token by token: {self.leak}"
+            raise ConfigError("model.attention.pattern", problem, "Train with the strictly causal setting")
         queries, keys = self.band_codes(inputs, position, context)
         shifted, _, keys = self.shift(inputs, queries, keys)
         if self.shifted_keys:
@@ -345,18 +342,9 @@ class BandAttention(Attention):
                 keys = cache.next_codes
             cache.next_key = inputs.k
             cache.next_codes = queries
-        return self.decode_codes(shifted, cache, position, queries, keys)
-
-    def decode_codes(
-        self, inputs: AttentionInputs, cache: BandCache, position: int, query_codes: Tensor, key_codes: Tensor | None
-    ) -> Tensor:
-        """Run `decode` for a token whose query and key are in these buckets."""
-        if self.leak is not None:
-            problem = f"{type(self).__name__} cannot decode token by token: {self.leak}"
-            raise ConfigError("model.attention.pattern", problem, "Train with the strictly causal setting")
-        queries, keys = (None if x is None else x.long() for x in self._cached_codes(position, query_codes, key_codes))
-        assert queries is not None
-        cache.append(inputs, queries if keys is None else keys, position)
+        queries, keys = self._cached_codes(position, queries, keys)
+        queries = queries.long()
+        cache.append(shifted, queries if keys is None else keys.long(), position)
         spec = self._spec(True, self_at_last=False)
         parts = [cache.attend(inputs.q, queries, cache.size.gather(-1, queries) - 1, spec)]
         if self.sinks:

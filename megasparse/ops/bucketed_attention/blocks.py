@@ -152,7 +152,10 @@ class _BucketedAttention(Function):
                 grad = block.queries(row_grad)
                 block_k = block.keys(rows.k)
                 block_v = block.keys(rows.v)
-                weight = block.scores(block_q, block_k).sub_(block.real_lse(row_lse2).unsqueeze(-1)).exp2_()
+                level = block.queries(row_lse2)
+                if block.real is not None:
+                    level.masked_fill_(~block.real, torch.inf)  # no gradient from slots that repeat a query
+                weight = block.scores(block_q, block_k).sub_(level.unsqueeze(-1)).exp2_()
                 score_grad = torch.bmm(grad, block_v.transpose(1, 2))  # (n, T, K)
                 dropped = weight
                 if rows.dropout is not None:
@@ -191,7 +194,7 @@ def _attend(rows: RowGroup, blocks: Iterable[TileBlock], out: Tensor, lse2: Tens
             merged = torch.maximum(before, current).add_(_power(-(before - current).abs_()).add_(1.0).log2_())
             part.sub_(block.queries(out)).mul_(_power(current - merged).unsqueeze(-1))
         block.add_to_queries(out, part)
-        block.put_queries(lse2, merged)
+        lse2.flatten(0, 1).index_copy_(0, *block.real_queries(merged))
 
 
 class QueryBlock(TileBlock):

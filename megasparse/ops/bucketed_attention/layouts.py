@@ -77,15 +77,6 @@ class TileBlock(ABC):
         """Return each tile's keys of x (G, L, D): (n, K, D)."""
         return self.key_tiles(gather_at(x.flatten(0, 1), self.key_tokens).to(self.dtype))
 
-    def real_lse(self, x: Tensor) -> Tensor:
-        """Return `queries` of log-sum-exps x (G, L), ∞ in slots that repeat a query: no gradient from them."""
-        lse = self.queries(x)
-        return lse if self.real is None else lse.masked_fill_(~self.real, torch.inf)
-
-    def put_queries(self, x: Tensor, values: Tensor) -> None:
-        """Set the queries of x (G, L, ...) to values (n, T, ...)."""
-        x.flatten(0, 1).index_copy_(0, *self.real_queries(values))
-
     def add_to_queries(self, x: Tensor, values: Tensor) -> None:
         """Add values (n, T, ...) to the queries of x (G, L, ...)."""
         x.flatten(0, 1).index_add_(0, *self.real_queries(values))
