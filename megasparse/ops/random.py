@@ -228,11 +228,7 @@ class _Dropout(torch.autograd.Function):
         ctx.sign = sign
         ctx.relu = relu
         ctx.added = stream is not None
-        if implementation(x, largest_width=None) != "triton":
-            return _dropped_in_blocks(x, rate, key, rows, dtype)
-        from megasparse.ops.random_kernels import drop
-
-        out = drop(x, dtype, rate, key, rows, relu, stream, sign)
+        out = _dropped(x, dtype, rate, key, rows, relu, stream, sign)
         if relu:
             ctx.save_for_backward(out)
         return out
@@ -246,12 +242,8 @@ class _Dropout(torch.autograd.Function):
 
             (out,) = ctx.saved_tensors
             dx = relu_gradient(grad, out, 1.0 / (1.0 - ctx.rate))
-        elif implementation(grad, largest_width=None) != "triton":
-            dx = _dropped_in_blocks(grad, ctx.rate, ctx.key, ctx.rows, ctx.dtype)
         else:
-            from megasparse.ops.random_kernels import drop
-
-            dx = drop(grad, ctx.dtype, ctx.rate, ctx.key, ctx.rows)
+            dx = _dropped(grad, ctx.dtype, ctx.rate, ctx.key, ctx.rows)
         return dx if ctx.sign == 1 else -dx, grad if ctx.added else None, None, None, None, None, None, None
 
 
@@ -260,8 +252,12 @@ def least_kept(rate: float) -> int:
     return round(rate * 2**32) - 2**31
 
 
-def _dropped_in_blocks(x: Tensor, rate: float, key: Key, rows: Tensor, dtype: torch.dtype) -> Tensor:
-    """Apply dropout in blocks that fit in a CPU's cache."""
+def _dropped(x: Tensor, dtype: torch.dtype, rate: float, key: Key, rows: Tensor, *fused: Any) -> Tensor:
+    """Apply dropout, by a kernel with what is fused, or in blocks that fit in a CPU's cache."""
+    if implementation(x, largest_width=None) == "triton":
+        from megasparse.ops.random_kernels import drop
+
+        return drop(x, dtype, rate, key, rows, *fused)
     x = x.to(torch.promote_types(x.dtype, dtype))
     flat = x.flatten(0, 1)  # (B·L, E)
     out = torch.empty_like(flat, memory_format=torch.contiguous_format)
