@@ -34,7 +34,7 @@ from megasparse.ops.bucketed_attention.spec import RankedTiles
 
 SHIFTED = "with shifted_keys it attends to the tokens that followed earlier ones"
 _LAST = -1e30
-"""Smaller than the log-sum-exp of any token with a visible key."""
+"""Below the log-sum-exp of any token with a visible key."""
 
 
 class BandSection(MechanismSection):
@@ -53,9 +53,8 @@ class BandCache(Cache):
     """Keys and values of all tokens so far, and each bucket's last M keys in a ring buffer.
 
     codes: (B, H, R, capacity), the keys' buckets. rank: likewise, a key's index inside its bucket. last: (B, H, R, N,
-    M) tokens; the key of rank k is at index k mod M. size: (B, H, R, N). If all heads share codes, H is 1 in these
-    four. next_key, next_codes: with shifted keys, what the next position stores, (B, H, 1, D) and (B, H, R, 1);
-    None in an empty cache.
+    M) tokens; the key of rank k is at index k mod M. size: (B, H, R, N). H is 1 in these if all heads share codes.
+    next_key, next_codes: with shifted keys, what the next position stores, (B, H, 1, D) and (B, H, R, 1).
     """
 
     tokens: KeyValueCache

@@ -148,8 +148,8 @@ def attend_to_all(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, drop
 
 
 def _masked(inputs: AttentionInputs, scale: float, exclude_self: bool) -> Tensor:
-    """Attend with a mask that is never materialised as L × L: Triton kernels use one window over the whole sequence,
-    other devices build the mask for a tile of queries at a time, and again in the backward.
+    """Attend with a mask that is never L × L: Triton kernels use one window over the whole sequence, others build the
+    mask for a tile of queries at a time, and again in the backward.
     """
     q, k, v = inputs[:3]
     length = q.shape[2]

@@ -240,8 +240,8 @@ def start_exchange(
     context: AttentionContext,
     first_position: int,
 ) -> tuple[Edges, Callable[[], tuple[AttentionInputs, AttentionContext]]]:
-    """Start sending q, k, v (B, H, L, D) of a mechanism's heads, the first of which is `context.head_offset`, to their
-    ranks. Returns the edges of `SequencePart.start_to_heads` and a function that waits for this rank's heads.
+    """Start sending q, k, v (B, H, L, D) of a mechanism's heads, from `context.head_offset` on, to their ranks. Returns
+    the edges of `SequencePart.start_to_heads` and a function that waits for this rank's heads.
     """
     q, k, v = projected
     heads = q.shape[1]

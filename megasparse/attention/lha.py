@@ -266,11 +266,10 @@ class LHAAttention(BandAttention):
         self, tensors: Sequence[Tensor], joint: bool, functions: Sequence[tuple[Weights, ...]], token_key: Key,
         draw_key: Key, features: Tensor | None,
     ) -> Iterator[HashExample]:  # fmt: skip
-        """Yield the examples of a document. U tokens are drawn evenly without replacement, the same for all heads and
-        sequences. The first S are queries and the first C keys; the utilities of queries come from separate draws of
-        keys.
+        """Yield the examples of a document. Of U tokens, drawn evenly without replacement for all heads and sequences,
+        the first S are queries and the first C keys; the utilities of queries come from separate draws of keys.
 
-        tensors: queries and keys (B, H, L, D) and their codes (B, H, L). token_key, draw_key: random keys.
+        tensors: queries and keys (B, H, L, D) and their codes (B, H, L).
         """
         all_q, all_k, *codes = tensors
         scale = self.rule["scale"]
@@ -356,7 +355,7 @@ class LHAAttention(BandAttention):
         return self.band_flops(keys, length) + self._hashing_flops(length)
 
     def _hashing_flops(self, length: int) -> Flops:
-        """Both hash functions (random ones forward only), plus training them on a sample, forward only.
+        """Both hash functions, plus training them on a sample, forward only.
 
         Of the sample: hash functions (with the joint hash both for each token) of S queries and C keys, with gradients,
         and of the opposite side's tokens; both functions of the U tokens; scores of S queries and all keys; scores of S
@@ -430,9 +429,8 @@ class _Divergence(torch.autograd.Function):
     """Divergence whose forward also computes the gradient, tile by tile, so scores and targets are never stored.
 
     Return (2,), of queries and of keys: Σ KL(ψ ‖ softmax(H)) / count over all examples' tokens and heads (Eq. 13); and
-    (2, 2), without gradients: of both sides Σ ψ[bucket] / count, then of both Σ ψ·ln ψ / count, the negative entropy of
-    the utilities (Figure 4). functions: see `training_functions`. weights: of H_Q, then of H_K, which get the
-    gradients, if `learn`.
+    (2, 2), without gradients: Σ ψ[bucket] / count of both sides, then Σ ψ·ln ψ / count, the negative entropy (Figure
+    4). weights: of H_Q, then of H_K, which get the gradients, if `learn`.
     """
 
     @staticmethod

@@ -63,7 +63,7 @@ class RankedAttention(TaughtSketch):
 
     With q′ = W_q·q and k′ = W_k·k, of the heads that share a sketch: a key is in bucket argmax_b (c_b·k′ + γ_b). A
     query searches the P buckets with the largest e_b·q′ + ε_b, and reads the K keys in them with the largest q′·k′/√d,
-    earlier positions first among equals. Only keys at or before the query take part, so the choice is strictly causal.
+    earlier positions first among equals.
 
     Two losses train it: the divergence of the sketch from the heads' full attention, and `bucket_loss`.
     """
@@ -269,7 +269,7 @@ def _tiles(
 
 
 def mean_candidates(visible: float, length: int, probes: int, buckets: int, members: int | None) -> float:
-    """Return the assumed mean number of a query's candidates among `visible` keys: 2·P/N of them, as learned buckets
-    are unequal, if M newest members of a bucket are not fewer.
+    """Return the assumed mean number of a query's candidates, 2·P/N of the visible keys, as learned buckets are
+    unequal, or M per bucket.
     """
     return min(visible, 2 * visible * probes / buckets, probes * (members or length))

@@ -127,8 +127,8 @@ class FeedForwardBranch(Branch):
 
 class FeedForward(nn.Module):
     """Feed-forward layer W2·dropout(f(W1·x + b1)) + b2, or gated W2·dropout(f(W3·x + b3)·(W1·x + b1)) + b2, with the
-    activation f of `model.feed_forward`; without dropout if `style` is bert. The hidden layer (B, L/T, F) is computed
-    for one of T tiles at a time (Reformer Eq. 10).
+    activation f of `model.feed_forward`; without dropout if `style` is bert. Computed for one of T tiles at a time
+    (Reformer Eq. 10).
     """
 
     def __init__(self, config: ModelConfig, layer: int):

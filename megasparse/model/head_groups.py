@@ -30,7 +30,7 @@ Item = TypeVar("Item")
 Exchange = tuple["HeadGroup", tuple[Tensor, ...], Edges, Callable[[], tuple[AttentionInputs, AttentionContext]]]
 """A group, its q, k, v, and the results of `start_exchange`."""
 Write = Callable[[int, Tensor], None]
-"""Function that receives a group's output (B, T, E) on the tile with the given number."""
+"""Function of a tile's number and a group's output (B, T, E) on it."""
 
 
 class HeadGroup(NamedTuple):
@@ -72,9 +72,8 @@ class HeadGroups:
     def backward(
         self, write: Write | None, grad: Callable[[int], Tensor], dx: list[Tensor], d_auxiliary: Tensor | None
     ) -> GradientSums:
-        """Recompute attention, add to the gradients dx of the tiles, and return the gradients of the weights.
-
-        write: receives the recomputed output. grad: returns the gradient of the output on a tile.
+        """Recompute attention, write its output, add to the gradients dx of the tiles, and return the weights'. grad:
+        returns the gradient of the output on a tile.
         """
         sums = GradientSums(self.weights)
         waiting: list[tuple[HeadGroup, tuple[Tensor, ...], Edges, tuple[Any, ...]]] = []

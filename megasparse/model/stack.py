@@ -328,10 +328,9 @@ class Transformer(Stack, ABC):
             sequence: Ranks that share the sequences; already contained in `padding`, if that is set.
 
         Returns:
-            The objective, mean nats per scored token (in training with label smoothing) plus auxiliary losses (LHA's is
-            a convex combination of both), and statistics: `nats`, the sum over scored tokens; `tokens`, their number;
-            and means to log, such as `accuracy`. All are scalars except NAME/layers, (layers,). Without scored tokens,
-            loss and accuracy are 0.
+            The objective, mean nats per scored token (in training with label smoothing) plus auxiliary losses, and
+            statistics: `nats`, the sum over scored tokens; `tokens`, their number; and means to log, such as
+            `accuracy`. All are scalars except NAME/layers, (layers,). Without scored tokens, loss and accuracy are 0.
         """
         padding = padding or padding_of(tokens, self.config, SequencePart.of(sequence))
         rng = (rng or RngContext.evaluation(0, len(tokens))).at(padding.part.rank * tokens.shape[1])

@@ -4,7 +4,7 @@ positions. m hashes, τ code bits, P the next power of two of D.
 
 import math
 from collections.abc import Iterator
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +15,6 @@ from megasparse.ops.random import Key, bits_by_head, normal_by_head
 
 _BLOCK_ELEMENTS = 1 << 21  # rotated numbers per block: 8 MB of fp32
 _SIGN_ELEMENTS = 1 << 20  # projected numbers per block: 4 MB of fp32
-MOST_BITS = 30  # codes are int32 at most
 Kind = Literal["hadamard", "gaussian"]
 
 
@@ -40,14 +39,12 @@ def angular_hash(x: Tensor, rotations: Tensor, factors: list[int]) -> Tensor:
     """
     of_blocks = []
     for rotated in _rotated(x, rotations):
-        code: Tensor | None = None
+        code: Any = 0
         for part, factor in zip(rotated.split([n // 2 for n in factors], dim=-1), factors, strict=True):
             highest = part.max(dim=-1)
             lowest = part.min(dim=-1)
             plus = highest.values >= -lowest.values
-            number = torch.where(plus, highest.indices, lowest.indices + factor // 2)
-            code = number if code is None else code * factor + number
-        assert code is not None
+            code = code * factor + torch.where(plus, highest.indices, lowest.indices + factor // 2)
         of_blocks.append(
             code.transpose(-1, -2).to(code_dtype(math.prod(factors)), memory_format=torch.contiguous_format)
         )
@@ -99,7 +96,6 @@ def sign_codes(x: Tensor, key: Key, heads: range, hashes: int, code_bits: int, k
         Codes (B, H, m, L), 0 <= code < 2^τ, int16 up to 15 bits, else int32. Computed in fp32 or wider.
     """
     batch, heads_count, length, width = x.shape
-    assert len(heads) == heads_count
     planes = hash_planes(key, heads, hashes, code_bits, width, kind, x.device)
     dtype = wide_dtype(x)
     groups = planes.shape[1]
@@ -130,7 +126,6 @@ def hash_planes(
     """Draw Gaussian hyperplanes, (H, m, τ, D) fp32; or the diagonals D₁, D₂, D₃ of every transform, (H, groups of P
     hashes, τ, 3, P) int32, whose sign bits are the signs.
     """
-    assert 1 <= code_bits <= MOST_BITS
     if kind == "gaussian":
         return normal_by_head(key, heads, hashes, code_bits * width, device).view(len(heads), hashes, code_bits, width)
     power = 1 << (width - 1).bit_length()

@@ -1,7 +1,6 @@
 """Smart Bird's sketch: a narrow single-head attention, and the keys that every head samples from its weights.
 
-The blockwise form proceeds tile by tile: memory O(L·K), never O(L²). d width of the sketch, K keys per query, T queries
-and C keys per tile, see `KEYS`.
+Memory O(L·K), never O(L²). d width of the sketch, K keys per query, T queries and C keys per tile, see `KEYS`.
 """
 
 from collections.abc import Iterator
@@ -45,11 +44,8 @@ _LOW = (1 << 32) - 1
 
 @dataclass(frozen=True)
 class KeyChoiceSpec:
-    """Settings of the choice of keys.
-
-    count: K, number of keys per query. causal: only keys at or before the query are visible. sampling: function from a
-    key's weight α to its rank p: "inverse_log_squared" (1/log α)², "inverse_log" −1/log α, "raw" and "top_k" α,
-    "random" 1.
+    """Settings of the choice of keys. count: K. sampling: function from a key's weight α to its rank p:
+    "inverse_log_squared" (1/log α)², "inverse_log" −1/log α, "raw" and "top_k" α, "random" 1.
     """
 
     count: int
@@ -244,8 +240,8 @@ def _scores(q: Tensor, k: Tensor, sight: Sight, rows: slice, last: int) -> Tenso
 
 
 class _ProductTile(NamedTuple):
-    """Products of some queries and keys, (B, T, C), in memory that the next tile overwrites. positions (T), keys (C):
-    of the queries `rows` and of keys, from first_query and first_key on.
+    """Products (B, T, C), which the next tile overwrites, of the queries `rows` at `positions` (T) and of `keys` (C),
+    from first_query and first_key on.
     """
 
     products: Tensor
@@ -335,8 +331,8 @@ def drawn_keys(
 
 
 def top_keys(q: Tensor, k: Tensor, count: int, sight: Sight, first_query: int) -> Tensor:
-    """Compute `chosen_keys` without noise. Products are in float64, so that equal keys have equal ranks in every tile;
-    on a CPU in fp32 if these can be rounded as float64 ones, see `_top_products`.
+    """Compute `chosen_keys` without noise, from products in float64, so that equal keys have equal ranks in every tile;
+    on a CPU in fp32 if these can be rounded as float64 ones.
     """
     best = _BestKeys(q, 1, count)
     if q.device.type != "cpu":
