@@ -83,8 +83,9 @@ class _ClusterAttention(Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse, query_index, key_index, key_mask, segments = ctx.saved_tensors
-        delta, lse = (x.flatten() for x in backward_statistics(*grads, out, lse))  # (B·H·Lq,)
-        grad_out = grads[0].flatten(0, 2)  # (B·H·Lq, D)
+        grad_out, grad_lse = grads
+        delta, lse = (x.flatten() for x in backward_statistics(grad_out, grad_lse, out, lse))  # (B·H·Lq,)
+        grad_out = grad_out.flatten(0, 2)  # (B·H·Lq, D)
         sums = [torch.zeros_like(x, dtype=lse.dtype, memory_format=torch.contiguous_format) for x in (q, k, v)]
         dq, dk, dv = (x.flatten(0, 2) for x in sums)  # (B·H·L, D) each
         for block in _blocks(q, k, v, (query_index, key_index), ctx.spec, key_mask, segments, ctx.dropout):
