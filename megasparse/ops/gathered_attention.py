@@ -139,9 +139,9 @@ def _by_head(x: Tensor, q: Tensor) -> Tensor:
 
 
 class PairBlock(NamedTuple):
-    """Queries `rows` of all, a slice or their numbers, and their keys. q: (n, R, D). k, v: (n, K, D). keys: (n·K), numbers among all contiguous
-    keys, arbitrary for invisible pairs. score: (n, R, K), scale·q·k, −∞ for invisible pairs. factors: of dropout, (n,
-    R, K), or None.
+    """Queries and their keys. rows: slice or numbers of the queries. q: (n, R, D). k, v: (n, K, D). keys: (n·K),
+    numbers among all contiguous keys, arbitrary for invisible pairs. score: (n, R, K), scale·q·k, −∞ for invisible
+    pairs. factors: of dropout, (n, R, K), or None.
     """
 
     rows: Any
