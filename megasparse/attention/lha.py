@@ -266,8 +266,8 @@ class LHAAttention(BandAttention):
         self, tensors: Sequence[Tensor], joint: bool, functions: Sequence[tuple[Weights, ...]], token_key: Key,
         draw_key: Key, features: Tensor | None,
     ) -> Iterator[HashExample]:  # fmt: skip
-        """Yield the examples of a document. Of U tokens, drawn evenly without replacement for all heads and sequences,
-        the first S are queries and the first C keys; the utilities of queries come from separate draws of keys.
+        """Yield the examples of a document. U tokens are drawn evenly without replacement for all heads and sequences.
+        The first S are queries and the first C keys; the utilities of queries come from separate draws of keys.
 
         tensors: queries and keys (B, H, L, D) and their codes (B, H, L).
         """

@@ -299,7 +299,7 @@ _SEARCHES = 256  # targets per program of `find_windows`
 class _Sizes(NamedTuple):
     """Tile sizes. width: head dim rounded up to a power of two. span: sources summed by one program. reads: targets per
     program of `read_sums`. tile: sources per product in sums of runs or products; block and pairs: targets and sources
-    per product in `weighted_sums`. columns: of matrices and gradients per program. warps: of all but reads.
+    per product in `weighted_sums`. columns: of matrices and gradients per program. warps: except for reads.
     """
 
     width: int

@@ -248,7 +248,7 @@ def least_kept(rate: float) -> int:
 
 
 def _dropped(x: Tensor, dtype: torch.dtype, rate: float, key: Key, rows: Tensor, *fused: Any) -> Tensor:
-    """Apply dropout, by a kernel with what is fused, or in blocks that fit in a CPU's cache."""
+    """Apply dropout, with `fused` operations by a kernel, or in blocks that fit in a CPU's cache."""
     if implementation(x, largest_width=None) == "triton":
         from megasparse.ops.random_kernels import drop
 

@@ -266,8 +266,8 @@ class RangeRound:
         """Yield the tiles of `RankedTiles`.
 
         Results are bit-identical for any later tokens: a query's row, its keys' columns and its tile's shape depend
-        only on earlier tokens in its bucket, and later keys get weights of exactly 0. Tests verify what this needs of
-        the CPU libraries: the bits of a row of a product of at least two matrices, of a sum, of exp and of log2 do not
+        only on earlier tokens in its bucket, and later keys get weights of exactly 0. Tests verify the premise on CPU
+        libraries: the bits of a row of a product of at least two matrices, of a sum, of exp and of log2 do not
         depend on its index in the batch.
         """
         ranked = RankedTiles.of(self.spec, self.length)

@@ -1,4 +1,4 @@
-"""Bands of keys by rank inside a bucket, for queries and keys with separate codes."""
+"""Bands of keys by rank inside their bucket, for queries and keys with separate codes."""
 
 from typing import NamedTuple
 
