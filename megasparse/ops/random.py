@@ -98,9 +98,14 @@ def halves(key: Key) -> tuple[int, int] | tuple[Tensor, Tensor]:
 class RngContext:
     """State of the random draws of one forward pass.
 
-    seed: of the run. step: of the optimizer. samples: (B,) int64, global number of each sequence. training: True
-    enables dropout. rounds: hash rounds instead of the configured ones, or None. first: position of this rank's first
-    token, with sequence parallelism. table: memory of the keys of a pass in a CUDA graph.
+    Args:
+        seed: Seed of the run.
+        step: Optimizer step.
+        samples: (B,) int64, global number of each sequence.
+        training: True enables dropout.
+        rounds: Hash rounds instead of the configured ones, or None.
+        first: Position of this rank's first token, with sequence parallelism.
+        table: Memory of the keys of a pass in a CUDA graph.
     """
 
     seed: int
