@@ -34,7 +34,7 @@ from megasparse.ops.bucketed_attention.spec import RankedTiles
 
 SHIFTED = "with shifted_keys it attends to the tokens that followed earlier ones"
 _LAST = -1e30
-"""Smaller than the log-sum-exp of any token with a visible key."""
+"""Below the log-sum-exp of any token with a visible key."""
 
 
 class BandSection(MechanismSection):
@@ -48,21 +48,13 @@ class BandSection(MechanismSection):
     softmax. They are excluded from buckets and window, so each is included once."""
 
 
-def with_window(codes: Tensor) -> Tensor:
-    """Prepend a round to codes (B, H, R, L) with one bucket for all tokens: its band is a window of the last M tokens.
-    A key in both the window and a bucket is included once.
-    """
-    return torch.cat([torch.zeros_like(codes[:, :, :1]), codes], dim=2)
-
-
 @dataclass
 class BandCache(Cache):
     """Keys and values of all tokens so far, and each bucket's last M keys in a ring buffer.
 
     codes: (B, H, R, capacity), the keys' buckets. rank: likewise, a key's index inside its bucket. last: (B, H, R, N,
-    M) tokens; the key of rank k is at index k mod M. size: (B, H, R, N). If all heads share codes, H is 1 in these
-    four. next_key, next_codes: with shifted keys, what the next position stores, (B, H, 1, D) and (B, H, R, 1);
-    None in an empty cache.
+    M) tokens; the key of rank k is at index k mod M. size: (B, H, R, N). H is 1 in these if all heads share codes.
+    next_key, next_codes: with shifted keys, what the next position stores, (B, H, 1, D) and (B, H, R, 1).
     """
 
     tokens: KeyValueCache
@@ -99,8 +91,7 @@ class BandCache(Cache):
         rank = self.rank[..., :length]
         slot = codes * chunk + rank % chunk
         recent = self.size.gather(-1, codes) - rank <= chunk
-        # Scatter does not support masks: redirect overwritten tokens to the newest token's slot, with the newest
-        # token's value.
+        # Scatter does not support masks: overwritten tokens write the newest token to its slot.
         token = torch.arange(length, device=codes.device).expand_as(codes)
         newest_slot = slot[..., -1:]
         newest = token[..., -1:]
@@ -202,8 +193,8 @@ class BandAttention(Attention):
         if self.sinks:
             parts.append(sink_attention(self.sinks, inputs, part, **self._sink_rule))
         out, lse = merge(parts)
-        # A real token without a visible key attends to itself. If ranks divide the pairs, other ranks may have visible
-        # keys for it, so its own value gets a negligible log-sum-exp.
+        # A real token without a visible key attends to itself, with a negligible log-sum-exp, because other ranks may
+        # have visible keys for it.
         no_visible_key = lse.isneginf()
         if inputs.key_mask is not None:
             no_visible_key = no_visible_key & inputs.key_mask[:, None]
@@ -249,7 +240,8 @@ class BandAttention(Attention):
     def _seen_codes(self, query_codes: Tensor, key_codes: Tensor | None) -> Codes:
         if not self.local:
             return query_codes, key_codes
-        return with_window(query_codes), None if key_codes is None else with_window(key_codes)
+        window = (0, 0, 1, 0)  # a round before the others, with one bucket
+        return F.pad(query_codes, window), None if key_codes is None else F.pad(key_codes, window)
 
     def index(self, x: Tensor, inputs: AttentionInputs, context: AttentionContext) -> IndexedTokens:
         if self.shared_qk:
@@ -338,6 +330,9 @@ class BandAttention(Attention):
     def decode(
         self, x: Tensor, inputs: AttentionInputs, cache: BandCache, position: int, context: AttentionContext
     ) -> Tensor:
+        if self.leak is not None:
+            problem = f"{type(self).__name__} cannot decode token by token: {self.leak}"
+            raise ConfigError("model.attention.pattern", problem, "Train with the strictly causal setting")
         queries, keys = self.band_codes(inputs, position, context)
         shifted, _, keys = self.shift(inputs, queries, keys)
         if self.shifted_keys:
@@ -346,18 +341,9 @@ class BandAttention(Attention):
                 keys = cache.next_codes
             cache.next_key = inputs.k
             cache.next_codes = queries
-        return self.decode_codes(shifted, cache, position, queries, keys)
-
-    def decode_codes(
-        self, inputs: AttentionInputs, cache: BandCache, position: int, query_codes: Tensor, key_codes: Tensor | None
-    ) -> Tensor:
-        """Run `decode` for a token whose query and key are in these buckets."""
-        if self.leak is not None:
-            problem = f"{type(self).__name__} cannot decode token by token: {self.leak}"
-            raise ConfigError("model.attention.pattern", problem, "Train with the strictly causal setting")
-        queries, keys = (None if x is None else x.long() for x in self._cached_codes(position, query_codes, key_codes))
-        assert queries is not None
-        cache.append(inputs, queries if keys is None else keys, position)
+        queries, keys = self._cached_codes(position, queries, keys)
+        queries = queries.long()
+        cache.append(shifted, queries if keys is None else keys.long(), position)
         spec = self._spec(True, self_at_last=False)
         parts = [cache.attend(inputs.q, queries, cache.size.gather(-1, queries) - 1, spec)]
         if self.sinks:

@@ -52,7 +52,7 @@ class KeyValueCache(Cache):
 @dataclass(frozen=True)
 class CachedTokens:
     """Tokens of a KV cache, of which the newest `number` are queries. rank: (B or 1, L), index of a token among the
-    real tokens. order: (B or 1, L), tokens by rank. real: (B, L) bool, or None if all tokens are real.
+    real ones. order: (B or 1, L), tokens by rank. real: (B, L) bool, or None if all are.
     """
 
     number: int

@@ -78,10 +78,8 @@ class AttentionOutput(NamedTuple):
 
 
 class RecomputeCache:
-    """Decisions of a layer's forward pass, replayed when the layer is recomputed.
-
-    A reversible backward reconstructs the layer's input only up to rounding, which could flip a code. A cache belongs
-    to one forward pass (to its autograd context), never to a module.
+    """Decisions of a layer's forward pass, replayed when the layer is recomputed: a reversible backward restores its
+    input only up to rounding, which could flip a code.
     """
 
     def __init__(self) -> None:
@@ -165,17 +163,15 @@ class Buckets(NamedTuple):
 class Attention(nn.Module, ABC):
     """Abstract base class of a mechanism, built from its configuration section and its spec.
 
-    A subclass must define `forward`. Costs, decoding and per-step updates are optional; calling an undefined method
-    raises an error that names it.
+    A subclass must define `forward`; calling an optional method that it lacks raises an error that names it.
 
     `leak` is None if the mechanism is strictly causal: with inputs.causal, replacing tokens from t on changes no output
     before t. Put parameters that decoding also reads into submodules and call these, because ZeRO 3 gathers weights
     when a module is called. Callers disable torch.autocast; the dtype of q, k and v sets the precision.
 
-    Decoding has two interfaces, because one cache cannot serve both uses. `decode` gives the bits of `forward` on a
-    CPU, on which decompression depends: it sums a token's keys in the tiles of the whole pass, from a cache made for
-    this. `choose` names keys in a cache that transformers owns, crops, reorders and offloads, for several new tokens
-    and with padding; gathered attention sums them in another order, so results are equal only up to rounding.
+    Decoding has two interfaces. `decode` gives the bits of `forward` on a CPU, on which decompression depends: it sums
+    a token's keys in the tiles of the whole pass, from a cache made for this. `choose` names keys in a cache that
+    transformers owns, crops, reorders and offloads, for several new tokens and with padding, equal up to rounding.
     """
 
     config: Any
@@ -192,8 +188,7 @@ class Attention(nn.Module, ABC):
     task_weight: float = 1.0
     """Weight of the task loss relative to the auxiliary loss (LHA's convex combination)."""
     has_auxiliary_loss: bool = False
-    """True if training passes return an auxiliary loss. It is a mean over a micro-batch, so a run that resumes with
-    another `training.micro_batch` gets other results."""
+    """True if training passes return an auxiliary loss, a mean over a micro-batch: results depend on its size."""
     initial_deviations: ClassVar[Mapping[str, float]] = {}
     """Name of a matrix of the mechanism -> standard deviation of its initial weights; of others it is 1/√fan-in."""
     auxiliary_weight: float = 1.0
@@ -201,9 +196,8 @@ class Attention(nn.Module, ABC):
     leak: str | None = None
     """Reason why a later token can change an earlier output (a paper's non-causal window); None if it cannot."""
     computed_by_document: bool = False
-    """True if the size of products depends on documents, so that a later separator or padding before tokens changes the
-    rounding of earlier outputs.
-    """
+    """True if a later separator or padding before tokens changes the rounding of earlier outputs, because the size of
+    products depends on documents."""
     normalises: bool = False
     """True if each output is scaled to length 1 and therefore not linear in the values."""
     shares_pairs: bool = False

@@ -25,9 +25,8 @@ class Document(NamedTuple):
 
 
 def documents(key_mask: Tensor | None, segments: Tensor | None) -> Iterator[Document]:
-    """Yield the documents of a batch. key_mask: (B, L) bool, true for real tokens. segments: (B, L) document numbers.
-    If both are None, yield the whole batch once. On the meta device each row is one document. Synchronises with the
-    GPU.
+    """Yield the documents of a batch, the whole batch if both are None; on the meta device each row. Synchronises with
+    the GPU. key_mask: (B, L) bool, true for real tokens. segments: (B, L) document numbers.
     """
     if key_mask is None and segments is None:
         yield Document(slice(None), None)
@@ -47,8 +46,8 @@ def documents(key_mask: Tensor | None, segments: Tensor | None) -> Iterator[Docu
 
 
 def attend_each(inputs: AttentionInputs, attend: Callable[[AttentionInputs], Tensor]) -> Tensor:
-    """Return attend(heads) -> (B, H, L, D), computed separately for each document if rows contain several or start with
-    padding: positions are relative to the document's first real token. Padding gets 0.
+    """Return attend(heads) -> (B, H, L, D), of each document separately if rows contain several or start with padding:
+    positions count from its first real token. Padding gets 0.
     """
     mask = inputs.key_mask
     # A mask on the meta device contains no values; memory estimates assume sequences without padding.

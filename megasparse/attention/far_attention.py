@@ -1,7 +1,6 @@
 """Full attention to keys beyond a mechanism's window and sinks, and losses that train a choice of keys with it.
 
-Keys in the window and sinks are visible in any case, so only the other keys train the choice. A sample of queries is
-used, so that time and memory grow linearly with the length.
+Keys in the window and sinks are visible in any case. A sample of queries keeps time and memory linear in the length.
 """
 
 from collections.abc import Callable

@@ -24,6 +24,7 @@ from megasparse.ops.cluster_attention import ClusterAttentionSpec, cluster_atten
 from megasparse.ops.operator import implementation
 from megasparse.ops.positions import sinusoids
 from megasparse.ops.random import PairDropout
+from megasparse.ops.sketch import Sight
 
 _MASK = 1 << 24
 """Pairs in one tile of the mask. Up to 4,096 tokens use a single tile."""
@@ -147,8 +148,8 @@ def attend_to_all(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, drop
 
 
 def _masked(inputs: AttentionInputs, scale: float, exclude_self: bool) -> Tensor:
-    """Attend with a mask that is never materialised as L × L: Triton kernels use one window over the whole sequence,
-    other devices build the mask for a tile of queries at a time, and again in the backward.
+    """Attend with a mask that is never L × L: Triton kernels use one window over the whole sequence, others build the
+    mask for a tile of queries at a time, and again in the backward.
     """
     q, k, v = inputs[:3]
     length = q.shape[2]
@@ -177,13 +178,7 @@ def _mask(inputs: AttentionInputs, first: int, end: int, exclude_self: bool) -> 
     """
     position = torch.arange(inputs.q.shape[2], device=inputs.q.device)
     diagonal = position[first:end, None] == position
-    visible = torch.ones_like(diagonal)[None]
-    if inputs.causal:
-        visible = visible & (position <= position[first:end, None])
-    if inputs.key_mask is not None:
-        visible = visible & inputs.key_mask[:, None, :]
-    if inputs.segments is not None:
-        visible = visible & (inputs.segments[:, first:end, None] == inputs.segments[:, None, :])
+    visible = Sight(inputs.causal, inputs.key_mask, inputs.segments).pairs(position[first:end], position)
     if exclude_self:
         visible = visible & ~diagonal
     return (visible | (diagonal & ~visible.any(-1, keepdim=True)))[:, None]

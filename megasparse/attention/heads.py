@@ -240,8 +240,8 @@ def start_exchange(
     context: AttentionContext,
     first_position: int,
 ) -> tuple[Edges, Callable[[], tuple[AttentionInputs, AttentionContext]]]:
-    """Start sending q, k, v (B, H, L, D) of a mechanism's heads, the first of which is `context.head_offset`, to their
-    ranks. Returns the edges of `SequencePart.start_to_heads` and a function that waits for this rank's heads.
+    """Start sending q, k, v (B, H, L, D) of a mechanism's heads, from `context.head_offset` on, to their ranks. Returns
+    the edges of `SequencePart.start_to_heads` and a function that waits for this rank's heads.
     """
     q, k, v = projected
     heads = q.shape[1]
@@ -279,7 +279,7 @@ def merge_heads(x: Tensor) -> Tensor:
 
 
 def projection(width_in: int, width_out: int, biased: bool) -> nn.Linear:
-    """Create a Linear without torch's initialisation, which draws from the global generator; biases are 0."""
+    """Create a Linear without drawing from torch's global generator; biases are 0."""
     linear = Linear(width_in, width_out, bias=biased, device="meta")
     linear.weight = nn.Parameter(torch.empty(width_out, width_in))  # unlike skip_init, this does not import sympy
     if biased:

@@ -23,9 +23,7 @@ def initialise(module: nn.Module, config: ModelConfig, seed: int) -> None:
 def initial_weight(
     config: ModelConfig, seed: int, name: str, shape: Sequence[int], start: int = 0, numel: int | None = None
 ) -> Tensor:
-    """Return elements [start, start + numel) of the flattened initial matrix `name`, by default all; fp32, on the CPU.
-    Memory use is these plus one block.
-    """
+    """Return elements [start, start + numel) of the flattened initial matrix `name`, by default all; fp32, on a CPU."""
     total = math.prod(shape)
     generator = torch.Generator().manual_seed(derive(seed, "initial weights", name) >> 1)
     numel = total - start if numel is None else numel

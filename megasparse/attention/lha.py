@@ -72,14 +72,13 @@ class HashExample(NamedTuple):
 
 
 SAMPLES = 256
-"""Queries per step (sampled: per document) that train the hash. The error of the mean divergence falls with the square
-root of this number; using all queries would cost as much as full attention."""
+"""Queries per step (sampled: per document) that train the hash."""
 SAMPLED_KEYS = 1024
 """Keys per document that train the hash, and draws per query, with sampled utilities; all if a document is shorter."""
 FEATURES = 256
 """Positive random features per head, drawn again every step, with utility = "features"."""
 WEIGHT = 0.05
-"""Weight λ of Eq. 19, from the paper: the loss is (1 − λ)·task + λ·mean(KL_Q + KL_K)."""
+"""Weight λ of Eq. 19: the loss is (1 − λ)·task + λ·mean(KL_Q + KL_K)."""
 
 
 class LHAAttentionConfig(BandSection):
@@ -139,8 +138,7 @@ class LHAAttention(BandAttention):
     """Softmax attention inside the buckets of learned hash functions, h_Q(q) = h_K(k) (LHA Eq. 7).
 
     The hash functions H_Q and H_K learn each bucket's attention utility, its share of a token's full attention (Eq. 13
-    to 17), from queries and keys without gradient. In decoders, `joint` puts a token's query and key into the same
-    bucket (Eq. 18). Number and size of buckets follow from max_length.
+    to 17), from queries and keys without gradient.
     """
 
     has_auxiliary_loss = True
@@ -268,11 +266,10 @@ class LHAAttention(BandAttention):
         self, tensors: Sequence[Tensor], joint: bool, functions: Sequence[tuple[Weights, ...]], token_key: Key,
         draw_key: Key, features: Tensor | None,
     ) -> Iterator[HashExample]:  # fmt: skip
-        """Yield the examples of a document. U tokens are drawn evenly without replacement, the same for all heads and
-        sequences. The first S are queries and the first C keys; the utilities of queries come from separate draws of
-        keys.
+        """Yield the examples of a document. U tokens are drawn evenly without replacement for all heads and sequences.
+        The first S are queries and the first C keys; the utilities of queries come from separate draws of keys.
 
-        tensors: queries and keys (B, H, L, D) and their codes (B, H, L). token_key, draw_key: random keys.
+        tensors: queries and keys (B, H, L, D) and their codes (B, H, L).
         """
         all_q, all_k, *codes = tensors
         scale = self.rule["scale"]
@@ -358,7 +355,7 @@ class LHAAttention(BandAttention):
         return self.band_flops(keys, length) + self._hashing_flops(length)
 
     def _hashing_flops(self, length: int) -> Flops:
-        """Both hash functions (random ones forward only), plus training them on a sample, forward only.
+        """Both hash functions, plus training them on a sample, forward only.
 
         Of the sample: hash functions (with the joint hash both for each token) of S queries and C keys, with gradients,
         and of the opposite side's tokens; both functions of the U tokens; scores of S queries and all keys; scores of S
@@ -432,9 +429,8 @@ class _Divergence(torch.autograd.Function):
     """Divergence whose forward also computes the gradient, tile by tile, so scores and targets are never stored.
 
     Return (2,), of queries and of keys: Σ KL(ψ ‖ softmax(H)) / count over all examples' tokens and heads (Eq. 13); and
-    (2, 2), without gradients: of both sides Σ ψ[bucket] / count, then of both Σ ψ·ln ψ / count, the negative entropy of
-    the utilities (Figure 4). functions: see `training_functions`. weights: of H_Q, then of H_K, which get the
-    gradients, if `learn`.
+    (2, 2), without gradients: Σ ψ[bucket] / count of both sides, then Σ ψ·ln ψ / count, the negative entropy (Figure
+    4). weights: of H_Q, then of H_K, which get the gradients, if `learn`.
     """
 
     @staticmethod

@@ -83,9 +83,8 @@ class LocalAttentionConfig(MechanismSection):
 class LocalAttention(Attention):
     """Softmax attention of each query to its chunk of C positions and the previous chunk, in encoders also the next.
 
-    The published enwik8-64K configuration of Reformer uses it. It is bucketed attention with one bucket and one round.
-    The logits are q_i·k_j/√D, with relative positions ((q_i + u)·k_j + (q_i + w)·r_{i−j})/√D. Sinks (not with relative
-    positions) join the same softmax.
+    The published enwik8-64K configuration of Reformer uses it. The logits are q_i·k_j/√D, with relative positions
+    ((q_i + u)·k_j + (q_i + w)·r_{i−j})/√D. Sinks join the same softmax.
     """
 
     def __init__(self, config: LocalAttentionConfig, spec: MechanismSpec):
@@ -190,9 +189,7 @@ class LocalAttention(Attention):
 def prefix_window(
     q: Tensor, keys: PrefixKeys, position: int, document: int, spec: BucketedAttentionSpec
 ) -> tuple[Tensor, Tensor]:
-    """Attend to the chunk windows of a tile of queries, see `Attention.attend_prefix`. Returns output and log-sum-exp,
-    for `merge`.
-    """
+    """Attend to the chunk windows of a tile of queries, see `Attention.attend_prefix`, for `merge`."""
     chunk = spec.window.chunk
     start = max(0, position // chunk - 1) * chunk
     stop = position + q.shape[2]

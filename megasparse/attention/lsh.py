@@ -85,10 +85,8 @@ def _check_buckets(key: str, buckets: int | list[int] | None) -> None:
 
 
 def lsh_buckets(lsh: LSHAttentionConfig, max_length: int, training: bool) -> list[int]:
-    """Return the buckets per round as one or two even factors, each hashed by a separate rotation.
-
-    null gives the paper's 2·max_length/chunk, rounded up to a number with such factors, so that a shorter batch is
-    hashed the same way.
+    """Return the buckets per round as one or two even factors, each hashed by a separate rotation; null gives the
+    paper's 2·max_length/chunk, rounded up to a number with such factors.
     """
     buckets = lsh.buckets if training else lsh.evaluation_buckets or lsh.buckets
     if isinstance(buckets, list):
@@ -117,10 +115,9 @@ def _factors(count: int) -> list[int] | None:
 class LSHAttention(BandAttention):
     """Softmax attention inside the buckets of random rotations (Reformer).
 
-    Rounds are merged by log-sum-exp; a key that several rounds select is included once. With shared QK, as in the
-    paper, k = q/|q|, the logits are q·k, and a token attends to itself only if no other key is visible. With separate
-    QK, as in the LHA paper's LSH, the logits are q·k/√D, the same rotations hash queries and keys, and a token may
-    attend to itself. The band window is strictly causal; `chunk` is Reformer's window.
+    Rounds are merged by log-sum-exp. With shared QK, as in the paper, k = q/|q|, the logits are q·k, and a token
+    attends to itself only if no other key is visible. With separate QK, as in the LHA paper's LSH, the logits are
+    q·k/√D, the same rotations hash queries and keys, and a token may attend to itself.
 
     With shifted keys, k_j = q_{j−1}/|q_{j−1}|, in the buckets of q_{j−1}, and a token may attend to itself. Equal
     queries select the tokens that followed them, as induction heads do (Olsson et al. 2022), before any training.

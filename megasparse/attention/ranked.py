@@ -63,12 +63,12 @@ class RankedAttention(TaughtSketch):
 
     With q′ = W_q·q and k′ = W_k·k, of the heads that share a sketch: a key is in bucket argmax_b (c_b·k′ + γ_b). A
     query searches the P buckets with the largest e_b·q′ + ε_b, and reads the K keys in them with the largest q′·k′/√d,
-    earlier positions first among equals. Only keys at or before the query take part, so the choice is strictly causal.
+    earlier positions first among equals.
 
     Two losses train it: the divergence of the sketch from the heads' full attention, and `bucket_loss`.
     """
 
-    # With larger weights one bucket gets almost all probability, so gradients vanish.
+    # With larger weights one bucket gets almost all probability.
     initial_deviations = dict.fromkeys(("query_buckets.weight", "key_buckets.weight"), 0.02)
 
     def __init__(self, config: RankedAttentionConfig, spec: MechanismSpec):
@@ -155,8 +155,7 @@ def bucket_loss(query_scores: Tensor, key_scores: Tensor, shares: Tensor, real: 
     the buckets P' of its keys, plus, per group, the divergence of the mean P from the uniform distribution and,
     with twice the weight, of P'. Mean over groups, scalar.
 
-    It ranks buckets by their attention, so the probes of a query find most of it. `collision_loss`, the logarithm of a
-    sum over keys, is small already if the query meets one of its keys.
+    Unlike `collision_loss`, it is not small already if the query meets one of its keys.
 
     Args:
         query_scores: (B, G, S, N), scores of sampled queries.
@@ -270,7 +269,7 @@ def _tiles(
 
 
 def mean_candidates(visible: float, length: int, probes: int, buckets: int, members: int | None) -> float:
-    """Return the assumed mean number of a query's candidates among `visible` keys: 2·P/N of them, as learned buckets
-    are unequal, if M newest members of a bucket are not fewer.
+    """Return the assumed mean number of a query's candidates, 2·P/N of the visible keys, as learned buckets are
+    unequal, or M per bucket.
     """
     return min(visible, 2 * visible * probes / buckets, probes * (members or length))

@@ -24,8 +24,7 @@ class SequencePart:
     tokens of 1/W of each mechanism's heads, the same heads on C neighbouring ranks. S = 1: everything, without
     communication.
 
-    The gradient of each exchange is its exact adjoint: if the mean of the ranks' objectives is the objective, the mean
-    of the ranks' gradients is its gradient.
+    The gradient of each exchange is its exact adjoint: the mean of the ranks' gradients belongs to the mean objective.
     """
 
     group: torch.distributed.ProcessGroup | None = None
@@ -204,10 +203,8 @@ class _Exchange(torch.autograd.Function):
 
 
 class _Gather(torch.autograd.Function):
-    """All-gather x (...) of S ranks to (S, ...).
-
-    The backward is an all-to-all and a sum in rank order, because a reduce-scatter's order of summation depends on the
-    backend, and it rounds after each addition.
+    """All-gather x (...) of S ranks to (S, ...). The backward is an all-to-all and a sum in rank order, because a
+    reduce-scatter's order depends on the backend, and it rounds after each addition.
     """
 
     @staticmethod

@@ -63,8 +63,7 @@ def sink_attention(
     chunk: int | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Compute softmax attention to the sinks of `sink_index`, for `merge`: output (B, H, L, D) and log-sum-exp (B, H,
-    L), 0 and −∞ for tokens without a visible sink. If ranks with the same heads divide the pairs, the log-sum-exp is −∞
-    for tokens of other ranks.
+    L), 0 and −∞ for tokens without a visible sink, or of other ranks if these divide the pairs.
     """
     q, k, v = inputs.with_query_dtype()[:3]
     index = sink_index(sinks, inputs, exclude_self=exclude_self, chunk=chunk)
@@ -98,8 +97,8 @@ def cached_sinks(
 
 
 def _shared_sinks(q: Tensor, k: Tensor, v: Tensor, index: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Attend to sinks that all queries of a row share, by products, which cost less than gathering. With at least
-    2·ROWS queries and two sinks per product, a query's bits do not depend on the other queries.
+    """Attend to sinks that all queries of a row share, by products of at least 2·ROWS queries and two sinks, in which a
+    query's bits do not depend on the others.
     """
     queries = q.shape[2]
     q = at_least_rows(q, 2 * ROWS)

@@ -86,15 +86,12 @@ class SmartBirdAttentionConfig(SketchSection):
 class SmartBirdAttention(TaughtSketch):
     """Softmax attention of each query to K keys that a narrow attention, the sketch, selects (Smart Bird Eq. 1 to 3).
 
-    The sketch computes weights α_ij and scores p_ij = (1/log α_ij)². In training each head draws s_ij ~ U(0, p_ij) and
-    takes the K keys with the largest s_ij. In evaluation all heads take the K largest p_ij, with ties to earlier keys;
-    with evaluation = "draws" or sampling = "random" they draw as in training. A query with at most K visible keys
-    attends to all of them. A causal sketch normalises α_i over j <= i. An optional window (as in local attention) and
-    sinks join the selected keys in one softmax, each key once.
+    The sketch computes weights α_ij, over j <= i if causal, and scores p_ij = (1/log α_ij)². In training each head
+    draws s_ij ~ U(0, p_ij) and takes the K keys with the largest s_ij. In evaluation all heads take the K largest p_ij,
+    with ties to earlier keys, unless they draw. An optional window (as in local attention) and sinks join the selected
+    keys in one softmax, each key once.
 
-    A separate loss trains the sketch: to predict the task's targets, or with objective = "attention" the heads' full
-    attention. The sketch reads the layer's detached input; with sketch = "transformer" separate token embeddings, with
-    "heads" the queries and keys of `sketch_heads` heads.
+    A separate loss trains the sketch on the task's targets or on the heads' full attention.
     """
 
     def __init__(self, config: SmartBirdAttentionConfig, spec: MechanismSpec):

@@ -77,8 +77,7 @@ class TaughtSketch(Attention):
     """Softmax attention of each query to the K keys with the largest products of its sketch, to a window and to sinks.
 
     A sketch projects the queries and keys of `sketch_heads` neighbouring heads, after rotation, to d numbers. A
-    separate loss trains it, the divergence from the heads' full attention (`learn`). Earlier keys come first among
-    equals; each key is included once.
+    separate loss trains it (`learn`). Earlier keys come first among equals; each key is included once.
     """
 
     has_auxiliary_loss = True

@@ -88,12 +88,10 @@ class YOSOAttention(Attention):
     is E[B_ij] = (1 − acos(q_i·k_j)/π)^τ. A query without a colliding key gets 0. With `expectation` the weight is
     E[B_ij] (YOSO-m-E). Parameters and τ are the same, so a trained model can switch to it or to more hashes.
 
-    Each hash adds the values into a table of 2^τ buckets. A decoder stores these tables, m·2^τ·D numbers per head at
-    any length; with `expectation` it stores keys and values. With code_bits = null, its τ is as large as possible while
-    the tables are smaller than a KV cache, 2·max_length·D: 4 bits at 512 tokens and 32 hashes, 11 at 65,536, at least
-    1.
+    A decoder stores each hash's table of 2^τ buckets, m·2^τ·D numbers per head at any length; with `expectation` keys
+    and values.
 
-    Recomputing a layer recomputes its codes too (storing them takes 4·m bytes per token, head and layer). A reversible
+    Recomputing a layer recomputes its codes, whose storage would take 4·m bytes per token and head. A reversible
     recomputation restores q and k only up to rounding, which can flip a sign bit: at a relative error of 1e-7 in 3e-7
     of 9-bit codes, at 1e-6 in 2e-6.
     """

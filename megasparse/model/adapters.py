@@ -31,8 +31,8 @@ def add_adapters(
     is initially 0, so the outputs do not change; A is uniform, a pure function of the seed and its name. They are
     fp32.
 
-    kinds: classes of linear layers. Weights that are not pretrained stay trainable: weights of mechanisms with their
-    own losses, and `new` weights. draws: True if the model's dropout uses torch's generators, as peft's dropout does.
+    kinds: classes of linear layers. Weights of mechanisms and `new` weights stay trainable. draws: True if the model's
+    dropout uses torch's generators, as peft's does.
     Raises ConfigError if a target matches no linear layer, and UserError if peft is not installed.
     """
     try:

@@ -127,8 +127,8 @@ class FeedForwardBranch(Branch):
 
 class FeedForward(nn.Module):
     """Feed-forward layer W2·dropout(f(W1·x + b1)) + b2, or gated W2·dropout(f(W3·x + b3)·(W1·x + b1)) + b2, with the
-    activation f of `model.feed_forward`; without dropout if `style` is bert. The hidden layer (B, L/T, F) is computed
-    for one of T tiles at a time (Reformer Eq. 10).
+    activation f of `model.feed_forward`; without dropout if `style` is bert. Computed for one of T tiles at a time
+    (Reformer Eq. 10).
     """
 
     def __init__(self, config: ModelConfig, layer: int):
@@ -256,9 +256,9 @@ class Reversible(Function):
     whose gradient reaches weights that only these losses train.
 
     source: (B, S, E), input of cross-attention. The backward runs from the last branch to the first (Reformer Eq. 8;
-    streams are swapped after each branch): X1 = Y2 − Branch(Y1), X2 = Y1. Each branch is run again for its value and
-    its gradients. donated: the backward may overwrite the returned streams and their gradients instead of copies. Use
-    it only if nothing reads the streams after the backward, and a single consumer computes their gradients.
+    streams are swapped after each branch): X1 = Y2 − Branch(Y1), X2 = Y1. donated: the backward may overwrite the
+    returned streams and their gradients: nothing reads the streams after it, and a single consumer computes the
+    gradients.
     """
 
     @staticmethod

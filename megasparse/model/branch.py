@@ -1,8 +1,8 @@
 """Residual branches: compute an update from one stream and add it to another, at once or in place and tile by tile.
 
-In a reversible stack the forward adds each branch's output to a stream in place, and the backward subtracts it again:
-no stream is allocated again. Streams are fp32 or bf16 (`model.residual_dtype`), norms fp32. A branch computes in the
-dtype of its weights and is added to a stream in fp32. B batch, L length, E d_model.
+In a reversible stack the forward adds each branch's output to a stream in place, and the backward subtracts it again.
+Streams are fp32 or bf16 (`model.residual_dtype`), norms fp32. A branch computes in the dtype of its weights and is
+added to a stream in fp32. B batch, L length, E d_model.
 """
 
 from collections import defaultdict
@@ -66,9 +66,7 @@ class Pass:
 
 @dataclass(frozen=True)
 class Residual:
-    """Streams (B, L, E) of one branch in the backward: its input `read`, the stream `written`, the gradients of both
-    (d_read is added to) and of the auxiliary loss.
-    """
+    """Streams (B, L, E) of a branch in the backward, their gradients (d_read is added to), and the auxiliary loss's."""
 
     read: Tensor
     written: Tensor
@@ -162,9 +160,7 @@ class Branch(Gathered):
         return auxiliary
 
     def restore(self, compute: Compute, residual: Residual, run: Pass) -> None:
-        """Run the backward of `rewrite`: subtract the output again, add to the gradient of the input, and accumulate
-        the gradients of the weights.
-        """
+        """Run the backward of `rewrite`: subtract the output again, and add to the gradients of input and weights."""
         read = residual.read
         if self.gathered_at_once:
             with torch.enable_grad():
@@ -192,9 +188,7 @@ class Branch(Gathered):
         raise NotImplementedError
 
     def _inject_gradients(self, zero: Tensor, residual: Residual, run: Pass) -> Tensor:
-        """Return a zero-valued output that injects the gradients of the weights in its backward, so that ZeRO 3's
-        post-backward hooks fire.
-        """
+        """Return a 0 that injects the gradients of the weights in its backward: ZeRO 3's post-backward hooks fire."""
         sums = self.restore_tiles(residual, run)
         injected: Tensor = _InjectGradients.apply(sums, zero, *sums.weights.values())
         return injected

@@ -26,8 +26,8 @@ from megasparse.ops.random import RngContext
 
 @dataclass
 class DecodingCache:
-    """State of cached decoding: a cache per layer, the number of cached positions, the random state, this rank's part
-    of the heads, and the tokens that the next n-gram embedding needs, (B, n − 1).
+    """State of cached decoding. position: number of cached positions. recent: tokens that the next n-gram embedding
+    needs, (B, n − 1).
     """
 
     layers: list[LayerCache]

@@ -119,9 +119,9 @@ class Encoder(Transformer):
         """Return the tokens with some of them hidden, and a mask of the tokens to predict.
 
         Exactly masking.rate of each sequence's tokens (rounded, at least one) are predicted, so that every sequence has
-        the same weight in the loss, in any split into micro-batches and ranks. Padding, separators, and everything
-        before the first segment of a pair are excluded. With masking.whole_words all tokens of a word are hidden
-        together; the last word is cut to keep the number exact.
+        the same weight in the loss. Padding, separators, and everything before the first segment of a pair are
+        excluded. With masking.whole_words all tokens of a word are hidden together; the last word is cut to keep the
+        number exact.
         """
         masking = self.config.masking
         part = padding.part  # the choice depends on all tokens of a sequence

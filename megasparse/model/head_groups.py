@@ -2,9 +2,8 @@
 
 This is Arctic's UPipe (long-sequence training), for every mechanism and inside reversible layers. For each group,
 queries, keys and values are projected tile by tile from the stream; its heads attend; its output is projected tile by
-tile and added. The backward recomputes one group after another. Random draws depend on a head's index in the layer, and
-decisions are cached per group, so results are the same as for all heads at once, up to the order in which the groups'
-outputs and gradients are summed.
+tile and added. The backward recomputes one group after another. Results are the same as for all heads at once, up to
+the order in which the groups' outputs and gradients are summed.
 
 B batch, L length, E d_model, D head dim, n heads of a group.
 """
@@ -31,7 +30,7 @@ Item = TypeVar("Item")
 Exchange = tuple["HeadGroup", tuple[Tensor, ...], Edges, Callable[[], tuple[AttentionInputs, AttentionContext]]]
 """A group, its q, k, v, and the results of `start_exchange`."""
 Write = Callable[[int, Tensor], None]
-"""Function that receives a group's output (B, T, E) on the tile with the given number."""
+"""Function of a tile's number and a group's output (B, T, E) on it."""
 
 
 class HeadGroup(NamedTuple):
@@ -73,9 +72,8 @@ class HeadGroups:
     def backward(
         self, write: Write | None, grad: Callable[[int], Tensor], dx: list[Tensor], d_auxiliary: Tensor | None
     ) -> GradientSums:
-        """Recompute attention, add to the gradients dx of the tiles, and return the gradients of the weights.
-
-        write: receives the recomputed output. grad: returns the gradient of the output on a tile.
+        """Recompute attention, write its output, add to the gradients dx of the tiles, and return the weights'. grad:
+        returns the gradient of the output on a tile.
         """
         sums = GradientSums(self.weights)
         waiting: list[tuple[HeadGroup, tuple[Tensor, ...], Edges, tuple[Any, ...]]] = []

@@ -1,17 +1,16 @@
 """Layers that the backward recomputes from their stored inputs, in decoders tile by tile over queries.
 
-A token then costs a layer its keys and values, in the backward also their gradients in fp32. Norms, projections,
-attention, adapters and feed-forward exist for one tile of tokens at a time. The forward runs the tiles in order, so
-that a tile's prefix is complete; the backward projects all keys and values first, then runs the tiles from the last to
-the first, so that the gradients of a tile's keys are complete.
+A token then costs a layer its keys and values, in the backward also their gradients in fp32; all else exists for one
+tile at a time. The forward runs the tiles in order, so that a tile's prefix is complete; the backward projects all keys
+and values first, then runs the tiles from the last to the first, so that the gradients of a tile's keys are complete.
 
 With sequence parallelism a rank stores the keys and values of all tokens for its share of the key heads, and a tile's
-queries are exchanged for the queries of these heads in the tiles of all ranks. All keys are then projected first, also
-in the forward, and their gradients are complete after the last tile.
+queries are exchanged for the queries of these heads in the tiles of all ranks. All keys are projected first, also in
+the forward, and their gradients are complete after the last tile.
 
 Sketches choose the keys of a tile's queries by an index of all keys, and learn after the last tile from a sample of the
 queries. Attention that needs all queries at once (buckets, drawn keys, encoders, padding), sketches on several ranks,
-and key heads that cannot be divided among the ranks, are recomputed for the whole sequence. B batch, L length, T tokens
+and indivisible key heads are recomputed for the whole sequence. B batch, L length, T tokens
 of a tile, E d_model, H heads, G key heads, D head dim.
 """
 
@@ -138,8 +137,8 @@ def _take(sums: GradientSums, outputs: Sequence[Tensor], grads: Sequence[Tensor]
 
 
 class TiledBlock:
-    """One pass of a decoder's block, tile by tile. Keys and values are a dict per key head of this rank, (B, 1, L, D)
-    each. like: a stream (B, L/S, E).
+    """One pass of a decoder's block, tile by tile. keys: keys and values (B, 1, L, D) of each key head of this rank.
+    like: a stream (B, L/S, E).
     """
 
     def __init__(self, block: Block, run: Pass, like: Tensor):
@@ -161,12 +160,10 @@ class TiledBlock:
         self.keys = [{name: like.new_empty(shape, dtype=dtype) for name in _NAMES} for _ in self.heads]
         self.indices: list[Tensor | None] = [None] * len(self.heads)
         """`index_keys` of all keys, (B, S, L, w) per key head; None if a mechanism needs none."""
-        contexts = dict(self.heads)  # one of each mechanism's
-        drawn = {
-            kind: self.layer.mechanism(kind).sampled_queries(shape[2], context, like.device)
-            for kind, context in contexts.items()
-        }
-        self.drawn = [drawn[kind] for kind, _ in self.heads]
+        self.drawn = [
+            mechanism.sampled_queries(shape[2], context, like.device)
+            for mechanism, (_, context) in zip(self.mechanisms, self.heads, strict=True)
+        ]
         self.samples: list[Tensor | None] = [None] * len(self.heads)
         """Queries (B, H/G, n, D) at the positions `drawn`, from which the choice of keys learns."""
 
@@ -188,10 +185,7 @@ class TiledBlock:
             del read, q, attended
 
     def backward(self, stored: StoredInput, d: Tensor, sums: GradientSums, d_auxiliary: Tensor | None) -> None:
-        """Overwrite the gradient d (B, L/S, E) of the output with the gradient of the input, and add to the sums.
-
-        d_auxiliary: gradient of the auxiliary loss.
-        """
+        """Overwrite the gradient d (B, L/S, E) of the output with the gradient of the input, and add to the sums."""
         first = self._store_all(stored)
         of_keys = [GradientSums({name: x.requires_grad_() for name, x in of_head.items()}) for of_head in self.keys]
         d_tiles = cut(d, len(stored.tiles))
@@ -235,8 +229,8 @@ class TiledBlock:
         d.copy_(dx + d_read)
 
     def learn(self, differentiate: Callable[[Tensor], object] | None = None) -> Tensor | None:
-        """Return the sum of the auxiliary losses after the last tile, None without one. differentiate: function of each
-        term with its graph, in the backward.
+        """Return the sum of the auxiliary losses after the last tile. differentiate: receives each term with its graph,
+        in the backward.
         """
         total: Tensor | None = None
         statistics: dict[str, Tensor] = {}

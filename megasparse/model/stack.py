@@ -116,8 +116,8 @@ class Stack(nn.Module):
     _gradient_checkpointing_func: Any
     embedding_once: bool = False
     """True in both stacks of an encoder–decoder: reversible streams start as two copies of the embedding e, and one is
-    subtracted from their sum at the end, leaving e plus all branches, as with ordinary blocks. Early training is faster
-    (docs/lab/streams.md). Costs one more tensor of a stream's size. False with `model.embedding_twice`."""
+    subtracted from their sum at the end, leaving e plus all branches, as with ordinary blocks (docs/lab/streams.md).
+    Costs one more tensor of a stream's size. False with `model.embedding_twice`."""
 
     def __init__(self, config: ModelConfig, embedding: nn.Parameter | nn.Module | None = None):
         """Create the stack. embedding: weight (V, E) shared with another stack; or a module that embeds other inputs,
@@ -328,10 +328,9 @@ class Transformer(Stack, ABC):
             sequence: Ranks that share the sequences; already contained in `padding`, if that is set.
 
         Returns:
-            The objective, mean nats per scored token (in training with label smoothing) plus auxiliary losses (LHA's is
-            a convex combination of both), and statistics: `nats`, the sum over scored tokens; `tokens`, their number;
-            and means to log, such as `accuracy`. All are scalars except NAME/layers, (layers,). Without scored tokens,
-            loss and accuracy are 0.
+            The objective, mean nats per scored token (in training with label smoothing) plus auxiliary losses, and
+            statistics: `nats`, the sum over scored tokens; `tokens`, their number; and means to log, such as
+            `accuracy`. All are scalars except NAME/layers, (layers,). Without scored tokens, loss and accuracy are 0.
         """
         padding = padding or padding_of(tokens, self.config, SequencePart.of(sequence))
         rng = (rng or RngContext.evaluation(0, len(tokens))).at(padding.part.rank * tokens.shape[1])

@@ -1,19 +1,19 @@
 """Exact softmax attention inside clusters, given as possibly overlapping lists of queries and of keys.
 
-Plain torch on every device, in blocks of linear memory, forward and backward. The parts of a query in several clusters
-are merged by log-sum-exp; the backward recomputes scores, because exp(score − log N − lse) is the final weight of a
-pair in each cluster.
+Plain torch on every device, in blocks of linear memory. The parts of a query in several clusters are merged by
+log-sum-exp; the backward recomputes scores: exp(score − log N − lse) is the final weight of a pair in each cluster.
 
 W clusters per row, M slots per cluster, n clusters per block, m queries of each.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from megasparse.ops.gathered_attention import PairBlock, backward_statistics
 from megasparse.ops.operator import Function, wide_dtype, without_autocast
 from megasparse.ops.random import PairDropout
 
@@ -44,10 +44,10 @@ def cluster_attention(
     Args:
         q: (B, H, Lq, D).
         k, v: (B, H, Lk, D).
-        clusters: Queries (B|1, H|1, W, Mq) and keys (B|1, H|1, W, Mk), token numbers, −1 in empty slots, each at most
-            once per list.
-        spec: N_ij is the number of clusters that contain query i and key j, or 1 without spec.count_clusters.
-        key_mask: (B, Lk) bool, true for keys that may be visible; it does not mask queries.
+        clusters: Queries (B|1, H|1, W, Mq) and keys (B|1, H|1, W, Mk), token numbers, each at most once per list; −1 in
+            empty slots.
+        spec: N_ij is the number of clusters with query i and key j, or 1 without spec.count_clusters.
+        key_mask: (B, Lk) bool, true for keys that may be visible; queries are not masked.
         segments: (B, L) with Lq = Lk; documents never attend to each other.
         dropout: Dropout of the probabilities; lse includes all pairs.
 
@@ -75,7 +75,7 @@ class _ClusterAttention(Function):
             if block.factors is not None:
                 weight *= block.factors
             part = torch.bmm(weight, block.v).mul_(torch.where(total > 0, 1.0 / total, 0.0))  # (n, m, D)
-            _merge(out.flatten(0, 2), lse.flatten(), block.query, part, (highest + total.log()).squeeze(-1))
+            _merge(out.flatten(0, 2), lse.flatten(), block.rows, part, (highest + total.log()).squeeze(-1))
         out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, lse, *lists, key_mask, segments)
         return out, lse
@@ -83,51 +83,22 @@ class _ClusterAttention(Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse, query_index, key_index, key_mask, segments = ctx.saved_tensors
-        no_visible_key = lse == -torch.inf
-        grad_out = grads[0].to(lse.dtype)
-        grad_lse = torch.where(no_visible_key, 0.0, grads[1])
-        delta = ((grad_out * out).sum(-1) - grad_lse).flatten()  # (B·H·Lq,)
-        # exp(score − ∞) = 0: no gradient of a query without keys
-        flat_lse = lse.masked_fill(no_visible_key, torch.inf).flatten()  # (B·H·Lq,)
+        grad_out, grad_lse = grads
+        delta, lse = (x.flatten() for x in backward_statistics(grad_out, grad_lse, out, lse))  # (B·H·Lq,)
         grad_out = grad_out.flatten(0, 2)  # (B·H·Lq, D)
         sums = [torch.zeros_like(x, dtype=lse.dtype, memory_format=torch.contiguous_format) for x in (q, k, v)]
         dq, dk, dv = (x.flatten(0, 2) for x in sums)  # (B·H·L, D) each
         for block in _blocks(q, k, v, (query_index, key_index), ctx.spec, key_mask, segments, ctx.dropout):
-            weight = block.score.sub_(flat_lse[block.query].unsqueeze(-1)).exp_()  # (n, m, Mk)
-            grad = grad_out[block.query]  # (n, m, D)
-            queries = block.query.flatten()  # (n·m,)
-            keys = block.key.flatten()  # (n·Mk,)
-            score_grad = torch.bmm(grad, block.v.transpose(1, 2))  # (n, m, Mk)
-            dropped = weight
-            if block.factors is not None:
-                dropped = weight * block.factors
-                score_grad *= block.factors
-            dv.index_add_(0, keys, torch.bmm(dropped.transpose(1, 2), grad).flatten(0, 1))
-            score_grad.sub_(delta[block.query].unsqueeze(-1)).mul_(weight).mul_(ctx.spec.scale)
-            dq.index_add_(0, queries, torch.bmm(score_grad, block.k).flatten(0, 1))
-            dk.index_add_(0, keys, torch.bmm(score_grad.transpose(1, 2), block.q).flatten(0, 1))
+            to_q = block.gradients(grad_out, delta, lse, ctx.spec.scale, dk, dv)  # (n, m, D)
+            dq.index_add_(0, block.rows.flatten(), to_q.flatten(0, 1))
         return *(total.to(x.dtype) for total, x in zip(sums, (q, k, v), strict=True)), *[None] * 6
-
-
-class _Block(NamedTuple):
-    """Some queries of one cluster and all its keys, or n clusters. q: (n, m, D). k, v: (n, Mk, D). query, key:
-    (n, m) and (n, Mk), rows of the flattened heads, arbitrary in empty slots, whose weights are 0. score: (n, m, Mk),
-    scale·q·k − log N, −∞ for invisible pairs. factors: of dropout, (n, m, Mk), or None.
-    """
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    query: Tensor
-    key: Tensor
-    score: Tensor
-    factors: Tensor | None
 
 
 def _blocks(
     q: Tensor, k: Tensor, v: Tensor, lists: ClusterIndices, spec: ClusterAttentionSpec, key_mask: Tensor | None,
     segments: Tensor | None, dropout: PairDropout | None,
-) -> Iterator[_Block]:  # fmt: skip
+) -> Iterator[PairBlock]:  # fmt: skip
+    """Yield some queries of one cluster, rows (n, m), and all its keys, or n clusters. Scores include −log N."""
     batch, heads, length, head_dim = q.shape
     key_length = k.shape[2]
     query_index, key_index = (index.expand(batch, heads, -1, -1) for index in lists)  # (B, H, W, Mq), (B, H, W, Mk)
@@ -137,7 +108,7 @@ def _blocks(
     members = None
     width = head_dim
     if spec.count_clusters and clusters > 1 and not q.is_meta:  # meta lists contain no values
-        members = (_Memberships(query_index, length), _Memberships(key_index, key_length))
+        members = _memberships(query_index, length), _memberships(key_index, key_length)
         width = head_dim + clusters
     elements = _CPU_BLOCK_ELEMENTS if q.device.type == "cpu" else _GPU_BLOCK_ELEMENTS
     tile = min(places, max(1, elements // max(keys, width)))
@@ -153,7 +124,7 @@ def _blocks(
         key_visible = (key >= 0) if key_mask is None else (key >= 0) & key_mask[b[:, None], token]
         key_row = token + row[:, None] * key_length
         k_block, v_block = (x[key_row].to(dtype) for x in (k_rows, v_rows))  # (n, Mk, D)
-        key_members = members[1].of(key_row, dtype) if members else None
+        key_members = _clusters_of(key_row, members[1], dtype) if members else None
         for query in query_index[b, h, cluster].long().split(tile, dim=1):  # (n, m)
             visible = key_visible[:, None, :] & (query >= 0)[:, :, None]  # (n, m, Mk)
             if spec.causal:
@@ -166,7 +137,7 @@ def _blocks(
             q_block = q_rows[query_row].to(dtype)  # (n, m, D)
             score = torch.bmm(q_block, k_block.transpose(1, 2)).mul_(spec.scale)  # (n, m, Mk)
             if members is not None and key_members is not None:
-                count = torch.bmm(members[0].of(query_row, dtype), key_members.transpose(1, 2))  # (n, m, Mk)
+                count = torch.bmm(_clusters_of(query_row, members[0], dtype), key_members.transpose(1, 2))  # (n, m, Mk)
                 score -= count.clamp_min(1.0).log_()
             score.masked_fill_(~visible, -torch.inf)
             factors = None
@@ -174,31 +145,23 @@ def _blocks(
                 i = dropout.queries.flatten()[query_row].unsqueeze(2)
                 j = dropout.keys(key_length)[token].unsqueeze(1)
                 factors = dropout.factors(i, j, dtype)
-            yield _Block(q_block, k_block, v_block, query_row, key_row, score, factors)
+            yield PairBlock(query_row, q_block, k_block, v_block, key_row.flatten(), score, factors)
 
 
-class _Memberships:
-    """Clusters of each token, as lists sorted by token, without a dense L·W table."""
+def _memberships(index: Tensor, length: int) -> Tensor:
+    """Return which tokens (B·H·L) are in which clusters (W), sparse, because a dense table would take L·W numbers."""
+    token = index.flatten(0, 1).flatten(1).long()  # (B·H, W·M)
+    cluster = torch.arange(index.shape[2], device=token.device).repeat_interleave(index.shape[3]).expand_as(token)
+    places = torch.stack([token + torch.arange(len(token), device=token.device)[:, None] * length, cluster])
+    places = places[:, token >= 0]
+    size = len(token) * length, index.shape[2]
+    ones = torch.ones(places.shape[1], device=token.device)
+    return torch.sparse_coo_tensor(places, ones, size, check_invariants=False).coalesce()
 
-    def __init__(self, index: Tensor, length: int):
-        self.clusters = index.shape[2]
-        token = index.flatten(0, 1).flatten(1).long()  # (B·H, W·M)
-        real = token >= 0
-        token = (token + torch.arange(len(token), device=token.device)[:, None] * length)[real]  # across all rows
-        cluster = torch.arange(self.clusters, device=token.device).repeat_interleave(index.shape[3])
-        self.size = torch.bincount(token, minlength=len(real) * length)
-        self.first = self.size.cumsum(0) - self.size
-        self.cluster = cluster.expand(len(real), -1)[real][token.argsort(stable=True)]
 
-    def of(self, tokens: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return 1 if a token (…), numbered across all rows, is in a cluster, else 0: (…, W)."""
-        flat = tokens.flatten()
-        size = self.size[flat]
-        entry = torch.arange(flat.numel(), device=flat.device).repeat_interleave(size)
-        number = torch.arange(entry.numel(), device=flat.device) - (size.cumsum(0) - size)[entry]
-        table = torch.zeros(flat.numel(), self.clusters, dtype=dtype, device=flat.device)
-        table[entry, self.cluster[self.first[flat][entry] + number]] = 1.0
-        return table.view(*tokens.shape, self.clusters)
+def _clusters_of(tokens: Tensor, members: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return 1 if a token (…), numbered across all rows, is in a cluster, else 0: (…, W)."""
+    return members.index_select(0, tokens.flatten()).to_dense().to(dtype).unflatten(0, tokens.shape)
 
 
 def _merge(out: Tensor, lse: Tensor, rows: Tensor, part: Tensor, part_lse: Tensor) -> None:

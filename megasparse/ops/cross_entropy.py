@@ -1,8 +1,8 @@
 """Cross-entropy of targets, and top-1 correctness, with a softmax or an adaptive softmax.
 
-An adaptive softmax (Grave et al. 2017) is a softmax over the frequent ids and one slot per cluster of rarer ids, plus a
-softmax inside each cluster: p(id) = head(id) for the first c₁ ids, head(cluster)·tail(id) for the others. Clusters are
-as wide as the head, as in Transformer-XL. N tokens, E width, V vocabulary, K clusters.
+An adaptive softmax (Grave et al. 2017) is a softmax over the frequent ids and a slot per cluster of rarer ids, plus one
+inside each cluster: p(id) = head(id) for the first c₁ ids, head(cluster)·tail(id) for the others. Clusters are as wide
+as the head, as in Transformer-XL. N tokens, E width, V vocabulary, K clusters.
 """
 
 from collections.abc import Sequence

@@ -1,7 +1,7 @@
 """Exact softmax attention of every query to a few keys given by an index (Smart Bird).
 
 The blockwise form needs linear memory, and is deterministic on a CPU: heads with equal keys and index share a gather,
-and each block of their queries gathers its keys and values, in the backward again.
+which the backward repeats.
 
 G key heads, I lists of an index, S shares of H/S = R heads with one gather, K index slots, n queries of a share per
 block.
@@ -80,25 +80,13 @@ class _GatheredAttention(Function):
         q, k, v, index, out, lse = ctx.saved_tensors
         dtype = lse.dtype
         shares = math.lcm(k.shape[1], index.shape[1])
-        no_visible_key = lse == -torch.inf
-        delta = _by_share((grad_out.to(dtype) * out).sum(-1) - grad_lse.masked_fill(no_visible_key, 0.0), shares)
-        # exp(score − ∞) = 0: no gradient from these queries
-        lse, grad_out = (_by_share(x, shares) for x in (lse.masked_fill(no_visible_key, torch.inf), grad_out))
+        delta, lse = backward_statistics(grad_out, grad_lse, out, lse)
+        delta, lse, grad_out = (_by_share(x, shares) for x in (delta, lse, grad_out))
         to_q = torch.zeros_like(grad_out, dtype=dtype)
         dk, dv = (torch.zeros_like(x, dtype=dtype) for x in (k, v))
         to_k, to_v = (x.flatten(0, 2) for x in (dk, dv))  # (B·G·Lk, D)
         for block in _blocks(q, k, v, index, ctx.scale, ctx.dropout, dtype):
-            weight = block.score.sub_(lse[block.rows, :, None]).exp_()
-            grad = grad_out[block.rows].to(dtype)  # (n, R, D)
-            score_grad = torch.bmm(grad, block.v.transpose(1, 2))  # (n, R, K)
-            dropped = weight
-            if block.factors is not None:
-                dropped = weight * block.factors
-                score_grad *= block.factors
-            to_v.index_add_(0, block.keys, torch.bmm(dropped.transpose(1, 2), grad).flatten(0, 1))
-            score_grad.sub_(delta[block.rows, :, None]).mul_(weight).mul_(ctx.scale)
-            to_q[block.rows] = torch.bmm(score_grad, block.k)
-            to_k.index_add_(0, block.keys, torch.bmm(score_grad.transpose(1, 2), block.q).flatten(0, 1))
+            to_q[block.rows] = block.gradients(grad_out, delta, lse, ctx.scale, to_k, to_v)
         return _by_head(to_q, q).to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None
 
 
@@ -150,13 +138,13 @@ def _by_head(x: Tensor, q: Tensor) -> Tensor:
     return x.unflatten(0, (batch, -1, queries)).transpose(2, 3).reshape(batch, heads, queries, *x.shape[2:])
 
 
-class _Block(NamedTuple):
-    """Queries `rows` of all B·S·Lq and their keys. q: (n, R, D). k, v: (n, K, D). keys: (n·K), numbers among all
-    B·G·Lk of contiguous keys, arbitrary in empty slots. score: (n, R, K), scale·q·k, −∞ in empty slots. factors: of
-    dropout, (n, R, K), or None.
+class PairBlock(NamedTuple):
+    """Queries and their keys. rows: slice or numbers of the queries. q: (n, R, D). k, v: (n, K, D). keys: (n·K),
+    numbers among all contiguous keys, arbitrary for invisible pairs. score: (n, R, K), scale·q·k, −∞ for invisible
+    pairs. factors: of dropout, (n, R, K), or None.
     """
 
-    rows: slice
+    rows: Any
     q: Tensor
     k: Tensor
     v: Tensor
@@ -164,10 +152,36 @@ class _Block(NamedTuple):
     score: Tensor
     factors: Tensor | None
 
+    def gradients(
+        self, grad_out: Tensor, delta: Tensor, lse: Tensor, scale: float, to_k: Tensor, to_v: Tensor
+    ) -> Tensor:
+        """Return the gradients (n, R, D) of the queries, and add the keys' to to_k and to_v. Overwrites the scores.
+
+        grad_out, delta, lse: of all rows, see `backward_statistics`.
+        """
+        weight = self.score.sub_(lse[self.rows].unsqueeze(-1)).exp_()
+        grad = grad_out[self.rows].to(weight.dtype)  # (n, R, D)
+        score_grad = torch.bmm(grad, self.v.transpose(1, 2))  # (n, R, K)
+        dropped = weight
+        if self.factors is not None:
+            dropped = weight * self.factors
+            score_grad *= self.factors
+        to_v.index_add_(0, self.keys, torch.bmm(dropped.transpose(1, 2), grad).flatten(0, 1))
+        score_grad.sub_(delta[self.rows].unsqueeze(-1)).mul_(weight).mul_(scale)
+        to_k.index_add_(0, self.keys, torch.bmm(score_grad.transpose(1, 2), self.q).flatten(0, 1))
+        return torch.bmm(score_grad, self.k)
+
+
+def backward_statistics(grad_out: Tensor, grad_lse: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Return Σ grad_out·out − grad_lse, and lse, which is ∞ for queries with no visible key: exp(score − ∞) = 0."""
+    no_visible_key = lse == -torch.inf
+    delta = (grad_out.to(lse.dtype) * out).sum(-1) - grad_lse.masked_fill(no_visible_key, 0.0)
+    return delta, lse.masked_fill(no_visible_key, torch.inf)
+
 
 def _blocks(
     q: Tensor, k: Tensor, v: Tensor, index: Tensor, scale: float, dropout: PairDropout | None, dtype: torch.dtype
-) -> Iterator[_Block]:
+) -> Iterator[PairBlock]:
     batch, groups, length, dim = k.shape
     _, lists, queries, slots = index.shape
     shares = math.lcm(groups, lists)
@@ -195,7 +209,7 @@ def _blocks(
             of_key = dropout.keys(length)[key][:, None]
             factors = dropout.factors(of_query, of_key, dtype)
         score = torch.bmm(block_q, block_k.transpose(1, 2)).mul_(scale).masked_fill_(empty[:, None], -torch.inf)
-        yield _Block(block, block_q, block_k, block_v, line, score, factors)
+        yield PairBlock(block, block_q, block_k, block_v, line, score, factors)
 
 
 @lru_cache(maxsize=64)

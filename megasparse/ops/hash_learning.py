@@ -5,8 +5,8 @@ A_ij the share of key j's received attention from the queries of bucket b (Eq. 1
 even with a causal mask (as in the paper). A sequence is one document without padding.
 
 C keys are drawn with replacement, key j with expected count c_j: half of the draws in proportion to the attention that
-j receives from the S sampled queries, half uniformly. Σ_draws f(j)/c_j is then an unbiased estimate of Σ_j f(j). The
-sum over a bucket's keys and the normaliser of the softmax are estimated in this way, in O(S·L) time; ψ is their ratio.
+j receives from the S sampled queries, half uniformly. Σ_draws f(j)/c_j is an unbiased estimate of Σ_j f(j), used for
+the sum over a bucket's keys and the normaliser of the softmax, in O(S·L) time; ψ is their ratio.
 
 N buckets, S sampled queries, C drawn keys, T tokens of a tile.
 """
@@ -75,8 +75,8 @@ def draw_keys(q: Tensor, k: Tensor, points: Tensor, *, scale: float) -> Draws:
 def sampled_queries(
     q: Tensor, draws: Draws, in_key: Tensor, *, scale: float, features: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return ψ of the queries, estimated from the drawn keys, (B, H, S, N), whose rows sum to 1, or to 0 after
-    underflow; and the log of an estimate of Σ_j exp(scale·q_i·k_j) for each query, (B, H, S).
+    """Return ψ of the queries, estimated from the drawn keys, (B, H, S, N), 0 after underflow; and the log of an
+    estimate of Σ_j exp(scale·q_i·k_j) for each query, (B, H, S).
 
     in_key: (B, H, C, N), 1 if the drawn key is in the bucket. features: see `_products`.
     """
@@ -128,7 +128,7 @@ def ranks(scores: Tensor, first: int) -> Tensor:
     """Return ranks of tokens in every bucket, (B, H, N, T) int64: ascending by decreasing softmax(scores) over a
     token's buckets, then by token number, the low 32 bits. scores: (B, H, T, N) from number `first` on.
     """
-    # Bits of positive floats have the same order as the floats. The token number in the low bits makes ranks unique.
+    # Bits of positive floats have the same order as the floats.
     penalty = -scores.log_softmax(-1).float().transpose(-1, -2)  # (B, H, N, T)
     rank = penalty.abs().contiguous().view(torch.int32).long() << 32
     return rank + torch.arange(first, first + scores.shape[2], device=rank.device)

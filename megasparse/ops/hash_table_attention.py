@@ -1,9 +1,9 @@
 """Attention by Bernoulli sampling (YOSO): values are summed in hash tables, which queries read by their codes.
 
-The blockwise form is deterministic on a CPU. For one hash at a time, each key adds its value to the table row of its
-code, and each query reads the row of its code: Σ_j [same code] v_j without enumerating pairs. Causal attention proceeds
-by chunks: a chunk's queries read the tables of all earlier chunks, then its keys are added; collisions inside the chunk
-are counted pair by pair.
+The blockwise form is deterministic on a CPU. In each hash, a key adds its value to the table row of its code, and a
+query reads the row of its code: Σ_j [same code] v_j without enumerating pairs. Causal attention proceeds by chunks: a
+chunk's queries read the tables of all earlier chunks, then its keys are added; collisions inside the chunk are counted
+pair by pair.
 
 The backward (Eq. 10 and 12) is the same sum with other values. With the collision matrix B and the gradient g of the
 output, ∇v = Bᵀg, ∇q_i = τ/2 Σ_j B_ij (g_i·v_j) k_j = τ/2 Σ_l g_il Σ_j B_ij v_jl k_j, ∇k likewise: either B applied to
@@ -33,11 +33,7 @@ _TILE_ELEMENTS = 1 << 18  # weights per tile: 1 MB of fp32
 
 @dataclass(frozen=True)
 class HashTableAttentionSpec:
-    """Settings of YOSO attention.
-
-    code_bits: τ, codes are below 2^τ. causal: only keys at or before the query are visible. chunk: causal positions per
-    chunk of the blockwise implementation; affects only its speed.
-    """
+    """Settings of YOSO attention. code_bits: τ. chunk: causal positions per chunk; affects only the speed on a CPU."""
 
     code_bits: int
     causal: bool
@@ -45,7 +41,7 @@ class HashTableAttentionSpec:
 
     @property
     def causal_chunk(self) -> int | None:
-        """Chunk of causal attention; None if attention is bidirectional."""
+        """The chunk, None if attention is bidirectional."""
         return self.chunk if self.causal else None
 
 
@@ -108,8 +104,8 @@ class HashCodes(NamedTuple):
 def _buckets(
     q_codes: Tensor, k_codes: Tensor, group: tuple[Tensor, Tensor] | None, part: slice, code_bits: int
 ) -> HashCodes:
-    """Return the codes of some rows, unchanged if 2^τ tables are small enough and all pairs are visible; else dense
-    indices of (group, code) per row, so that there are never more buckets than tokens.
+    """Return the codes of some rows if 2^τ <= Lq + Lk and all pairs are visible, else dense indices of (group, code)
+    per row.
     """
     q_codes, k_codes = (codes.flatten(0, 1)[part] for codes in (q_codes, k_codes))  # (G, m, Lq) and (G, m, Lk)
     length = q_codes.shape[2]
@@ -334,7 +330,6 @@ def expected_attention(
     to [−1, 1]; ∂W_ij/∂(q_i·k_j) is the paper's lower bound τ/2·W_ij (Eq. 19), which is finite everywhere. Returns out
     (B, H, Lq, D) and W's row sums (B, H, Lq), in fp32 or wider.
     """
-    assert not spec.causal or q.shape[2] == k.shape[2]
     return _ExpectedAttention.apply(q, k, v, groups(q, k, key_mask, segments), spec)
 
 

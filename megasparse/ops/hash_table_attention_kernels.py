@@ -10,8 +10,8 @@ For ∇q_i = τ/2 Σ_j B_ij (g_i·v_j) k_j the window is split at its last bound
 before it is g_i times a running sum of the matrices v_j k_jᵀ, stored at boundaries only; the rest is computed pair by
 pair: at most 4·D pairs and one matrix per token in a bucket of any size. ∇k likewise.
 
-Long runs are split at the boundaries between spans; each program sums one span, and `join_spans` adds the sums of whole
-spans. One program adds all hashes of a target in order, so results are deterministic.
+Each program sums one span, and `join_spans` adds the sums of whole spans. One program adds all hashes of a target in
+order.
 
 m hashes, τ code bits, S spans. Arrays of (row, hash) are contiguous: buckets and order (G, m, length), first and end
 (G, m, targets' length).
@@ -297,10 +297,9 @@ _SEARCHES = 256  # targets per program of `find_windows`
 
 
 class _Sizes(NamedTuple):
-    """Tile sizes of the kernels. width: head dim rounded up to a power of two. span: sources summed by one program.
-    reads: targets per program of `read_sums`. tile: sources per product in sums of runs or products; block and pairs:
-    targets and sources per product in `weighted_sums`. columns: of matrices and gradients per program. warps: of all
-    but reads.
+    """Tile sizes. width: head dim rounded up to a power of two. span: sources summed by one program. reads: targets per
+    program of `read_sums`. tile: sources per product in sums of runs or products; block and pairs: targets and sources
+    per product in `weighted_sums`. columns: of matrices and gradients per program. warps: except for reads.
     """
 
     width: int
@@ -330,18 +329,11 @@ class _Sorted(NamedTuple):
     reversed: bool
 
 
-class _Windows(NamedTuple):
-    """Ranges [first, end) of sorted sources visible to each target, (G, m, targets) int32."""
-
-    first: Tensor
-    end: Tensor
-
-
 def hash_table_attention(
     q: Tensor, k: Tensor, v: Tensor, q_codes: Tensor, k_codes: Tensor, spec: HashTableAttentionSpec,
     key_mask: Tensor | None = None, segments: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Compute `hash_table_attention.hash_table_attention`. Products are computed in v's dtype, their sums in fp32."""
+    """Compute `hash_table_attention.hash_table_attention`, products in v's dtype and their sums in fp32."""
     group = groups(q[:, :1], k[:, :1], key_mask, segments)
     width = v.shape[3]
     if width > q.shape[3]:  # pad keys or values, because their products are square
@@ -447,27 +439,28 @@ def _sorted(buckets: Tensor, code_bits: int, reverse: bool = False) -> _Sorted:
     return _Sorted(ordered, order.view(buckets.shape), reverse)
 
 
-def _windows(targets: Tensor, sources: _Sorted, spec: HashTableAttentionSpec) -> _Windows:
+def _windows(targets: Tensor, sources: _Sorted, spec: HashTableAttentionSpec) -> dict[str, Tensor]:
+    """Return the ranges first … end − 1 of sorted sources visible to each target, (G, m, targets) int32."""
     rows, hashes, count = targets.shape
     length = sources.order.shape[2]
-    windows = _Windows(*(targets.new_empty(targets.shape, dtype=torch.int32) for _ in range(2)))
+    windows = {name: targets.new_empty(targets.shape, dtype=torch.int32) for name in ("first", "end")}
     blocks = -(-count // _SEARCHES)
     launch(
         find_windows, (rows * hashes * blocks,), target_buckets=targets, buckets=sources.buckets, order=sources.order,
-        first=windows.first, end=windows.end, targets=count, length=length, blocks=blocks, steps=length.bit_length(),
-        CAUSAL=spec.causal, REVERSED=sources.reversed, BLOCK=_SEARCHES,
+        **windows, targets=count, length=length, blocks=blocks, steps=length.bit_length(), CAUSAL=spec.causal,
+        REVERSED=sources.reversed, BLOCK=_SEARCHES,
     )  # fmt: skip
     return windows
 
 
 def _add_sums(
-    out: Tensor, values: Tensor, sources: _Sorted, windows: _Windows, all_hashes: int, several: bool,
+    out: Tensor, values: Tensor, sources: _Sorted, windows: dict[str, Tensor], all_hashes: int, several: bool,
     met: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Add to out (B, H, targets, D) the sum of values (G, length, D) in the windows, over the hashes, /all_hashes; and
     to met (B, H, targets) the number of values, /all_hashes if there is one slab.
     """
-    rows, hashes, count = windows.first.shape
+    rows, hashes, count = windows["first"].shape
     length, head_dim = values.shape[1:]
     sizes = _sizes(head_dim, values.dtype)
     spans = -(-length // sizes.span)
@@ -482,9 +475,8 @@ def _add_sums(
     _join_spans(tails, sources, sizes)
     blocks = -(-count // sizes.reads)
     launch(
-        read_sums, (rows * blocks,), **shared, first=windows.first, end=windows.end, out=out, met=met,
-        scale=1 / all_hashes, met_scale=1.0 if several else 1 / all_hashes, targets=count, blocks=blocks, ADD=several,
-        BLOCK=sizes.reads,
+        read_sums, (rows * blocks,), **shared, **windows, out=out, met=met, scale=1 / all_hashes,
+        met_scale=1.0 if several else 1 / all_hashes, targets=count, blocks=blocks, ADD=several, BLOCK=sizes.reads,
     )  # fmt: skip
 
 
@@ -505,7 +497,7 @@ def _join_spans(tails: Tensor, sources: _Sorted, sizes: _Sizes) -> None:
 
 
 def _add_weighted(
-    out: Tensor, targets: tuple[Tensor, _Sorted], windows: _Windows, sources: tuple[Tensor, Tensor, _Sorted],
+    out: Tensor, targets: tuple[Tensor, _Sorted], windows: dict[str, Tensor], sources: tuple[Tensor, Tensor, _Sorted],
     scale: float, several: bool,
 ) -> None:  # fmt: skip
     """Add to out_i scale·Σ_j (left_i·left_j) right_j over i's windows in all hashes. targets: left (G, targets, D) and
@@ -513,7 +505,7 @@ def _add_weighted(
     """
     target_left, target_order = targets
     left, right, order = sources
-    rows, hashes, count = windows.first.shape
+    rows, hashes, count = windows["first"].shape
     length, head_dim = left.shape[1:]
     sizes = _sizes(head_dim, left.dtype)
     spans = -(-length // sizes.span)
@@ -530,8 +522,8 @@ def _add_weighted(
     partial = out.new_empty(rows, hashes, count, head_dim, dtype=dtype)
     launch(
         weighted_sums, (rows * hashes * blocks * parts,), **shared, target_left=target_left,
-        target_order=target_order.order, first=windows.first, end=windows.end, out=partial, targets=count,
-        blocks=blocks, BLOCK=sizes.block, TILE=sizes.pairs, DEPTH=min(32, sizes.width), num_stages=2,
+        target_order=target_order.order, **windows, out=partial, targets=count, blocks=blocks, BLOCK=sizes.block,
+        TILE=sizes.pairs, DEPTH=min(32, sizes.width), num_stages=2,
     )  # fmt: skip
     blocks = -(-count // sizes.reads)
     launch(

@@ -4,7 +4,7 @@ positions. m hashes, τ code bits, P the next power of two of D.
 
 import math
 from collections.abc import Iterator
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +15,6 @@ from megasparse.ops.random import Key, bits_by_head, normal_by_head
 
 _BLOCK_ELEMENTS = 1 << 21  # rotated numbers per block: 8 MB of fp32
 _SIGN_ELEMENTS = 1 << 20  # projected numbers per block: 4 MB of fp32
-MOST_BITS = 30  # codes are int32 at most
 Kind = Literal["hadamard", "gaussian"]
 
 
@@ -28,8 +27,8 @@ def code_dtype(count: int) -> torch.dtype:
 def angular_hash(x: Tensor, rotations: Tensor, factors: list[int]) -> Tensor:
     """Compute h(x) = argmax([xR; −xR]) (Reformer section 2), mixed-radix over the factors: h = h_1·n_2 + h_2.
 
-    A factorised hash costs √n instead of n. Implementations differ only if the two largest scores are equal up to
-    rounding. On a CPU the code of a vector does not depend on the number of vectors.
+    Implementations differ only if the two largest scores are equal up to rounding. On a CPU the code of a vector does
+    not depend on the number of vectors.
 
     Args:
         x: (B, H, L, D).
@@ -40,14 +39,12 @@ def angular_hash(x: Tensor, rotations: Tensor, factors: list[int]) -> Tensor:
     """
     of_blocks = []
     for rotated in _rotated(x, rotations):
-        code: Tensor | None = None
+        code: Any = 0
         for part, factor in zip(rotated.split([n // 2 for n in factors], dim=-1), factors, strict=True):
             highest = part.max(dim=-1)
             lowest = part.min(dim=-1)
             plus = highest.values >= -lowest.values
-            number = torch.where(plus, highest.indices, lowest.indices + factor // 2)
-            code = number if code is None else code * factor + number
-        assert code is not None
+            code = code * factor + torch.where(plus, highest.indices, lowest.indices + factor // 2)
         of_blocks.append(
             code.transpose(-1, -2).to(code_dtype(math.prod(factors)), memory_format=torch.contiguous_format)
         )
@@ -84,17 +81,14 @@ def sign_codes(x: Tensor, key: Key, heads: range, hashes: int, code_bits: int, k
 
     gaussian: r is normal; two vectors at angle θ collide in a hash with probability (1 − θ/π)^τ.
     hadamard: r·x is a coordinate of HD₃HD₂HD₁x, O(P·log P) for P coordinates. Each bit of a code uses a separate
-    transform, so the bits are independent and only each bit's probability can be biased; hash h uses coordinate h mod P
-    of its τ transforms. Measured at τ = 9 and cosines 0.3, 0.7, 0.9 (±0.3): random pairs collide −0.3, −0.1, 0.0 % more
-    often than by the formula for D = 64, −0.6, −0.4, −0.2 % for D = 16. With all bits of a code from one transform (Eq.
-    21 read literally) it is −15, −7, −2 % and −58, −24, −7 %. Vectors with one or two nonzero elements are worse,
-    because their projections are often exactly 0: up to −25 % for D = 64, −63 % for 16.
+    transform, so the bits are independent and only each bit's probability can be biased (docs/lab/decisions.md); hash h
+    uses coordinate h mod P of its τ transforms.
 
-    The draws are functions of (key, head, hash): additional hashes do not change the first ones. Implementations differ
-    only if a projection is zero up to rounding; the kernels' hadamard codes are bit-identical to torch.
+    The draws are functions of (key, head, hash). Only gaussian codes differ between implementations, if a projection is
+    zero up to rounding.
 
     Args:
-        x: (B, H, L, D). The length of a vector does not matter; all bits of a zero vector are set.
+        x: (B, H, L, D). All bits of a zero vector are set.
         key: Random key of the draws.
         heads: Global head indices.
 
@@ -102,7 +96,6 @@ def sign_codes(x: Tensor, key: Key, heads: range, hashes: int, code_bits: int, k
         Codes (B, H, m, L), 0 <= code < 2^τ, int16 up to 15 bits, else int32. Computed in fp32 or wider.
     """
     batch, heads_count, length, width = x.shape
-    assert len(heads) == heads_count
     planes = hash_planes(key, heads, hashes, code_bits, width, kind, x.device)
     dtype = wide_dtype(x)
     groups = planes.shape[1]
@@ -133,7 +126,6 @@ def hash_planes(
     """Draw Gaussian hyperplanes, (H, m, τ, D) fp32; or the diagonals D₁, D₂, D₃ of every transform, (H, groups of P
     hashes, τ, 3, P) int32, whose sign bits are the signs.
     """
-    assert 1 <= code_bits <= MOST_BITS
     if kind == "gaussian":
         return normal_by_head(key, heads, hashes, code_bits * width, device).view(len(heads), hashes, code_bits, width)
     power = 1 << (width - 1).bit_length()

@@ -1,9 +1,9 @@
 """Products, random bits and kernel launches, shared by the Triton kernels of all operators.
 
-Start kernels only with `launch`, so that `observed` captures every one with its exact settings, as ahead-of-time
-compilation needs. Triton recompiles a kernel if an integer argument is 1 or a multiple of 16. Counts and lengths are
-excluded from this (`do_not_specialize`), so that a new length does not recompile; strides, and lengths that mask the
-contiguous dimension, are not, because vectorised loads need to know that they are multiples of 16.
+Start kernels only with `launch`, so that `observed` captures every one with its exact settings. Triton recompiles a
+kernel if an integer argument is 1 or a multiple of 16. Counts and lengths are excluded from this (`do_not_specialize`);
+strides, and lengths that mask the contiguous dimension, are not, because vectorised loads need to know that they are
+multiples of 16.
 """
 
 import contextlib

@@ -1,10 +1,10 @@
 """Linear attention, whose weights are products of positive random features (Performer), and these features.
 
 out_i = Σ_f φ_f(q_i) S_f / Σ_f φ_f(q_i) n_f with S_f = Σ_j φ_f(k_j) v_j and n_f = Σ_j φ_f(k_j) over the visible keys, by
-running sums over tiles of the sequence. Features are exponentials that exceed the range of floats, so sums of feature f
-are stored relative to its largest exponent c_f so far (causally, of earlier tokens), and a query divides by its largest
-exponent over f, including c_f. The largest term of every denominator is then 1. Factors common to numerator and
-denominator (1/√F, exp(−|q|²/2)) are omitted. F features, T tokens per tile.
+running sums over tiles of the sequence. Features can exceed the range of floats, so sums of feature f are stored
+relative to its largest exponent c_f so far, and a query divides by its largest exponent over f, including c_f. The
+largest term of every denominator is then 1. Factors common to numerator and denominator (1/√F, exp(−|q|²/2)) are
+omitted. F features, T tokens per tile.
 """
 
 from collections.abc import Callable
@@ -25,8 +25,7 @@ _TILE_ELEMENTS = 1 << 22  # exponents per tile
 def orthogonal_projections(key: Key, heads: range, features: int, head_dim: int, device: torch.device) -> Tensor:
     """Return (H, F, D) fp32: rows ω, each a standard normal vector, in blocks of D mutually orthogonal rows.
 
-    A function of (key, global head index, row): additional features do not change the first rows. Drawn on the CPU, so
-    that every device gets the same.
+    A function of (key, global head index, row), drawn on the CPU for every device.
     """
     blocks = -(-features // head_dim)
     head = torch.arange(heads.start, heads.stop).unsqueeze(1) * (1 << 16)

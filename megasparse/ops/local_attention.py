@@ -1,5 +1,4 @@
-"""Attention in chunks with relative positions (Transformer-XL), in linear memory: a few chunks at a time, recomputed in
-the backward. `bucketed_attention` implements it without relative positions.
+"""Attention in chunks with relative positions (Transformer-XL), a few chunks at a time, recomputed in the backward.
 
 C chunk, W chunks per sequence, S chunks of keys per chunk of queries: 2, or 3 if attention is not causal, E = (S + 1)·C
 − 1 distances.
@@ -34,10 +33,7 @@ class RelativeVectors(NamedTuple):
 
 @dataclass(frozen=True)
 class LocalAttentionSpec:
-    """Settings of local attention with relative positions.
-
-    chunk: C, in tokens. causal: only keys at or before the query are visible. scale: factor of the scores.
-    """
+    """Settings of local attention with relative positions. chunk: C, in tokens. scale: factor of the scores."""
 
     chunk: int
     causal: bool
@@ -57,7 +53,7 @@ def relative_local_attention(
     """Compute softmax_j(((q_i + u)·k_j + (q_i + w)·r_{i−j})·scale) v_j over the keys j in i's chunk and the previous
     one, and if not causal the next one (Dai et al. 2019, Transformer-XL, section 3.3).
 
-    Chunks and distances count real tokens in the order of (document, position), so that padding does not matter.
+    Chunks and distances count real tokens in the order of (document, position).
 
     Args:
         q, k, v: (B, H, L, D).

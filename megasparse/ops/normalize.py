@@ -43,7 +43,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, dtype
 def unit_keys(q: Tensor) -> tuple[Tensor, Tensor]:
     """Compute k = q/|q| (Reformer section 2) of q (B, H, L, D), in fp32 or wider, cast back; a zero vector stays zero.
 
-    Returns q and k. Use the returned q from then on, to join the gradients of both in one pass.
+    Returns q and k; the returned q joins the gradients of both in one pass.
     """
 
     def unit(x: Tensor) -> Tensor:

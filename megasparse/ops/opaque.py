@@ -1,8 +1,8 @@
 """Calls that torch.compile keeps whole: one operator runs a function of tensors as eager Python, with its gradients.
 
-Traced, an attention mechanism would compile for minutes in many pieces, and its random draws would become constants. In
-a compiled graph the operator `megasparse::call` is the whole function instead. It records the function's autograd
-graph, which lives as long as its third output; `megasparse::call_backward` differentiates that graph.
+Traced, an attention mechanism would compile for minutes, and its random draws would become constants. In a compiled
+graph the operator `megasparse::call` is the whole function. It records the function's autograd graph, which lives as
+long as its third output; `megasparse::call_backward` differentiates that graph.
 """
 
 import sys

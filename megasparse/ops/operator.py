@@ -35,9 +35,6 @@ _HAS_TRITON = importlib.util.find_spec("triton") is not None
 class Operator(Generic[P, R]):
     """Pure function of tensors with several implementations of one signature, which runs without autocast.
 
-    Example:
-        >>> attend = Operator(attend_in_blocks, kernels="megasparse.ops.bucketed_attention.gpu:bucketed_attention")
-
     Args:
         blocks: Plain torch in blocks of bounded memory. Its docstring becomes the operator's.
         kernels: "module:function" of Triton kernels, imported on first use; None runs `blocks` on GPUs too.
@@ -124,12 +121,12 @@ def implementation(
     """Return the implementation for vectors x (..., L, D).
 
     Kernels run on a GPU for `dtypes`, up to a width D of `largest_width` (None: any) and `most_rows` rows of L, without
-    `dropout` of probabilities, else blockwise torch. Tensors on the meta device get the implementation for GPUs, to
-    estimate GPU memory. Unsupported GPUs (ROCm, compute capability below 8.0, or too little shared memory for D) run
-    blockwise torch, with one warning on stderr.
+    `dropout` of probabilities, else blockwise torch. Meta tensors get the implementation for GPUs, to estimate their
+    memory. Unsupported GPUs (ROCm, compute capability below 8.0, too little shared memory) run blockwise torch, with
+    one warning on stderr.
 
-    The environment variable MEGASPARSE_OPS=blockwise|triton overrides the choice; kernels then also run on a CPU, in
-    Triton's interpreter. Raises ConfigError if it has another value, or forces kernels that do not support x.
+    MEGASPARSE_OPS=blockwise|triton in the environment overrides the choice; kernels then also run on a CPU, in Triton's
+    interpreter. Raises ConfigError for another value, or if it forces kernels that do not support x.
     """
     requested = os.environ.get(VARIABLE)
     fits = x.dtype in dtypes and (largest_width is None or x.shape[-1] <= largest_width)
@@ -169,7 +166,7 @@ def _suits(device: torch.device, width: int, largest_width: int | None) -> bool:
 
 @cache
 def _facts(device: torch.device) -> tuple[str | None, int]:
-    """Return why a GPU cannot run the kernels (or None), and its maximum shared memory per program in bytes."""
+    """Return why a GPU cannot run the kernels, or None, and its shared memory per program in bytes."""
     if torch.version.hip is not None:
         return "the kernels are for NVIDIA GPUs, not for ROCm", 0
     gpu = torch.cuda.get_device_properties(device)
@@ -250,8 +247,8 @@ _has_autocast = cache(torch.amp.is_autocast_available)
 
 
 ROWS = 16
-"""With fewer rows (8 on one thread), CPU libraries sum the terms of a product in a different order. With at least this
-many, a row does not depend on the number of rows, so a token decoded from a cache is bit-identical to a full pass."""
+"""With at least this many rows (8 on one thread), a row of a product on a CPU does not depend on their number, so a
+token decoded from a cache is bit-identical to a full pass."""
 
 
 def at_least_rows(x: Tensor, rows: int = ROWS) -> Tensor:
@@ -282,9 +279,7 @@ def device_of(module: nn.Module) -> torch.device:
 
 
 class ParameterList(nn.ParameterList):
-    """Parameters that a function reads in a call of this module, because ZeRO 3 and accelerate's offloading load the
-    weights of a module when it is called.
-    """
+    """Parameters that a function reads in a call of this module, when ZeRO 3 and accelerate's offloading load them."""
 
     __call__ = nn.Module.__call__  # torch's list raises an error
 

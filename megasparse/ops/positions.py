@@ -15,8 +15,7 @@ _CACHED_NUMBERS = 1 << 24  # largest cached table: 64 MB
 def sinusoids(first: int, count: int, width: int, device: torch.device | str = "cpu") -> Tensor:
     """Return sinusoidal embeddings (count, width) fp32 of the positions [first, first + count) (Vaswani et al. 2017).
 
-    Computed in float64 on the device, so that devices agree up to the last bit of fp32. Do not modify the result in
-    place, because small tables are cached.
+    Computed in float64, so that devices agree up to the last bit. Do not modify the result: small tables are cached.
     """
     device = torch.device(device)
     cached = count > 1 and count * width <= _CACHED_NUMBERS and device.type != "meta"
@@ -61,9 +60,8 @@ class Rotary:
     """Rotation of queries and keys with f_i = base^(−2i/D), modified by the scaling of this kind:
 
     linear: f_i/factor (Chen et al. 2023). ntk: base becomes base·factor^(D/(D−2)). llama3: f_i for wavelengths up to
-    original_length/4, f_i/factor from original_length on, interpolated by the number of turns in between. yarn (Peng et
-    al. 2023): the same between 32 turns and 1 turn in original_length, interpolated by i; queries and keys are also
-    multiplied by attention_factor.
+    original_length/4, f_i/factor from original_length on, interpolated by the turns in between. yarn (Peng et al.
+    2023): the same between 32 turns and 1 turn, interpolated by i; queries and keys are multiplied by attention_factor.
     """
 
     head_dim: int

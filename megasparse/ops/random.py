@@ -1,8 +1,8 @@
 """Counter-based random numbers: every draw is a pure function of its purpose, never of earlier draws.
 
 A draw's key is derived from (run seed, step, layer, purpose); rotations add round and global head, dropout adds global
-sample and position. A resumed run, a different number of ranks, a recomputed layer and cached decoding therefore use
-the same draws, and none is stored. E width.
+sample and position. Resumed runs, other numbers of ranks, recomputed layers and cached decoding use the same draws. E
+width.
 """
 
 import hashlib
@@ -25,20 +25,18 @@ EVALUATION_STEP = -1  # step of evaluation and generation, independent of traini
 
 
 def drawn_step() -> int:
-    """Draw the step of a training pass outside of our runs from torch's generator, whose state transformers' Trainer
-    saves, so that a resumed training uses the same draws.
-    """
+    """Draw the step of a training pass outside of our runs from torch's generator, whose state Trainer saves."""
     return int(torch.randint(1 << 62, (), device="cpu"))
 
 
 def derive(*parts: int | str) -> int:
-    """Derive a 64-bit key from numbers and words, the same on every machine."""
+    """Derive a 64-bit key from numbers and words."""
     text = "\x1f".join(f"{type(part).__name__}:{part}" for part in parts)
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
 Parts = tuple[tuple[int | str, ...], ...]
-"""Seed, layer and purpose of a random key, then the parts of each key derived from it."""
+"""Seed, layer and purpose of a random key, then the parts of derived keys."""
 
 
 class KeyTable:
@@ -89,7 +87,7 @@ def subkey(key: Key, *parts: int | str) -> Key:
 
 
 def halves(key: Key) -> tuple[int, int] | tuple[Tensor, Tensor]:
-    """Return the low and the high 32 bits of `key`, as signed integers; of one in device memory as scalars there."""
+    """Return the low and the high 32 bits of `key`, as signed integers, or as scalars in device memory."""
     if isinstance(key, DeviceKey):
         low, high = key.table.row(key.parts)
         return low, high
@@ -183,16 +181,15 @@ def _seeds(key: Key | list[int], rows: Tensor, columns: int) -> tuple[Tensor, Te
 def dropout(x: Tensor, rate: float, key: Key, rows: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """Zero elements of x (B, L, E) with probability `rate` and scale the rest by 1/(1 − rate).
 
-    rows: (B, L), see `RngContext.rows`. The mask is a function of (key, row, element), so the backward redraws it.
-    dtype: of the result, by default the dtype of x; computed in the wider of the two.
+    rows: (B, L), see `RngContext.rows`. The mask is a function of (key, row, element). dtype: of the result, by default
+    the dtype of x; computed in the wider of the two.
     """
     dtype = dtype or x.dtype
     return x.to(dtype) if rate == 0.0 else _Dropout.apply(x, None, rate, key, rows, dtype, 1, False)
 
 
 def add_dropout(stream: Tensor, x: Tensor, rate: float, key: Key, rows: Tensor, sign: int = 1) -> Tensor:
-    """Compute stream + sign·dropout(x), summed in fp32 or wider, in the dtype of the stream (B, L, E); on a GPU in one
-    pass. sign: 1 or −1."""
+    """Compute stream + sign·dropout(x), summed in fp32 or wider, in the dtype of the stream (B, L, E). sign: ±1."""
     if implementation(x, largest_width=None) != "triton":
         dropped = dropout(x, rate, key, rows, wide_dtype(stream))
         return (stream + dropped if sign == 1 else stream - dropped).to(stream.dtype)
@@ -210,7 +207,7 @@ def add_dropout_(stream: Tensor, x: Tensor, rate: float, key: Key, rows: Tensor,
 
 
 def relu_dropout(x: Tensor, rate: float, key: Key, rows: Tensor) -> Tensor:
-    """Compute dropout(relu(x)), on a GPU in one pass in each direction. Zero results have zero gradients."""
+    """Compute dropout(relu(x)). Zero results have zero gradients."""
     if rate == 0.0 or implementation(x, largest_width=None) != "triton":
         return dropout(torch.relu(x), rate, key, rows)
     return _Dropout.apply(x, None, rate, key, rows, x.dtype, 1, True)
@@ -231,11 +228,7 @@ class _Dropout(torch.autograd.Function):
         ctx.sign = sign
         ctx.relu = relu
         ctx.added = stream is not None
-        if implementation(x, largest_width=None) != "triton":
-            return _dropped_in_blocks(x, rate, key, rows, dtype)
-        from megasparse.ops.random_kernels import drop
-
-        out = drop(x, dtype, rate, key, rows, relu, stream, sign)
+        out = _dropped(x, dtype, rate, key, rows, relu, stream, sign)
         if relu:
             ctx.save_for_backward(out)
         return out
@@ -249,12 +242,8 @@ class _Dropout(torch.autograd.Function):
 
             (out,) = ctx.saved_tensors
             dx = relu_gradient(grad, out, 1.0 / (1.0 - ctx.rate))
-        elif implementation(grad, largest_width=None) != "triton":
-            dx = _dropped_in_blocks(grad, ctx.rate, ctx.key, ctx.rows, ctx.dtype)
         else:
-            from megasparse.ops.random_kernels import drop
-
-            dx = drop(grad, ctx.dtype, ctx.rate, ctx.key, ctx.rows)
+            dx = _dropped(grad, ctx.dtype, ctx.rate, ctx.key, ctx.rows)
         return dx if ctx.sign == 1 else -dx, grad if ctx.added else None, None, None, None, None, None, None
 
 
@@ -263,8 +252,12 @@ def least_kept(rate: float) -> int:
     return round(rate * 2**32) - 2**31
 
 
-def _dropped_in_blocks(x: Tensor, rate: float, key: Key, rows: Tensor, dtype: torch.dtype) -> Tensor:
-    """Apply dropout in blocks that fit in a CPU's cache, where drawing all bits at once would be slow."""
+def _dropped(x: Tensor, dtype: torch.dtype, rate: float, key: Key, rows: Tensor, *fused: Any) -> Tensor:
+    """Apply dropout, with `fused` operations by a kernel, or in blocks that fit in a CPU's cache."""
+    if implementation(x, largest_width=None) == "triton":
+        from megasparse.ops.random_kernels import drop
+
+        return drop(x, dtype, rate, key, rows, *fused)
     x = x.to(torch.promote_types(x.dtype, dtype))
     flat = x.flatten(0, 1)  # (B·L, E)
     out = torch.empty_like(flat, memory_format=torch.contiguous_format)
@@ -282,8 +275,7 @@ def _dropped_in_blocks(x: Tensor, rate: float, key: Key, rows: Tensor, dtype: to
 
 @dataclass(frozen=True)
 class PairDropout:
-    """Dropout of attention probabilities. The mask is a function of (key, global sample, global head, query, key), the
-    same in every round, block, recomputation and implementation.
+    """Dropout of attention probabilities, a function of (key, global sample, global head, query, key).
 
     queries: (B, H, Lq) int32, a mixed number per query. shift: the key at index j is key number (j + shift) mod Lk.
     """
@@ -322,9 +314,8 @@ def normal(key: Key, rows: Tensor, columns: int) -> Tensor:
 
 
 def rotations(key: Key, heads: range, rounds: int, head_dim: int, factors: list[int], device: torch.device) -> Tensor:
-    """Draw Gaussian projections of angular LSH, (H, R, D, Σ n_f/2), for global head indices `heads`.
-
-    Draws are independent per head and round; additional rounds do not change the first ones.
+    """Draw Gaussian projections of angular LSH, (H, R, D, Σ n_f/2), for global head indices `heads`, independent per
+    head and round.
     """
     width = sum(factor // 2 for factor in factors)
     return normal_by_head(key, heads, rounds, head_dim * width, device).view(len(heads), rounds, head_dim, width)

@@ -1,10 +1,8 @@
 """Smart Bird's sketch: a narrow single-head attention, and the keys that every head samples from its weights.
 
-The blockwise form proceeds tile by tile: memory O(L·K), never O(L²). d width of the sketch, K keys per query, T queries
-and C keys per tile, see `KEYS`.
+Memory O(L·K), never O(L²). d width of the sketch, K keys per query, T queries and C keys per tile, see `KEYS`.
 """
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -14,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megasparse.ops.gathered_attention import backward_statistics
 from megasparse.ops.operator import (
     MOST_PAIRS,
     Function,
@@ -45,11 +44,8 @@ _LOW = (1 << 32) - 1
 
 @dataclass(frozen=True)
 class KeyChoiceSpec:
-    """Settings of the choice of keys.
-
-    count: K, number of keys per query. causal: only keys at or before the query are visible. sampling: function from a
-    key's weight α to its rank p: "inverse_log_squared" (1/log α)², "inverse_log" −1/log α, "raw" and "top_k" α,
-    "random" 1.
+    """Settings of the choice of keys. count: K. sampling: function from a key's weight α to its rank p:
+    "inverse_log_squared" (1/log α)², "inverse_log" −1/log α, "raw" and "top_k" α, "random" 1.
     """
 
     count: int
@@ -88,7 +84,7 @@ def sketched_attention(
     wider; padding gets 0 and −∞.
     """
     q, k, v = (x.to(wide_dtype(q)) for x in (q, k, v))
-    h, lse = _SketchedAttention.apply(q, k, v, _Sight(causal, key_mask, segments))
+    h, lse = _SketchedAttention.apply(q, k, v, Sight(causal, key_mask, segments))
     return h, lse
 
 
@@ -100,16 +96,15 @@ def chosen_keys(
 ) -> Tensor:  # fmt: skip
     """Choose the K visible keys with the highest score s_ij = u_ij·p_ij in each row (Smart Bird Eq. 2, 3), best first.
 
-    α = 1 gives p = ∞: the key is chosen for any u, the limit of α → 1. Ties go to the smaller position.
+    α = 1 gives p = ∞: the key is chosen for any u. Ties go to the smaller position.
 
     Args:
         q: (B, Lq, d), the queries from position `first_query` on.
         k: (B, Lk, d).
         spec: K, causality, and the function from α_ij to p_ij.
         noise: u is uniform in (0, 1), a function of (key, global head, global sample, i, j). None means u = 1 for all
-            heads: every p increases with α, so the keys are ranked by q·k/√d. These products are first rounded to
-            multiples of 1/256, so that weights within 0.4 % tie: keys that differ only by rounding (the same token in
-            the same context) are then ordered by position, in decoding as in a full pass.
+            heads: the keys are ranked by q·k/√d, rounded to multiples of 1/256, so that keys that differ only by
+            rounding are ordered by position, in decoding as in a full pass.
         lse: From `sketched_attention`; only the inverse logarithms need it.
         key_mask, segments: As in `sketched_attention`.
         first_query: Position of the first query.
@@ -122,7 +117,7 @@ def chosen_keys(
         from megasparse.ops import sketch_kernels
 
         return sketch_kernels.chosen_keys(q, k, spec, noise, lse, key_mask, segments, first_query)
-    sight = _Sight(spec.causal, key_mask, segments)
+    sight = Sight(spec.causal, key_mask, segments)
     if noise is None:
         return top_keys(q, k, spec.count, sight, first_query)
     return drawn_keys(q, k, spec, noise, lse, sight, first_query)
@@ -144,7 +139,7 @@ def exact_projection(x: Tensor, weight: Tensor) -> Tensor:
     return torch.cat(parts, dim=-2) if len(parts) > 1 else parts[0]
 
 
-class _Sight(NamedTuple):
+class Sight(NamedTuple):
     """Visibility of keys to queries, see `sketched_attention`."""
 
     causal: bool
@@ -170,7 +165,7 @@ class _Sight(NamedTuple):
 
 class _SketchedAttention(Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sight: _Sight) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sight: Sight) -> tuple[Tensor, Tensor]:
         h = torch.empty_like(q)
         lse = q.new_empty(q.shape[:2])
         for rows, last in _tiles(q, sight):
@@ -188,10 +183,7 @@ class _SketchedAttention(Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         grad, grad_lse = grads
         q, k, v, h, lse = ctx.saved_tensors
-        no_visible_key = lse == -torch.inf
-        delta = ((grad * h).sum(-1) - grad_lse.masked_fill(no_visible_key, 0.0)).unsqueeze(-1)
-        # exp(score − ∞) = 0: no gradient from these queries
-        lse = lse.masked_fill(no_visible_key, torch.inf).unsqueeze(-1)  # (B, L, 1)
+        delta, lse = (x.unsqueeze(-1) for x in backward_statistics(grad, grad_lse, h, lse))  # (B, L, 1)
         dq = torch.empty_like(q)
         dk = torch.zeros_like(k)
         dv = torch.zeros_like(v)
@@ -205,7 +197,7 @@ class _SketchedAttention(Function):
         return dq, dk, dv, None
 
 
-def _tiles(q: Tensor, sight: _Sight) -> Iterator[tuple[slice, int]]:
+def _tiles(q: Tensor, sight: Sight) -> Iterator[tuple[slice, int]]:
     """Yield the queries of a tile, and the number of keys that may be visible to them."""
     batch, length, _ = q.shape
     step = _queries_per_tile(q, batch * length)
@@ -222,8 +214,8 @@ def _queries_per_tile(q: Tensor, scores: int) -> int:
 def _query_tiles(
     q: Tensor, step: int, first_query: int, length: int, causal: bool
 ) -> Iterator[tuple[slice, int, float]]:
-    """Yield the queries of each tile, the number of keys that may be visible to them, and 1; on the meta device the
-    last tile only, and the pairs of all tiles divided by its pairs.
+    """Yield the queries of each tile, the number of keys that may be visible to them, and 1; on the meta device only
+    the last tile, and the pairs of all tiles divided by its pairs.
     """
     queries = q.shape[1]
     starts = range(0, queries, step)
@@ -237,7 +229,7 @@ def _query_tiles(
     yield rows, lasts[-1], pairs / (lasts[-1] * (rows.stop - rows.start))
 
 
-def _scores(q: Tensor, k: Tensor, sight: _Sight, rows: slice, last: int) -> Tensor:
+def _scores(q: Tensor, k: Tensor, sight: Sight, rows: slice, last: int) -> Tensor:
     """Return q·k/√d of a tile, −∞ for invisible pairs: (B, T, `last`)."""
     score = (q[:, rows] @ k[:, :last].transpose(-1, -2)).mul_(q.shape[2] ** -0.5)
     first = rows.start if sight.hides_nothing(rows.start, rows.start) else 0  # first key that may be hidden
@@ -248,8 +240,8 @@ def _scores(q: Tensor, k: Tensor, sight: _Sight, rows: slice, last: int) -> Tens
 
 
 class _ProductTile(NamedTuple):
-    """Products of some queries and keys, (B, T, C), in memory that the next tile overwrites. positions (T), keys (C):
-    of the queries `rows` and of keys, from first_query and first_key on.
+    """Products (B, T, C), which the next tile overwrites, of the queries `rows` at `positions` (T) and of `keys` (C),
+    from first_query and first_key on.
     """
 
     products: Tensor
@@ -258,7 +250,7 @@ class _ProductTile(NamedTuple):
     keys: Tensor
     first_query: int
     first_key: int
-    sight: _Sight
+    sight: Sight
 
     def hide(self, ranks: Tensor, nothing: float) -> None:
         """Set the ranks (B, H, T, C) of invisible pairs to `nothing`, in place."""
@@ -272,7 +264,7 @@ class _ProductTile(NamedTuple):
 
 
 def _product_tiles(
-    q: Tensor, k: Tensor, sight: _Sight, first_query: int, width: int, heads: int = 1
+    q: Tensor, k: Tensor, sight: Sight, first_query: int, width: int, heads: int = 1
 ) -> Iterator[_ProductTile]:
     """Yield the tiles of q·kᵀ with `width` keys, all tiles of some queries after each other."""
     batch, queries, _ = q.shape
@@ -300,7 +292,7 @@ class _BestKeys:
 
     def add(self, tile: _ProductTile, ranks: Tensor, nothing: float) -> None:
         """Add a tile's keys with their ranks (B, H, T, C), which are `nothing` for invisible pairs."""
-        best, slot = top_k(ranks, self.count)
+        best, slot = ranks.topk(min(self.count, ranks.shape[-1]), dim=-1)
         self.add_best(tile, best, torch.where(best == nothing, -1, slot + tile.first_key).to(torch.int32))
 
     def add_best(self, tile: _ProductTile, ranks: Tensor, tokens: Tensor) -> None:
@@ -308,14 +300,15 @@ class _BestKeys:
         chosen = self.index[:, :, tile.rows]
         if tile.first_key:
             tokens = torch.cat([chosen[..., : self._ranks.shape[-1]], tokens], dim=-1)
-            ranks, slot = top_k(torch.cat([self._ranks, ranks], dim=-1), self.count)
+            ranks = torch.cat([self._ranks, ranks], dim=-1)
+            ranks, slot = ranks.topk(min(self.count, ranks.shape[-1]), dim=-1)
             tokens = tokens.gather(-1, slot)
         chosen[..., : tokens.shape[-1]] = tokens
         self._ranks = ranks
 
 
 def drawn_keys(
-    q: Tensor, k: Tensor, spec: KeyChoiceSpec, noise: Noise, lse: Tensor | None, sight: _Sight, first_query: int
+    q: Tensor, k: Tensor, spec: KeyChoiceSpec, noise: Noise, lse: Tensor | None, sight: Sight, first_query: int
 ) -> Tensor:
     """Compute `chosen_keys` with noise in tiles: s in float64 except for the logarithms, ranked in fp32."""
     best = _BestKeys(q, len(noise.heads), spec.count)
@@ -337,9 +330,9 @@ def drawn_keys(
     return best.index
 
 
-def top_keys(q: Tensor, k: Tensor, count: int, sight: _Sight, first_query: int) -> Tensor:
-    """Compute `chosen_keys` without noise. Products are in float64, so that equal keys have equal ranks in every tile;
-    on a CPU in fp32 if these can be rounded as float64 ones, see `_top_products`.
+def top_keys(q: Tensor, k: Tensor, count: int, sight: Sight, first_query: int) -> Tensor:
+    """Compute `chosen_keys` without noise, from products in float64, so that equal keys have equal ranks in every tile;
+    on a CPU in fp32 if these can be rounded as float64 ones.
     """
     best = _BestKeys(q, 1, count)
     if q.device.type != "cpu":
@@ -369,26 +362,6 @@ def _largest_errors(q: Tensor, k: Tensor) -> Tensor | None:
     return error if float(error.max()) * _STEPS * width**-0.5 < 0.1 else None
 
 
-def top_k(ranks: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Return the `count` largest of the numbers (..., C), or all of them, and their indices, in falling order.
-
-    If C is large, only blocks (every n-th number) whose maximum is among the `count` largest maxima are searched. Equal
-    numbers may be replaced by each other.
-    """
-    size = ranks.shape[-1]
-    number = math.isqrt(size // count)
-    if number < 2:
-        return ranks.topk(min(count, size), dim=-1)
-    width = size // number
-    blocks = ranks[..., : width * number].unflatten(-1, (number, width))  # (..., number, width)
-    best = blocks.amax(-2).topk(count, dim=-1, sorted=False).indices.unsqueeze(-2).expand(*blocks.shape[:-1], count)
-    slots = best + torch.arange(0, width * number, width, device=ranks.device)[:, None]
-    rest = torch.arange(width * number, size, device=ranks.device).expand(*ranks.shape[:-1], -1)
-    candidates = torch.cat([blocks.gather(-1, best).flatten(-2), ranks[..., width * number :]], dim=-1)
-    values, chosen = candidates.topk(count, dim=-1)
-    return values, torch.cat([slots.flatten(-2), rest], dim=-1).gather(-1, chosen)
-
-
 def _top_products(
     products: Tensor, width: int, first: int, count: int, exact: tuple[Tensor, Tensor, Tensor] | None
 ) -> tuple[Tensor, Tensor]:
@@ -396,7 +369,7 @@ def _top_products(
     in falling order, and their positions, −1 for hidden keys, whose products are −∞. On a CPU.
 
     Only products that reach the K-th largest maximum of a row's blocks, or round to the same number, are ranked: about
-    1.4·K of them. A rank includes its position, so that numbers are sorted, not pairs.
+    1.4·K of them.
 
     exact: None for float64 products; for fp32 ones the queries (B, T, d), the keys (B, C, d) and the largest errors (B,
     T) of products, to compute again in float64 those whose rounding the error could change.

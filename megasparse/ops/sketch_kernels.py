@@ -1,8 +1,7 @@
 """The sketch as Triton kernels, in fp32 for every input dtype. Memory O(L·(d + H·K)).
 
-A program processes a few rows, and its lanes columns: sums over columns stay in their lane until the end, so loops
-contain neither reductions nor shared memory. A sketch is too narrow for matrix instructions. Vectors are stored as (B,
-d, L) fp32, queries multiplied by d^-½.
+A program processes a few rows, and its lanes columns: loops contain neither reductions nor shared memory. A sketch is
+too narrow for matrix instructions. Vectors are stored as (B, d, L) fp32, queries multiplied by d^-½.
 
 A program that chooses keys is one warp with a few rows of one head, which processes keys in order of position: a key
 must exceed the worst stored one, which few do after the first tiles.
@@ -430,9 +429,7 @@ def chosen_keys(
     q: Tensor, k: Tensor, spec: KeyChoiceSpec, noise: Noise | None, lse: Tensor | None = None,
     key_mask: Tensor | None = None, segments: Tensor | None = None, first_query: int = 0,
 ) -> Tensor:  # fmt: skip
-    """Compute `sketch.chosen_keys` in fp32, for each pair by the same operations in the same order, so that equal keys
-    tie, and a row's choice does not depend on other rows.
-    """
+    """Compute `sketch.chosen_keys` in fp32, for each pair by the same operations in the same order."""
     batch, queries, width = q.shape
     length = k.shape[1]
     heads = 1 if noise is None else len(noise.heads)

@@ -84,9 +84,7 @@ class GradientSums:
         return self._sums[name]
 
     def take(self, outputs: Sequence[Tensor], grads: Sequence[Tensor], inputs: Sequence[Any]) -> tuple[Tensor, ...]:
-        """Return the gradients of `inputs`, None for the unused. Add the leaves' gradients since the last `take` to the
-        sums.
-        """
+        """Return the gradients of `inputs`, None for the unused, and add those of the leaves since the last `take`."""
         leaves = self._used
         self._used = []
         cast = [grad.to(y.dtype) for y, grad in zip(outputs, grads, strict=True)]

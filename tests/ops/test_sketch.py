@@ -13,7 +13,6 @@ from megasparse.ops.sketch import (
     chosen_keys,
     exact_projection,
     sketched_attention,
-    top_k,
 )
 from tests.helpers import definitions
 from tests.helpers.definitions import best_keys as defined
@@ -31,12 +30,6 @@ def random_sketch(length, batch=2, dim=4, dtype=torch.float64, seed=0, device="c
 def some_noise(length, batch=2, heads=range(3, 6), key=17, device="cpu"):
     rows = torch.arange(5, 5 + batch)[:, None] * (1 << 32) + torch.arange(length)
     return Noise(key, heads, rows.to(device))
-
-
-def test_top_k_searches_blocks_and_the_rest_behind_them():
-    for size in (1, 7, 8, 9, 83, 400):
-        ranks = torch.stack([torch.randperm(size), torch.arange(size), -torch.arange(size)]).view(3, 1, size)
-        torch.testing.assert_close(top_k(ranks, 2), tuple(ranks.topk(min(2, size))))
 
 
 def choose(q, k, count, causal, sampling, function=chosen_keys, **rest):

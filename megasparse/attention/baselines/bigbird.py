@@ -45,7 +45,7 @@ class BigBirdAttentionConfig(MechanismSection):
 class BigBirdAttention(BlockSparseAttention):
     """Window of blocks, global blocks at the start, and random blocks (in a decoder earlier ones).
 
-    Random blocks are a function of (seed, layer, global head, block), the same in every step and at every length.
+    Random blocks are a function of (seed, layer, global head, block).
     """
 
     def __init__(self, config: BigBirdAttentionConfig, spec: MechanismSpec):

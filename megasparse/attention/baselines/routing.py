@@ -76,10 +76,8 @@ class RoutingAttention(BandAttention):
 
     @torch.no_grad()
     def _decide(self, inputs: AttentionInputs, context: AttentionContext) -> ClusterIndices:
-        """Return, for the band, nearest centroids (B, H, L) of queries and of keys (in a decoder equal); for top_k,
-        clusters.
-
-        Checkpointed layers compute it twice, which doubles both sums and counts, so means are unchanged."""
+        """Return, for the band, nearest centroids (B, H, L) of queries and of keys; for top_k, clusters. Checkpointed
+        layers compute it twice, which doubles both sums and counts."""
         queries, keys = self._sides(inputs, context)
         if context.rng.training:
             self._remember(inputs, queries, keys, context)

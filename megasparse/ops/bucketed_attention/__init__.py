@@ -1,11 +1,9 @@
 """Exact softmax attention inside windows of tokens sorted by bucket: the operator of all hashed attention.
 
-Local attention is the special case of one bucket and one round.
-
-    spec.py         Window and BucketedAttentionSpec, and tiles by rank
-    blocks.py       CPU implementation in blocks of tiles, forward and backward; layouts.py defines the tiles
-    gpu.py          GPU implementation: host code of kernels.py
-    ranges.py       keys of a query by rank in its bucket, if queries and keys have separate codes
+spec.py         Window and BucketedAttentionSpec, and tiles by rank
+blocks.py       CPU implementation in blocks of tiles, forward and backward; layouts.py defines the tiles
+gpu.py          GPU implementation: host code of kernels.py
+ranges.py       keys of a query by rank in its bucket, if queries and keys have separate codes
 """
 
 from megasparse.ops.bucketed_attention import blocks

@@ -1,10 +1,9 @@
 """Bucketed attention in blocks of tiles: linear memory, forward and backward, deterministic. Tiles as in layouts.py.
 
-A pair that N rounds select is included only in the first of them, instead of N times with weight 1/N: this needs fewer
-passes over the scores. The log-sum-exp over all rounds is stored in base e (lse) and in base 2 (lse2), because for
-scores of 1e10 a conversion would be off by thousands. The backward recomputes scores block by block: exp2(score − lse2)
-is the final weight of a pair in any round. Scores are in units of log2 e, because exp2 is several times faster than
-exp.
+A pair that N rounds select is included in the first of them only, which needs fewer passes than N times with weight
+1/N. The log-sum-exp over all rounds is stored in base e (lse) and in base 2 (lse2), because for scores of 1e10 a
+conversion would be off by thousands. The backward recomputes scores block by block: exp2(score − lse2) is the final
+weight of a pair in any round. Scores are in units of log2 e, because exp2 is several times faster than exp.
 """
 
 import math
@@ -50,18 +49,18 @@ def bucketed_attention(
 
     Args:
         q, k, v: (B, H, L, D). Scores must be below 2^90 in absolute value.
-        codes: (B, H, R, L) integer buckets, or (B, 1, R, L) for all heads; None means one bucket and one round, which
-            is local attention. A pair contains the buckets of queries and of keys: the window must then be a band, the
-            last M keys of the query's bucket at or before it and, if not causal, the next M; and a query without
-            visible keys attends to itself (unless spec.self_at_last is false).
+        codes: (B, H, R, L) integer buckets, or (B, 1, R, L) for all heads; None means one bucket and one round. A pair
+            contains the buckets of queries and of keys: the window must then be a band, the last M keys of the query's
+            bucket at or before it and, if not causal, the next M; and a query without visible keys attends to itself
+            (unless spec.self_at_last is false).
         spec: The window and the visible pairs.
         key_mask: (B, L) bool, True for real tokens. Padding neither attends nor is attended to.
         segments: (B, L) document numbers >= 0. Tokens attend only to their own document.
         dropout: Applied to the probabilities; lse includes dropped pairs.
 
     Returns:
-        out (B, H, L, D) in q's dtype and the log-sum-exp of the scores (B, H, L), in fp32 or wider; 0 and −∞ for
-        padding. Scores, softmax statistics and gradients are computed in fp32 or wider.
+        out (B, H, L, D) in q's dtype and the log-sum-exp of the scores (B, H, L), computed in fp32 or wider; 0 and −∞
+        for padding.
     """
     query_codes, key_codes = split_codes(codes)
     assert key_codes is None or spec.window.kind == "band", "the chunk window needs codes shared by queries and keys"
@@ -153,7 +152,10 @@ class _BucketedAttention(Function):
                 grad = block.queries(row_grad)
                 block_k = block.keys(rows.k)
                 block_v = block.keys(rows.v)
-                weight = block.scores(block_q, block_k).sub_(block.real_lse(row_lse2).unsqueeze(-1)).exp2_()
+                level = block.queries(row_lse2)
+                if block.real is not None:
+                    level.masked_fill_(~block.real, torch.inf)  # no gradient from slots that repeat a query
+                weight = block.scores(block_q, block_k).sub_(level.unsqueeze(-1)).exp2_()
                 score_grad = torch.bmm(grad, block_v.transpose(1, 2))  # (n, T, K)
                 dropped = weight
                 if rows.dropout is not None:
@@ -192,12 +194,12 @@ def _attend(rows: RowGroup, blocks: Iterable[TileBlock], out: Tensor, lse2: Tens
             merged = torch.maximum(before, current).add_(_power(-(before - current).abs_()).add_(1.0).log2_())
             part.sub_(block.queries(out)).mul_(_power(current - merged).unsqueeze(-1))
         block.add_to_queries(out, part)
-        block.put_queries(lse2, merged)
+        lse2.flatten(0, 1).index_copy_(0, *block.real_queries(merged))
 
 
 class QueryBlock(TileBlock):
-    """Block of single-query tiles, one per row, with the tile shape and key columns that the query's tile has in a full
-    pass, so that outputs are bit-identical.
+    """Block of single-query tiles, one per row, with the shape and key columns of the query's tile in a full pass, so
+    that outputs are bit-identical.
 
     rows: (n,) row numbers. tokens, hidden: (n, K), key of each column in its row, arbitrary if hidden. keys: number of
     keys per row. tile: T of the full pass. first_round: no earlier block computed outputs of these rows.
@@ -242,8 +244,8 @@ def query_attention(
 
 
 def _exp2(x: Tensor) -> Tensor:
-    """Compute 2^x in place, with bits that do not depend on an element's index: torch uses another function for a
-    thread's last elements unless its part is a multiple of the vector size, as in parts of at most 2^15 numbers.
+    """Compute 2^x in place, with bits that do not depend on an element's index: with more than 2^15 numbers torch uses
+    another function for a thread's last elements.
     """
     for part in x.view(-1).split(1 << 15):
         part.exp2_()

@@ -1,8 +1,8 @@
 """Bucketed attention on GPUs: without sorted copies of q, k and v, one launch per round, deterministic.
 
 The forward stores the layout (24 bytes per token, head and round; 12 without counting of rounds), because sorting again
-would cost more time. The backward recomputes scores twice: by queries, for dq, and by keys, for dk and dv, so that
-programs write disjoint rows.
+would cost more. The backward recomputes scores by queries, for dq, and by keys, for dk and dv: programs write disjoint
+rows.
 
 In each round queries and keys are sorted by (segment, bucket, position), padding last. The sorted keys [low_i, high_i)
 are visible to query i, and both bounds are nondecreasing: a block of queries needs a contiguous range of keys, and a
@@ -56,9 +56,9 @@ class Intervals:
     def slots(self, tile: int) -> tuple[Tensor, Tensor]:
         """Return the slot of each sorted key (G, R, L), and the token in each slot (G, R, 4·L), −1 if empty.
 
-        Slots make the forward bit-identical for equal prefixes: later tokens move sorted indices, which would split a
-        bucket's keys differently among tiles and columns, but move slots only by multiples of `tile`, or in smaller
-        buckets of a power of two >= their size, which does not affect sums over blocks of powers of two.
+        Slots make the forward bit-identical for equal prefixes: later tokens move sorted indices, and so a bucket's
+        keys among tiles and columns, but slots only by multiples of `tile`, or in smaller buckets of a power of two >=
+        their size, which does not affect sums over blocks of powers of two.
         """
         assert self.groups is not None and self.key_order is not None
         rows, length = self.groups.flatten(0, 1).shape
@@ -221,8 +221,8 @@ class TileShapes(NamedTuple):
 
 
 def tiles(head_dim: int, dtype: torch.dtype, separate: bool, aligned: bool = False) -> TileShapes:
-    """Return tiles that do not spill in half precision up to D = 128, and that allow two programs per multiprocessor if
-    possible. Loops with jumps, for separate codes or keys `aligned` in slots, need more registers.
+    """Return tiles that do not spill in half precision up to D = 128, with two programs per multiprocessor if possible.
+    Loops with jumps, for separate codes or keys `aligned` in slots, need more registers.
     """
     wide = block(head_dim)
     if dtype == torch.float32:  # exact products keep whole rows in registers

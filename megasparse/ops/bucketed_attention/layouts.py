@@ -8,9 +8,9 @@ A row is one batch element's head. Each round sorts its tokens so that a tile of
                    of their range of sorted keys; a tile's keys are one run. Causal tiles depend only on ranks in a
                    bucket, so that later tokens change no bit
 
-A block is several tiles. It gathers its tokens from q, k and v, so that rows are never copied in sorted order.
-Visibility is float arithmetic, because bool comparisons and masked_fill_ are not vectorised: the product that computes
-the scores also subtracts a multiple of 2^100 from the score of each hidden pair.
+A block is several tiles, which gather their tokens from q, k and v. Visibility is float arithmetic, because bool
+comparisons and masked_fill_ are not vectorised: the product that computes the scores also subtracts a multiple of 2^100
+from the score of each hidden pair.
 
 n tiles per block of T queries each, S tiles of keys around a tile, K keys per tile (S·T, or the longest run of a
 block), P slots: sorted indices with empty slots around them.
@@ -76,15 +76,6 @@ class TileBlock(ABC):
     def keys(self, x: Tensor) -> Tensor:
         """Return each tile's keys of x (G, L, D): (n, K, D)."""
         return self.key_tiles(gather_at(x.flatten(0, 1), self.key_tokens).to(self.dtype))
-
-    def real_lse(self, x: Tensor) -> Tensor:
-        """Return `queries` of log-sum-exps x (G, L), ∞ in slots that repeat a query: no gradient from them."""
-        lse = self.queries(x)
-        return lse if self.real is None else lse.masked_fill_(~self.real, torch.inf)
-
-    def put_queries(self, x: Tensor, values: Tensor) -> None:
-        """Set the queries of x (G, L, ...) to values (n, T, ...)."""
-        x.flatten(0, 1).index_copy_(0, *self.real_queries(values))
 
     def add_to_queries(self, x: Tensor, values: Tensor) -> None:
         """Add values (n, T, ...) to the queries of x (G, L, ...)."""
@@ -246,8 +237,8 @@ class RangeRound:
         (_, self.low, self.high) = ranges[number]
 
     def short_tiles(self) -> Iterator[KeyRuns]:
-        """Yield tiles of T neighbouring queries, with the run of their visible keys: at most L + W·⌈L / T⌉ keys in all.
-        The longest come first, so that tiles in a block have similar lengths; keys after a shorter run are hidden.
+        """Yield tiles of T neighbouring queries with the run of their visible keys, the longest first: tiles in a block
+        have similar lengths. Keys after a shorter run are hidden.
         """
         tiles = -(-self.query.shape[1] // self.tile)
         index = torch.arange(tiles * self.tile, device=self.query.device)
@@ -275,9 +266,9 @@ class RangeRound:
         """Yield the tiles of `RankedTiles`.
 
         Results are bit-identical for any later tokens: a query's row, its keys' columns and its tile's shape depend
-        only on earlier tokens in its bucket, and later keys get weights of exactly 0. This relies on properties of the
-        CPU libraries that tests verify: the bits of a row of a product of at least two matrices, of a sum, of exp and
-        of log2 do not depend on its index in the batch.
+        only on earlier tokens in its bucket, and later keys get weights of exactly 0. Tests verify the premise on CPU
+        libraries: the bits of a row of a product of at least two matrices, of a sum, of exp and of log2 do not
+        depend on its index in the batch.
         """
         ranked = RankedTiles.of(self.spec, self.length)
         length = self.length

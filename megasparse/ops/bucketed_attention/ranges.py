@@ -1,4 +1,4 @@
-"""Keys of a query by rank inside its bucket: bands for queries and keys with separate codes."""
+"""Bands of keys by rank inside their bucket, for queries and keys with separate codes."""
 
 from typing import NamedTuple
 

@@ -29,8 +29,7 @@ class SortedLayout(NamedTuple):
         chunk  slot = ⌊sorted index / M⌋ + 2·(rank of the bucket), width 2: i's chunk of M sorted tokens and the
                previous chunk; two-sided: also the next chunk
 
-    The gap between buckets separates them; without the same-bucket mask it separates only segments and padding. Padding
-    is sorted last, so it does not affect other slots.
+    The gap separates buckets, or without the same-bucket mask only segments and padding, which is sorted last.
     """
 
     order: Tensor
@@ -93,9 +92,9 @@ def _attending(spec: BucketedAttentionSpec, length: int) -> range:
 class SortedRound:
     """One round of a group of rows in sorted order, with empty slots around it.
 
-    token: (G, P), tokens in order. window, earlier: for this round, and for earlier rounds that hide its pairs, see
-    `_ranges`: low < slot <= high is visible. order_hides: (T, K), 1 for keys that the sorted order hides from a query
-    of the tile; or None. position: of each tile's keys and queries if a causal window mixes buckets; else None.
+    token: (G, P). window, earlier: of this round, and of earlier rounds that hide its pairs, see `_ranges`: low < slot
+    <= high is visible. order_hides: (T, K), 1 for keys that the sorted order hides from a query of the tile; or None.
+    position: of each tile's keys and queries if a causal window mixes buckets; else None.
     """
 
     def __init__(self, rows: RowGroup, number: int):

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 PLACES = 64
-"""Shares start at multiples of this number of sorted indices, because every kernel starts a block of queries there."""
+"""Shares start at multiples of this number of sorted indices, at which every kernel starts a block of queries."""
 _SMALLEST_TILE = 8  # queries in a bucket's first tile if buckets are small
 
 
@@ -23,18 +23,14 @@ class Window:
         kind: `band`, the last M tokens of the query's bucket, without a causal mask also the next M − 1; or `chunk`,
             the query's chunk of M sorted tokens and the previous chunk (Reformer Eq. 5). Later tokens move borders.
         chunk: M, in tokens.
-        same_bucket: Hide tokens of other buckets.
-        ahead: Include the chunk after the query's.
+        same_bucket: Hide tokens of other buckets, without which a band is not causal.
+        ahead: Include the chunk after the query's; not with a band.
     """
 
     kind: Literal["band", "chunk"]
     chunk: int
     same_bucket: bool = True
     ahead: bool = False
-
-    def __post_init__(self) -> None:
-        assert self.kind == "chunk" or self.same_bucket, "a band is causal only with the same-bucket mask"
-        assert self.kind == "chunk" or not self.ahead, "a band is two-sided if attention is not causal"
 
     @property
     def width(self) -> int:
@@ -56,8 +52,8 @@ class BucketedAttentionSpec:
         exclude_self: A token attends to itself only if no other key is visible.
         count_rounds: Include a key that is visible in N rounds once instead of N times.
         buckets: Exclusive upper bound of all codes, or None; it saves passes of the sort.
-        longest: Maximum length, which with `buckets` determines the smallest tiles on a CPU, so that results of shorter
-            sequences are bit-identical; None means the length of the input.
+        longest: Maximum length, which with `buckets` determines the smallest tiles on a CPU and so the bits; None means
+            the length of the input.
         self_at_last: A query without a visible key attends to itself, even if hidden from itself; otherwise its output
             is 0 and its log-sum-exp −∞, for a merge with other keys.
         pair_shard: (g, G): only queries in the g-th of G parts of every round's sorted order attend (on a CPU with key
