@@ -224,11 +224,14 @@ def test_tiles_are_chosen_for_ranks_that_share_sequences(planned):
     assert four["memory"]["device"]["all-to-all"] == 4 * 128 * 64 * 2
 
 
-def test_quantised_folders_are_rejected(planned, tmp_path, capsys):
+def test_quantised_folders_and_others_are_rejected(planned, tmp_path, capsys):
     file = tmp_path / "config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "quantization_config": {"quant_method": "gptq"}}))
     error = commands.refused(capsys, door("plan"), "decoder_64k", "--start", str(tmp_path), "--gpus", "1")
     assert "its weights are quantised (gptq)" in error
+    file.write_text("{}")
+    error = commands.refused(capsys, door("plan"), "decoder_64k", "--start", str(tmp_path), "--gpus", "1")
+    assert 'its config.json lacks the "model_type" of a Hugging Face model' in error
 
 
 STATES = States(trained=1000, frozen=0, largest=100, moments=8000, rounded=True)
