@@ -73,7 +73,7 @@ class Plan:
             self.states, self.zero, self.gpus, passing=passing, again=again, accumulated=self.micro_batches > 1
         )
         tokens = training.micro_batch * part
-        if (ranks := self.config.parallel.sequence) > 1:  # communication buffers for q, k, v and out
+        if self.config.parallel.sequence > 1:  # communication buffers for q, k, v and out
             groups = model.attention.head_groups
             # Groups: q, k, v received; of the next group, projected, sent and received; of the previous, with gradients
             exchanged = 4 if groups == 1 else max(4, 18 / groups)

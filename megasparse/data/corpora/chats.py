@@ -269,7 +269,9 @@ class Renderer:
             whole = render(len(messages))
             calls = (call for message in messages for call in message.get("tool_calls", ()))
             if any((call.get("function") or call).get("name", "") not in whole for call in calls):
-                raise Invalid("the chat template leaves tool_calls out", "use a model with tools, or write them as text")
+                raise Invalid(
+                    "the chat template leaves tool_calls out", "use a model with tools, or write calls as text"
+                )
             if GENERATION.search(tokenizer.get_chat_template(None, tools)):
                 if quoted != plain:
                     raise Invalid("a message contains the name of a special token", "remove it from the text")
