@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from megasparse.config.files import parse_json
 from megasparse.config.schema import Config, ModelConfig, SourceConfig
 from megasparse.data.tokenizers import build_tokenizer
-from megasparse.errors import ConfigError, HubError, did_you_mean
+from megasparse.errors import ConfigError, HubError
 from megasparse.files import read_file
 from megasparse.hub.architectures import FORMATS, format_named, hf_class
 from megasparse.hub.formats import (
@@ -110,7 +110,8 @@ class HFModel:
         if not isinstance(architecture, str) or architecture not in FORMATS:
             foreign = "whose code comes with the model; such code is not run"
             reason = foreign if "auto_map" in values else "which cannot be imported"
-            raise HubError(path, f"model_type is {architecture!r}, {reason}", did_you_mean(str(architecture), FORMATS))
+            hint = f"Supported: {', '.join(sorted(FORMATS))}"  # a near name, as mistral of mixtral, is another model
+            raise HubError(path, f"model_type is {architecture!r}, {reason}", hint)
         kind = format_named(architecture)
         if kind.name in ("bert", "roberta", *DECODERS):
             require_tokenizer(folder)

@@ -263,12 +263,11 @@ class ConfiguredPass:
     @cached_property
     def short_tiles(self) -> int | None:
         """Tiles of the shortest pass from which passes of all lengths follow; None if each length is counted whole."""
-        few = max(2, SHORTEST // self.tile)
-        tiled = all(tiled_layers(self.config.model, self.config.parallel.sequence))
-        return few if tiled and self.config.model.feed_forward_tiles >= 4 * few else None
+        few = max(2, min(SHORTEST // self.tile, self.config.model.feed_forward_tiles // 2))
+        return few if all(tiled_layers(self.config.model, self.config.parallel.sequence)) else None
 
     def _count_long(self, length: int) -> PassBytes:
-        """Count a pass of all layers; of many recomputed tiles from two short passes with tiles of the same size."""
+        """Count a pass of all layers; of recomputed tiles from two short passes with tiles of the same size."""
         if (few := self.short_tiles) is None:
             return self._count_whole(length)
         tile = self.tile

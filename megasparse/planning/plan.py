@@ -64,24 +64,25 @@ class Plan:
         counted = self.passes.count(part)
         return self._memory(counted.peak(), counted.peak(0), part)
 
-    def _memory(self, passing: int, again: int, part: int) -> Memory:
+    def _memory(self, passing: int, again: int, part: int, together: int | None = None) -> Memory:
         """Return the memory of a rank for the bytes of a pass with (`passing`) and without (`again`) its gradients.
-        part: tokens of this rank's part of the sequence.
+        part: tokens of this rank's part of the sequence. together: layers recomputed together, if not as configured.
         """
         model, training = self.config.model, self.config.training
         rank = memory(
             self.states, self.zero, self.gpus, passing=passing, again=again, accumulated=self.micro_batches > 1
         )
         tokens = training.micro_batch * part
-        if (ranks := self.config.parallel.sequence) > 1:  # communication buffers for q, k, v and out
-            groups, tiles = model.attention.head_groups, model.feed_forward_tiles
+        if self.config.parallel.sequence > 1:  # communication buffers for q, k, v and out
+            groups = model.attention.head_groups
             # Groups: q, k, v received; of the next group, projected, sent and received; of the previous, with gradients
             exchanged = 4 if groups == 1 else max(4, 18 / groups)
-            at_once = tokens / tiles if all(tiled_layers(model, ranks)) else tokens
+            at_once = training.micro_batch * self.passes.tile if self.passes.short_tiles else tokens
             rank.device["all-to-all"] = int(exchanged * at_once * model.heads * head_dim(model) * self.states.size)
         rank.device["CUDA context, libraries (assumed)"] = RESERVE
         if model.activations == "checkpoint_cpu":
-            stored = -(-model.layers // model.checkpoint_layers) + model.checkpoint_layers - 1
+            together = together or model.checkpoint_layers
+            stored = -(-model.layers // together) + together - 1
             rank.host["offloaded activations"] = stored * self._input(tokens)
         return rank
 
@@ -122,7 +123,7 @@ class Plan:
         length = self.config.data.sequence_length // ranks
         tiled = all(tiled_layers(model.changed(feed_forward_tiles=2), ranks))
         for tile in TILES if tiled else ():
-            tiles = {"feed_forward_tiles": -(-length // tile), "loss_tiles": -(-length * 8 // tile)}
+            tiles = {"feed_forward_tiles": max(2, -(-length // tile)), "loss_tiles": -(-length * 8 // tile)}
             plan = self._changed(tiles)
             if plan.fits:
                 break
@@ -150,22 +151,28 @@ class Plan:
     @cached_property
     def longest(self) -> int | None:
         """Longest sequence that fits, None if 1/64 of the configured length does not; extrapolated linearly from passes
-        of half and of the whole configured length, unless layers run tile by tile.
+        of half and of the whole configured length, unless layers run tile by tile. Longer sequences have more tiles of
+        the same size, and as many layers recomputed together as `host` requires.
         """
         ranks, length = self.config.parallel.sequence, self.config.data.sequence_length
         part, unit = length // ranks, max(1, length // STEPS)
         half, full = self.passes.count(part // 2), self.passes.count(part)
+        fewest, tiled = self.config.model.checkpoint_layers, self.passes.short_tiles is not None
+        numbers = range(fewest, 1 + max(fewest, math.isqrt(self.config.model.layers) if tiled else 1))
 
         def fits(length: int) -> bool:
-            if self.passes.short_tiles is None:
+            if not tiled:
                 times = (length / ranks - part) / (part - part // 2)
                 passing = full.peak() + (full.peak() - half.peak()) * times
                 again = full.peak(0) + (full.peak(0) - half.peak(0)) * times
             else:  # which phase needs most depends on the length
                 counted = self.passes.count(length // ranks)
                 passing, again = counted.peak(), counted.peak(0)
-            peak = sum(self._memory(max(0, int(passing)), max(0, int(again)), length // ranks).device.values())
-            return max(peak, self.building[0]) <= self.available
+            sizes = max(0, int(passing)), max(0, int(again)), length // ranks
+            memories = [self._memory(*sizes, together) for together in numbers]
+            peak, host = sum(memories[0].device.values()), min(sum(each.host.values()) for each in memories)
+            fits_host = self.host is None or max(host, self.building[1]) <= self.host // min(self.gpus, self.per_node)
+            return fits_host and max(peak, self.building[0]) <= self.available
 
         count = bisect_left(range(1, STEPS * LARGEST + 1), True, key=lambda number: not fits(number * unit))
         return count * unit or None
@@ -255,6 +262,8 @@ class Plan:
             verdict = "fits" if pool.peak <= pool.available else "DOES NOT FIT"
             rows.append((name, f"{gigabytes(pool.peak)} of {gigabytes(pool.available)}: {verdict}"))
         longest = "none" if self.longest is None else f"{self.longest:,} tokens"
+        if self.longest and self.passes.short_tiles:
+            longest += f", in tiles of {self.passes.tile:,}"
         rows.append(("longest sequence that fits", longest))
         rows.append(("planned with", " ".join(f"--set model.{key}={value}" for key, value in self.settings.items())))
         try:

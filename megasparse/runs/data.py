@@ -152,7 +152,7 @@ def _prepare(texts: str, config: Config, output: Path) -> bool:
     parts = find_parts([texts], None, downloads, "files")
     records = [part for part in parts if part.name.lower().endswith(tuple(JSON_SUFFIXES))]
     others = [part for part in parts if part not in {*records}]
-    size_of = lambda parts: sum(path.stat().st_size for path in {part.path for part in parts})  # noqa: E731
+    size_of = lambda parts: sum(part.size if part.member else part.path.stat().st_size for part in parts)  # noqa: E731
     more, less = sorted((others, records), key=size_of, reverse=True)
     report_left_out(texts, len(more), [part.name for part in less], "only the kind with more bytes is read")
     source: Source
@@ -177,6 +177,9 @@ def _prepare(texts: str, config: Config, output: Path) -> bool:
             source = examined = lines_of_json.examine([texts], records, options, 1)
             if examined.documents()["validation"]:
                 break
+        else:
+            problem = f"no document starts in its last {share} % of the bytes, which are held out"
+            raise DataError(texts, problem, "Give more of them, or move the longest to the start")
     else:
         corpus, source = "text", Source.open([texts], None, downloads, "files", others)
         before_last = 1 - source.parts[-1].size / source.total_bytes

@@ -172,6 +172,7 @@ def test_old_files_of_gpt2_are_read(tmp_path, buffer):
         ("mistral", {"sliding_window": 40}, 'sliding_window is 40.*Set "max_position_embeddings" to 40'),
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx is True"),
         ("gpt2", {"model_type": "smollm3"}, "model_type is 'smollm3', which cannot be imported"),
+        ("mistral", {"model_type": "mixtral"}, "model_type is 'mixtral', which cannot be imported. Supported: bert"),
         ("llama", {"megasparse_attention": {}}, "no valid entry megasparse_attention"),
         ("gpt2", replaced_by("full", 60), "max_length of its replaced attention is not the model's 70"),
         ("llama", replaced_by("routing", 70), "its replaced attention has shared queries and keys"),

@@ -173,11 +173,11 @@ def planned(tmp_path, capsys, monkeypatch):
     sizes = {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 9, "num_attention_heads": 4}
     values = {"model_type": "llama", "vocab_size": 300, "num_key_value_heads": 2, "max_position_embeddings": 512}
     (tmp_path / "config.json").write_text(json.dumps({**values, **sizes}))
-    lengths = ("--set", "model.max_length=512", "--set", "data.sequence_length=512")
-    words = ("decoder_64k", "--start", str(tmp_path), *lengths)
+    words = ("decoder_64k", "--start", str(tmp_path))
 
-    def plan(host=10**12, memory=10**12, ranks=1):
-        words_of_memory = ("--gpu-memory", f"{memory}B", "--host-memory", f"{host}B", "--json")
+    def plan(host=10**12, memory=10**12, ranks=1, length=512):
+        lengths = ("--set", f"model.max_length={length}", "--set", f"data.sequence_length={length}")
+        words_of_memory = (*lengths, "--gpu-memory", f"{memory}B", "--host-memory", f"{host}B", "--json")
         shared = ("--gpus", str(ranks), "--set", f"parallel.sequence={ranks}")
         commands.run(door("plan"), *words, *shared, *words_of_memory)
         return json.loads(capsys.readouterr().out)
@@ -197,6 +197,24 @@ def test_tiles_and_recomputed_layers_are_chosen_for_a_card_and_its_host(planned)
     assert tight["peak"] < roomy["peak"] and tight["hardware_flops_per_step"] > roomy["hardware_flops_per_step"]
 
 
+def test_the_longest_length_depends_on_the_card_and_its_host_only(planned):
+    roomy = planned()
+    card = int(roomy["peak"] * 1.01)
+    longest = planned(memory=card)["longest"]
+    assert planned(memory=card, length=256)["longest"] == pytest.approx(longest, rel=0.05)
+    inputs = roomy["memory"]["host"]["offloaded activations"] * longest // 512  # of 9 layers, of which 5 are enough
+    on_host = [planned(inputs // part, card)["longest"] for part in (1, 2)]
+    assert on_host[0] == longest > on_host[1]
+    assert planned(inputs // 2, card, length=on_host[1])["fits"]
+
+
+@pytest.mark.slow
+def test_ranks_that_share_sequences_hold_longer_ones(planned):
+    card = int(planned()["peak"] * 1.01)
+    one, two = (planned(memory=card, ranks=ranks)["longest"] for ranks in (1, 2))
+    assert two > 1.8 * one and planned(memory=card, ranks=2, length=two // 512 * 512)["fits"]
+
+
 @pytest.mark.slow
 def test_tiles_are_chosen_for_ranks_that_share_sequences(planned):
     two, four = planned(ranks=2), planned(ranks=4)
@@ -206,11 +224,14 @@ def test_tiles_are_chosen_for_ranks_that_share_sequences(planned):
     assert four["memory"]["device"]["all-to-all"] == 4 * 128 * 64 * 2
 
 
-def test_quantised_folders_are_rejected(planned, tmp_path, capsys):
+def test_quantised_folders_and_others_are_rejected(planned, tmp_path, capsys):
     file = tmp_path / "config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "quantization_config": {"quant_method": "gptq"}}))
     error = commands.refused(capsys, door("plan"), "decoder_64k", "--start", str(tmp_path), "--gpus", "1")
     assert "its weights are quantised (gptq)" in error
+    file.write_text("{}")
+    error = commands.refused(capsys, door("plan"), "decoder_64k", "--start", str(tmp_path), "--gpus", "1")
+    assert 'its config.json lacks the "model_type" of a Hugging Face model' in error
 
 
 STATES = States(trained=1000, frozen=0, largest=100, moments=8000, rounded=True)

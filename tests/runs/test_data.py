@@ -4,6 +4,7 @@ import json
 import re
 from pathlib import Path
 from typing import Any
+from zipfile import ZipFile
 
 import numpy as np
 import pytest
@@ -38,6 +39,19 @@ def test_the_larger_of_texts_and_json_lines_is_read_and_the_other_reported(tmp_p
     if form == "text":
         size, report = sum(map(len, files.values())), "20 files are read, 1 left out (metadata.jsonl)"
     assert (index.corpus, index.source["bytes"]) == (form, size) and f"shelf: {report}" in capsys.readouterr().err
+
+
+def test_members_of_an_archive_count_with_their_own_bytes(tmp_path, capsys):
+    entry = b'{"text": "an entry"}\n'
+    with ZipFile(tmp_path / "both.zip", "w") as archive:
+        archive.writestr("README.md", "about it")
+        archive.writestr("lines.jsonl", entry * 100)
+    config = config_of(tmp_path / "none").model_copy(update={"run": RunConfig(directory=str(tmp_path / "run"))})
+    index = Index.load(with_texts(config, str(tmp_path / "both.zip"), Ranks()).data.path).file
+    assert (index.corpus, index.source["bytes"]) == ("jsonl", 800)
+    assert "1 files are read, 1 left out (README.md)" in capsys.readouterr().err
+    (tmp_path / "long.jsonl").write_bytes(entry * 100 + entry.replace(b"an", b"an" * 2000))
+    refusal(lambda: with_texts(config, str(tmp_path / "long.jsonl"), Ranks()), DataError, "last 30 % of the bytes")
 
 
 @pytest.fixture

@@ -237,6 +237,12 @@ class Renderer:
             return tokenizer.apply_chat_template(shown, tools=tools, tokenize=False, add_generation_prompt=prompt)
 
         try:
+            whole = render(len(messages))
+            calls = (call for message in messages for call in message.get("tool_calls", ()))
+            if any((call.get("function") or call).get("name", "") not in whole for call in calls):
+                raise Invalid(
+                    "the chat template leaves tool_calls out", "use a model with tools, or write calls as text"
+                )
             if GENERATION.search(tokenizer.get_chat_template(None, tools)):
                 if quoted != plain:
                     raise Invalid("a message contains the name of a special token", "remove it from the text")
@@ -246,7 +252,6 @@ class Renderer:
                 if not all(answers.values()):
                     scored = _weighted(scored, list(answers.values()))
                 return np.array(both["input_ids"]), scored
-            whole = render(len(messages))
             if re.search("[\ufdd0\ufdd1]", QUOTED.sub("", whole)):
                 raise Invalid("the chat template cuts the name of a special token in a message", "remove the name")
             spans = [_span(render, whole, i) for i, weight in answers.items() if weight]
@@ -378,7 +383,8 @@ def _messages(record: Mapping[str, Any]) -> list[dict[str, Any]]:
             content = "".join(texts) if all(isinstance(text, str) for text in texts) else texts
         if not isinstance(content, str | None):
             raise Invalid(f"the content of a message of the role {role} is not text", "keep its text only")
-        if not (content or "").strip() and not (role == "assistant" and message.get("tool_calls")):
+        may_be_empty = content is not None if role == "tool" else role == "assistant" and message.get("tool_calls")
+        if not (content or "").strip() and not may_be_empty:
             raise Invalid(f"a message of the role {role} is empty", "fill it, or remove the conversation")
         if (weight := message.get("weight")) not in (None, 0, 1) or (weight and role != "assistant"):
             raise Invalid(

@@ -266,7 +266,7 @@ class RecordCorpus(TextCorpus):
         total = int(lengths.sum())
         if not total:
             reasons = ", ".join(f"{count:,} {reason}" for reason, count in _by_reason(files).items()) or "no records"
-            raise DataError(" ".join(locations), f"no text is left of it ({reasons})", "Check --source")
+            raise DataError(" ".join(locations), f"no text is left of it ({reasons})", "Check its content")
         texts_of_file = [len(file.lengths) for file in files]
         if file_splits:
             names = tuple(dict.fromkeys(file_splits))

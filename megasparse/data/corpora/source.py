@@ -81,7 +81,7 @@ class Part:
     raw: bool
     """Neither decompressed nor opened as an archive."""
     size: int = 0
-    """Bytes of its content."""
+    """Bytes of its content; of a file that `Source.open` has not read, 0."""
     crc32: int = 0
     not_utf8: int | None = None
     """Offset of the first byte that is not UTF-8; None if all are, or if `raw`."""
@@ -245,7 +245,8 @@ def _parts(file: Path, name: str, member: str | None, kind: Kind) -> Iterator[Pa
     hidden = [] if member is not None else [name for name in members if is_hidden(name, ZIP_HIDDEN)]
     chosen = [name for name in members if member is not None or not is_hidden(name, ZIP_HIDDEN)]
     report_left_out(file, len(chosen), hidden, "they are hidden")
-    yield from (Part(file, name, name, False) for name in chosen)
+    sizes = {info.filename: info.file_size for info in infos}
+    yield from (Part(file, name, name, False, sizes[name]) for name in chosen)
 
 
 def _is_archive(file: Path) -> bool:

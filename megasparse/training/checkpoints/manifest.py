@@ -184,7 +184,11 @@ def find_checkpoint(directory: Path) -> Path:
             return newest
     refuse_adapters(directory)
     hint = "Use a run's folder (megasparse quickstart makes runs/quickstart), or one of its checkpoints/00001000"
-    raise CheckpointError(directory, "contains no checkpoint", hint)
+    problem = "contains no checkpoint"
+    with suppress(OSError, ValueError, TypeError, RecursionError):
+        if "model_type" not in json.loads(read_file(directory / "config.json")):
+            problem += ', and its config.json lacks the "model_type" of a Hugging Face model'
+    raise CheckpointError(directory, problem, hint)
 
 
 def refuse_adapters(folder: Path) -> None:

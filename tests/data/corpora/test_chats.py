@@ -139,6 +139,8 @@ def test_parts_of_text_completions_and_tools_are_the_same_conversation(tmp_path)
     tokens = tokens_of(file, {"messages": called})
     call = '[{"function": {"name": "f", "arguments": {"x": 1}}}]'
     assert decoded(file, tokens[tokens < UNSCORED]) == f"{call}<|im_end|>\n9 miles<|im_end|>\n"
+    called[2]["content"] = " "  # a tool without a result
+    assert (tokens_of(file, {"messages": called}) < UNSCORED).sum() == (tokens < UNSCORED).sum()
     null = (
         "{% if tools is not none or 'tool_calls' in m or m.name is defined %}{{ raise_exception('null') }}{% endif %}"
     )
@@ -205,6 +207,10 @@ BAD = {
     "tools as text": ({**conversation("How far?", "Far."), "tools": "[]"}, "its tools are not a list of objects", ""),
     "calls as text": (
         {"messages": [GOOD["messages"][0], {"role": "assistant", "tool_calls": "f()"}]}, "its tool_calls are not a", "",
+    ),
+    "calls left out": (
+        {"messages": [*GOOD["messages"][:1], {**GOOD["messages"][1], "tool_calls": [{"name": "look_up"}]}]},
+        "the chat template leaves tool_calls out", "use a model with tools",
     ),
     "weight of a user": (
         {"messages": [{"role": "user", "content": "x", "weight": 1}]},
