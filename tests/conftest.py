@@ -22,7 +22,7 @@ if os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton"):  # which i
         return execute(*args, **kwargs)
 
     def patch_once(function):
-        """Patch each module of the language once per launch, not in every call of a function: half of the time."""
+        """Patch each module of the language once per launch, not in every call of a function: a third of the time."""
         modules = {x.__name__ for x in function.__globals__.values() if x is language or x is language.core}
         if not modules <= patched:
             patched.update(modules)
