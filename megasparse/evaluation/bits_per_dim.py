@@ -72,7 +72,7 @@ class ScoredWindow:
 
 @dataclass(frozen=True)
 class Windows:
-    """How to divide a split: windows of `length` tokens, one every `stride` tokens, `batch` of them in a pass."""
+    """How to divide a split: windows of `length` tokens, one every `stride` tokens, evaluated `batch` at once."""
 
     length: int
     stride: int | None = None
