@@ -108,7 +108,7 @@ def _blocks(
     members = None
     width = head_dim
     if spec.count_clusters and clusters > 1 and not q.is_meta:  # meta lists contain no values
-        members = _memberships(query_index, length), _memberships(key_index, key_length)
+        members = (_Memberships(query_index, length), _Memberships(key_index, key_length))
         width = head_dim + clusters
     elements = _CPU_BLOCK_ELEMENTS if q.device.type == "cpu" else _GPU_BLOCK_ELEMENTS
     tile = min(places, max(1, elements // max(keys, width)))
@@ -124,7 +124,7 @@ def _blocks(
         key_visible = (key >= 0) if key_mask is None else (key >= 0) & key_mask[b[:, None], token]
         key_row = token + row[:, None] * key_length
         k_block, v_block = (x[key_row].to(dtype) for x in (k_rows, v_rows))  # (n, Mk, D)
-        key_members = _clusters_of(key_row, members[1], dtype) if members else None
+        key_members = members[1].of(key_row, dtype) if members else None
         for query in query_index[b, h, cluster].long().split(tile, dim=1):  # (n, m)
             visible = key_visible[:, None, :] & (query >= 0)[:, :, None]  # (n, m, Mk)
             if spec.causal:
@@ -137,7 +137,7 @@ def _blocks(
             q_block = q_rows[query_row].to(dtype)  # (n, m, D)
             score = torch.bmm(q_block, k_block.transpose(1, 2)).mul_(spec.scale)  # (n, m, Mk)
             if members is not None and key_members is not None:
-                count = torch.bmm(_clusters_of(query_row, members[0], dtype), key_members.transpose(1, 2))  # (n, m, Mk)
+                count = torch.bmm(members[0].of(query_row, dtype), key_members.transpose(1, 2))  # (n, m, Mk)
                 score -= count.clamp_min(1.0).log_()
             score.masked_fill_(~visible, -torch.inf)
             factors = None
@@ -148,20 +148,28 @@ def _blocks(
             yield PairBlock(query_row, q_block, k_block, v_block, key_row.flatten(), score, factors)
 
 
-def _memberships(index: Tensor, length: int) -> Tensor:
-    """Return which tokens (B·H·L) are in which clusters (W), sparse, because a dense table would take L·W numbers."""
-    token = index.flatten(0, 1).flatten(1).long()  # (B·H, W·M)
-    cluster = torch.arange(index.shape[2], device=token.device).repeat_interleave(index.shape[3]).expand_as(token)
-    places = torch.stack([token + torch.arange(len(token), device=token.device)[:, None] * length, cluster])
-    places = places[:, token >= 0]
-    size = len(token) * length, index.shape[2]
-    ones = torch.ones(places.shape[1], device=token.device)
-    return torch.sparse_coo_tensor(places, ones, size, check_invariants=False).coalesce()
+class _Memberships:
+    """Clusters of each token, as lists sorted by token, without a dense L·W table."""
 
+    def __init__(self, index: Tensor, length: int):
+        self.clusters = index.shape[2]
+        token = index.flatten(0, 1).flatten(1).long()  # (B·H, W·M)
+        real = token >= 0
+        token = (token + torch.arange(len(token), device=token.device)[:, None] * length)[real]  # across all rows
+        cluster = torch.arange(self.clusters, device=token.device).repeat_interleave(index.shape[3])
+        self.size = torch.bincount(token, minlength=len(real) * length)
+        self.first = self.size.cumsum(0) - self.size
+        self.cluster = cluster.expand(len(real), -1)[real][token.argsort(stable=True)]
 
-def _clusters_of(tokens: Tensor, members: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return 1 if a token (…), numbered across all rows, is in a cluster, else 0: (…, W)."""
-    return members.index_select(0, tokens.flatten()).to_dense().to(dtype).unflatten(0, tokens.shape)
+    def of(self, tokens: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return 1 if a token (…), numbered across all rows, is in a cluster, else 0: (…, W)."""
+        flat = tokens.flatten()
+        size = self.size[flat]
+        entry = torch.arange(flat.numel(), device=flat.device).repeat_interleave(size)
+        number = torch.arange(entry.numel(), device=flat.device) - (size.cumsum(0) - size)[entry]
+        table = torch.zeros(flat.numel(), self.clusters, dtype=dtype, device=flat.device)
+        table[entry, self.cluster[self.first[flat][entry] + number]] = 1.0
+        return table.view(*tokens.shape, self.clusters)
 
 
 def _merge(out: Tensor, lse: Tensor, rows: Tensor, part: Tensor, part_lse: Tensor) -> None:
