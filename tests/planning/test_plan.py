@@ -197,6 +197,7 @@ def test_tiles_and_recomputed_layers_are_chosen_for_a_card_and_its_host(planned)
     assert tight["peak"] < roomy["peak"] and tight["hardware_flops_per_step"] > roomy["hardware_flops_per_step"]
 
 
+@pytest.mark.slow
 def test_the_longest_length_depends_on_the_card_and_its_host_only(planned):
     roomy = planned()
     card = int(roomy["peak"] * 1.01)
