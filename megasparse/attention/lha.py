@@ -72,7 +72,8 @@ class HashExample(NamedTuple):
 
 
 SAMPLES = 256
-"""Queries per step (sampled: per document) that train the hash."""
+"""Queries per step (sampled: per document) that train the hash. The error of the mean divergence falls with the square
+root of this number; using all queries would cost as much as full attention."""
 SAMPLED_KEYS = 1024
 """Keys per document that train the hash, and draws per query, with sampled utilities; all if a document is shorter."""
 FEATURES = 256

@@ -68,7 +68,7 @@ class RankedAttention(TaughtSketch):
     Two losses train it: the divergence of the sketch from the heads' full attention, and `bucket_loss`.
     """
 
-    # With larger weights one bucket gets almost all probability.
+    # With larger weights one bucket gets almost all probability, so gradients vanish.
     initial_deviations = dict.fromkeys(("query_buckets.weight", "key_buckets.weight"), 0.02)
 
     def __init__(self, config: RankedAttentionConfig, spec: MechanismSpec):

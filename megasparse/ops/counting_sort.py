@@ -18,6 +18,7 @@ def counting_sort(keys: Tensor, bits: int, ordered: Tensor | None = None, revers
     Returns:
         (rows, L) int32: [r, i] is the position of row r's i-th smallest key; equal keys keep their order.
     """
+    assert keys.dim() == 2 and keys.dtype in (torch.int16, torch.int32) and 1 <= bits <= 31
     values, order = torch.sort(keys, dim=-1, stable=True)
     if reverse:
         values = values.flip(-1)

@@ -330,6 +330,7 @@ def expected_attention(
     to [−1, 1]; ∂W_ij/∂(q_i·k_j) is the paper's lower bound τ/2·W_ij (Eq. 19), which is finite everywhere. Returns out
     (B, H, Lq, D) and W's row sums (B, H, Lq), in fp32 or wider.
     """
+    assert not spec.causal or q.shape[2] == k.shape[2]
     return _ExpectedAttention.apply(q, k, v, groups(q, k, key_mask, segments), spec)
 
 

@@ -15,6 +15,7 @@ from megasparse.ops.random import Key, bits_by_head, normal_by_head
 
 _BLOCK_ELEMENTS = 1 << 21  # rotated numbers per block: 8 MB of fp32
 _SIGN_ELEMENTS = 1 << 20  # projected numbers per block: 4 MB of fp32
+MOST_BITS = 30  # codes are int32 at most
 Kind = Literal["hadamard", "gaussian"]
 
 
@@ -96,6 +97,7 @@ def sign_codes(x: Tensor, key: Key, heads: range, hashes: int, code_bits: int, k
         Codes (B, H, m, L), 0 <= code < 2^τ, int16 up to 15 bits, else int32. Computed in fp32 or wider.
     """
     batch, heads_count, length, width = x.shape
+    assert len(heads) == heads_count
     planes = hash_planes(key, heads, hashes, code_bits, width, kind, x.device)
     dtype = wide_dtype(x)
     groups = planes.shape[1]
@@ -126,6 +128,7 @@ def hash_planes(
     """Draw Gaussian hyperplanes, (H, m, τ, D) fp32; or the diagonals D₁, D₂, D₃ of every transform, (H, groups of P
     hashes, τ, 3, P) int32, whose sign bits are the signs.
     """
+    assert 1 <= code_bits <= MOST_BITS
     if kind == "gaussian":
         return normal_by_head(key, heads, hashes, code_bits * width, device).view(len(heads), hashes, code_bits, width)
     power = 1 << (width - 1).bit_length()

@@ -267,6 +267,7 @@ def sign_codes(x: Tensor, key: Key, heads: range, hashes: int, code_bits: int, k
     """Compute `hashing.sign_codes` in one launch."""
     x = whole_vectors(x)
     batch, count, length, width = x.shape
+    assert len(heads) == count
     planes = hash_planes(key, heads, hashes, code_bits, width, kind, x.device)
     codes = torch.empty(batch, len(heads), hashes, length, dtype=code_dtype(1 << code_bits), device=x.device)
     shared = {"x": x, "codes": codes, "length": length, "heads": count, "hashes": hashes, "bits": code_bits, "D": width}

@@ -23,14 +23,18 @@ class Window:
         kind: `band`, the last M tokens of the query's bucket, without a causal mask also the next M − 1; or `chunk`,
             the query's chunk of M sorted tokens and the previous chunk (Reformer Eq. 5). Later tokens move borders.
         chunk: M, in tokens.
-        same_bucket: Hide tokens of other buckets, without which a band is not causal.
-        ahead: Include the chunk after the query's; not with a band.
+        same_bucket: Hide tokens of other buckets.
+        ahead: Include the chunk after the query's.
     """
 
     kind: Literal["band", "chunk"]
     chunk: int
     same_bucket: bool = True
     ahead: bool = False
+
+    def __post_init__(self) -> None:
+        assert self.kind == "chunk" or self.same_bucket, "a band is causal only with the same-bucket mask"
+        assert self.kind == "chunk" or not self.ahead, "a band is two-sided if attention is not causal"
 
     @property
     def width(self) -> int:
