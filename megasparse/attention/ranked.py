@@ -63,7 +63,7 @@ class RankedAttention(TaughtSketch):
 
     With q′ = W_q·q and k′ = W_k·k, of the heads that share a sketch: a key is in bucket argmax_b (c_b·k′ + γ_b). A
     query searches the P buckets with the largest e_b·q′ + ε_b, and reads the K keys in them with the largest q′·k′/√d,
-    earlier positions first among equals.
+    earlier positions first among equals. Only keys at or before the query take part, so the choice is strictly causal.
 
     Two losses train it: the divergence of the sketch from the heads' full attention, and `bucket_loss`.
     """
