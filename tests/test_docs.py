@@ -84,15 +84,14 @@ def test_settings_of_a_command_are_not_the_defaults(path):
     assert not [keys for keys, differs in changed.items() if not differs]
 
 
-@pytest.mark.parametrize("lab", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_pretrainings_of_documents_dry_run_scaled_down(lab):
-    """Each model once, of the pages of experiments in `make test-all`."""
+@pytest.mark.slow
+def test_pretrainings_of_documents_dry_run_scaled_down():
+    """Each model once."""
     models = {}
     for path in DOCUMENTS:
-        if (path.parent.name == "lab") is lab:
-            trained = [words for words in commands(path.read_text(encoding="utf-8")) if "--help" not in words]
-            small = [reduced(run) for words in trained for run in runs(words) if isinstance(run, Config)]
-            models |= {config.model.model_dump_json(): (path, config) for config in small}
+        trained = [words for words in commands(path.read_text(encoding="utf-8")) if "--help" not in words]
+        small = [reduced(run) for words in trained for run in runs(words) if isinstance(run, Config)]
+        models |= {config.model.model_dump_json(): (path, config) for config in small}
     for path, config in models.values():
         try:
             assert math.isfinite(dry_run(config).loss)

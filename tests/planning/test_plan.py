@@ -121,7 +121,13 @@ def test_a_deep_model_is_continued_from_shallow_ones(model):
         assert part == pytest.approx(1, rel=0.03)
 
 
-@pytest.mark.parametrize("lora", [None, {"targets": ["query", "value", "output"]}], ids=["all", "adapters"])
+@pytest.mark.parametrize(
+    "lora",
+    [
+        pytest.param(None, id="all", marks=pytest.mark.slow),
+        pytest.param({"targets": ["query", "value", "output"]}, id="adapters"),
+    ],
+)
 def test_a_pass_of_many_tiles_is_continued_from_short_ones(lora, monkeypatch):
     monkeypatch.setattr(passes, "SHORTEST", 256)
     tiles = {"feed_forward_tiles": 16, "loss_tiles": 64, "layers": 2, "activations": "checkpoint_cpu"}
@@ -278,7 +284,7 @@ def test_the_longest_length_of_layers_in_tiles_fits_although_another_phase_needs
     assert planned(longest, available).fits and not planned(longest + 64, available).fits
 
 
-@pytest.mark.parametrize("activations", ["checkpoint", "checkpoint_cpu"])
+@pytest.mark.parametrize("activations", ["checkpoint", pytest.param("checkpoint_cpu", marks=pytest.mark.slow)])
 def test_full_attention_that_is_recomputed_has_no_scores_on_a_gpu(activations):
     """Scores of 4,096 × 4,096 pairs and 4 heads are not counted; layer inputs are on the configured device."""
     counted = {}
@@ -325,7 +331,7 @@ def test_seconds_by_hand():
     assert [duration(seconds) for seconds in (28.0, 1800.0, 36e4)] == ["0.47 minutes", "30 minutes", "100.0 hours"]
 
 
-@pytest.mark.parametrize("gpu", ["H100", "H200"])
+@pytest.mark.parametrize("gpu", ["H200", pytest.param("H100", marks=pytest.mark.slow)])
 def test_steps_are_planned_as_measured(gpu):
     """A micro-batch of reformer_64k, and of the same with full attention: time and memory."""
     rows = map(json.loads, (MEASURED / f"{gpu.lower()}.jsonl").read_text().splitlines())

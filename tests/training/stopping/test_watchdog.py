@@ -246,8 +246,15 @@ def test_without_a_timeout_no_watchdog_fires(start):
     assert rank.communicate(timeout=LIMIT) == (None, f"{rank.pid}\n") and rank.returncode == 0
 
 
-@pytest.mark.parametrize("how", [signal.SIGSTOP, signal.SIGKILL])
-@pytest.mark.parametrize(("timeout", "body"), [(100, "time.sleep(1)"), (0.3, "hang()")])
+@pytest.mark.parametrize(
+    ("how", "timeout", "body"),
+    [
+        (signal.SIGSTOP, 0.3, "hang()"),
+        (signal.SIGKILL, 100, "time.sleep(1)"),
+        pytest.param(signal.SIGSTOP, 100, "time.sleep(1)", marks=pytest.mark.slow),
+        pytest.param(signal.SIGKILL, 0.3, "hang()", marks=pytest.mark.slow),
+    ],
+)
 def test_a_store_that_never_answers_is_not_fatal_and_named_if_the_rank_hangs(start, how, timeout, body):
     serve = "store = TCPStore('127.0.0.1', 0, 2, True, wait_for_workers=False)"
     host = start(f"{serve}; print(store.port, file=sys.stderr, flush=True); hang()", timeout=0)
