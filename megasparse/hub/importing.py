@@ -392,13 +392,17 @@ def adapted(config: Config, device: torch.device) -> nn.Module:
 def write_start(config: Config, source: Path, output: Path) -> tuple[list[str], list[str]]:
     """Write OUTPUT/checkpoints/00000000, the model of `config` before its first step, with the pretrained weights of
     `source` and initial values for all others. A shorter table of positions is repeated. Return the names of the
-    others, and of unused pretrained weights. Raises HubError if a weight has another shape or the tokenizers differ.
+    others, and of unused pretrained weights. Raises HubError if a weight has another shape or the tokenizers differ,
+    and ConfigError if adapters would leave one of the others, outside mechanisms, untrained.
     """
     pretrained, tokenizer = _weights_of(source)
     if tokenizer != identity(config.data.tokenizer):
         problem = f"its tokenizer ({tokenizer['name']}) differs from data.tokenizer = {config.data.tokenizer}"
         raise HubError(source, problem, "Prepare the data with the model's tokenizer, and set data.tokenizer to it")
     new = [name for name in shapes(config.model) if name not in pretrained]
+    if config.lora is not None and (frozen := [name for name in new if "mechanisms." not in name]):
+        problem = f"adapters are trained, and {source} lacks {frozen[0]}, which would keep its initial value"
+        raise ConfigError("lora", problem, "Train all weights (--set lora=null), or keep the pretrained model's parts")
     model = deferred_model(config.model, config.run.seed) if new else unfilled(config.model)
     weights = {**dict(model.named_parameters()), **persistent_buffers(model)}
     if "embedding.weight" not in pretrained:

@@ -165,8 +165,10 @@ def test_a_start_that_does_not_fit_leaves_nothing(tmp_path, capsys):
     for arguments, sections, message in (
         (["--start", path], {"model": {"d_ff": 64}}, "feed_forward.up has shape"),
         (["--start", tmp_path / "nothing"], {}, "nothing"),
+        (["--start", path, "--set", 'lora.targets=["query"]'], {"model": {"ngrams": {"rows": 9}}},
+         "lacks embedding.ngrams.tables.0, which would keep its initial value"),
         (["--start", path, "--resume", "never"], {}, "--start: cannot be combined with --resume never"),
-    ):
+    ):  # fmt: skip
         program = partial(lambda more, words: start(tmp_path, config, *words, **more), sections)
         assert message in refused(capsys, program, *arguments)
         assert not (tmp_path / "trained" / "start").exists()

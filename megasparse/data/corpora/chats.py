@@ -51,7 +51,7 @@ GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 QUOTED = re.compile("(\ufdd0[^\ufdd1]*\ufdd1)")
 """Name of a special token in a message, which is text, between two characters that no text contains."""
 ANSWER = "\ufdd2"
-"""Stands for an answer whose place in a conversation is searched."""
+"""Stands for an answer whose place in a conversation is searched, or for the name of a called tool."""
 KEY = 4
 """Characters by which the end of a turn is searched."""
 FORM = 'write {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}'
@@ -238,11 +238,12 @@ class Renderer:
 
         try:
             whole = render(len(messages))
-            calls = (call for message in messages for call in message.get("tool_calls", ()))
-            if any((call.get("function") or call).get("name", "") not in whole for call in calls):
-                raise Invalid(
-                    "the chat template leaves tool_calls out", "use a model with tools, or write calls as text"
-                )
+            for i, message in enumerate(messages):
+                calls = [_changed(call, name=ANSWER) for call in message.get("tool_calls", ())]
+                if calls and render(i, answers=[{**message, "tool_calls": calls}]).count(ANSWER) < len(calls):
+                    raise Invalid(
+                        "the chat template leaves tool_calls out", "use a model with tools, or write calls as text"
+                    )
             if GENERATION.search(tokenizer.get_chat_template(None, tools)):
                 if quoted != plain:
                     raise Invalid("a message contains the name of a special token", "remove it from the text")
@@ -328,12 +329,19 @@ def _called(calls: Any) -> list[Any]:
         raise Invalid("its tool_calls are not a list of objects", "write the name and arguments of each call")
     parsed = []
     for call in calls:
-        function = call.get("function")
-        text = function.get("arguments") if isinstance(function, dict) else None
+        function = call.get("function") or call
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise Invalid("a tool call has no name", 'write {"function": {"name": "...", "arguments": {}}}')
+        text = function.get("arguments")
         if isinstance(text, str) and isinstance(arguments := json_object(text.encode()), dict):
-            call = {**call, "function": {**function, "arguments": arguments}}
+            call = _changed(call, arguments=arguments)
         parsed.append(call)
     return parsed
+
+
+def _changed(call: Mapping[str, Any], **fields: Any) -> dict[str, Any]:
+    """Return a tool call whose function has these fields; calls may also be functions themselves."""
+    return {**call, "function": {**call["function"], **fields}} if call.get("function") else {**call, **fields}
 
 
 def _turns(record: Mapping[str, Any]) -> list[dict[str, Any]] | None:
@@ -381,6 +389,8 @@ def _messages(record: Mapping[str, Any]) -> list[dict[str, Any]]:
         if isinstance(content, list):
             texts: list[Any] = [_text_of(part) for part in content]
             content = "".join(texts) if all(isinstance(text, str) for text in texts) else texts
+        if message.get("function_call"):
+            raise Invalid("function_call, which chat templates do not read", "write tool_calls and the role tool")
         if not isinstance(content, str | None):
             raise Invalid(f"the content of a message of the role {role} is not text", "keep its text only")
         may_be_empty = content is not None if role == "tool" else role == "assistant" and message.get("tool_calls")

@@ -313,6 +313,8 @@ def _require_text(part: Part, start: bytes) -> None:
     for kind, (offset, signature) in SIGNATURES.items():
         if start.startswith(signature, offset):
             hint = "Unpack it: .gz, .bz2, .xz, .zst and .zip are read as they are if their names end so"
+            if signature in (b"PAR1", b"ARROW1"):
+                hint = "Write its rows to .jsonl, or read its texts by prepare-data parquet or huggingface"
             if "UTF" in kind:
                 hint = f"Convert it: iconv -f {kind[8:14].lower()} -t utf-8"  # of "text in UTF-16"
             raise DataError(part, f"this is {kind}, not plain text", EXTRACT if "PDF" in kind else hint)

@@ -212,6 +212,18 @@ BAD = {
         {"messages": [*GOOD["messages"][:1], {**GOOD["messages"][1], "tool_calls": [{"name": "look_up"}]}]},
         "the chat template leaves tool_calls out", "use a model with tools",
     ),
+    "calls left out, whose name the question contains": (
+        {"messages": [*GOOD["messages"][:1], {"role": "assistant", "content": "", "tool_calls": [{"name": "far"}]}]},
+        "the chat template leaves tool_calls out", "use a model with tools",
+    ),
+    "call without a name": (
+        {"messages": [*GOOD["messages"][:1], {"role": "assistant", "tool_calls": [{"function": {"name": None}}]}]},
+        "a tool call has no name", 'write {"function": {"name"',
+    ),
+    "function_call": (
+        {"messages": [*GOOD["messages"][:1], {**GOOD["messages"][1], "function_call": {"name": "f"}}]},
+        "function_call, which chat templates do not read", "write tool_calls",
+    ),
     "weight of a user": (
         {"messages": [{"role": "user", "content": "x", "weight": 1}]},
         "weight 1 of a message of the role user", "give answers",

@@ -86,7 +86,8 @@ PACKED = {
 @together("name", PACKED)
 def test_a_packed_file_is_not_taken_for_text(tmp_path, name):
     (tmp_path / name).write_bytes(PACKED[name])
-    hint = {"le.txt": "iconv -f utf-16 -t", "be.csv": "iconv -f utf-16 -t", "32.txt": "iconv -f utf-32 -t"}
+    hint = {"le.txt": "iconv -f utf-16 -t", "be.csv": "iconv -f utf-16 -t", "32.txt": "iconv -f utf-32 -t",
+            "x.parquet": "Write its rows to .jsonl"}  # fmt: skip
     hint = hint.get(name, "Unpack it")
     for path in (tmp_path / name, write_zip(tmp_path / "x.zip", {name: PACKED[name]})):
         refusal(partial(open_source, path), match=rf"{name}: this is .*, not plain text\. .*{hint}")
