@@ -345,8 +345,8 @@ class LHAAttention(BandAttention):
     def exact(self) -> "LHAAttention | None":
         if not self.shifted_keys:
             return None
-        everything = {"local": True, "chunk": self.spec.max_length, "hash": "random"}
-        return LHAAttention(self.config.model_copy(update=everything), self.spec)
+        everything = self.config.changed(local=True, chunk=self.spec.max_length, hash="random")
+        return LHAAttention(everything, self.spec)
 
     def flops(self, length: int) -> Flops:
         """Pairs in windows, assuming buckets of equal size, plus the hash functions."""

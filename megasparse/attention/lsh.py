@@ -177,7 +177,7 @@ class LSHAttention(BandAttention):
             return None
         window = {"local": True, "chunk": self.spec.max_length}
         hashes = {"rounds": 1, "evaluation_rounds": None, "buckets": 2, "evaluation_buckets": None}
-        return LSHAttention(self.config.model_copy(update={**window, **hashes}), self.spec)
+        return LSHAttention(self.config.changed(**window, **hashes), self.spec)
 
     def flops(self, length: int) -> Flops:
         """Pairs in windows. Codes, forward only: in each round 2·D for each of half as many rotation vectors as the sum

@@ -79,7 +79,7 @@ class SmartBirdAttentionConfig(SketchSection):
     def with_labels(self, labels: int) -> "SmartBirdAttentionConfig":
         if self.predicts is None:
             return self
-        return self.model_copy(update={"objective": "pooled", "labels": labels})
+        return self.changed(objective="pooled", labels=labels)
 
 
 @mechanism("smart_bird", SmartBirdAttentionConfig)

@@ -113,8 +113,8 @@ class YOSOAttention(Attention):
         return self._changed(expectation=True)
 
     def _changed(self, expectation: bool) -> "YOSOAttention":
-        changes = {"expectation": expectation, "convolution": None, "code_bits": self.code_bits}
-        return YOSOAttention(self.config.model_copy(update=changes), self.spec)
+        config = self.config.changed(expectation=expectation, convolution=None, code_bits=self.code_bits)
+        return YOSOAttention(config, self.spec)
 
     def start_from_pretrained(self) -> None:
         if self.convolution is not None:

@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from megasparse.config.schema import Config, ModelConfig, evaluation_rounds
 from megasparse.data.index import Index
@@ -44,27 +44,27 @@ def restore(directory: str | Path, overrides: Sequence[str] = ()) -> tuple[Model
     else:
         values["run"]["engine"] = "deepspeed"  # required for sequence parallelism
     config = build_config(values, overrides)
-    run = config.run.model_copy(update={"engine": "torch" if alone else "deepspeed"})
+    run = config.run.changed(engine="torch" if alone else "deepspeed")
     ranks = start_ranks(run, config.parallel.sequence)
     model = build_model(config.model, config.run.seed)
-    return load_for_evaluation(model, checkpoint, config.training.precision, ranks), config, checkpoint, ranks
+    load_for_evaluation(model, checkpoint, config.training.precision, ranks)
+    return model, config, checkpoint, ranks
 
 
-def load_for_evaluation(model: Any, checkpoint: Checkpoint, precision: str, ranks: Ranks) -> Any:
-    """Return the model with a checkpoint's weights, in a precision, on the device of its rank."""
+def load_for_evaluation(model: nn.Module, checkpoint: Checkpoint, precision: str, ranks: Ranks) -> None:
+    """Fill the model with a checkpoint's weights, in a precision, and move it to the device of its rank."""
     load_weights(model, checkpoint)
     if precision == "bf16":
         for parameter in model.parameters():
             parameter.data = parameter.data.bfloat16()
-    return model.to(ranks.device).eval()
+    model.to(ranks.device).eval()
 
 
 def trained_tokenizer(config: Config, checkpoint: Checkpoint) -> Tokenizer:
     """Return the tokenizer of a configuration, which must be the checkpoint's."""
     tokenizer, trained = build_tokenizer(config.data.tokenizer), checkpoint.manifest["tokenizer"]
-    identity = {"name": tokenizer.name, "sha256": tokenizer.sha256}
-    if identity != trained:
-        names = [f'"{x.get("name")}" (sha256 {x.get("sha256", "")[:12]}…)' for x in (identity, trained)]
+    if tokenizer.identity != trained:
+        names = [f'"{x.get("name")}" (sha256 {x.get("sha256", "")[:12]}…)' for x in (tokenizer.identity, trained)]
         problem = f"{names[0]}, but the checkpoint was trained with {names[1]}"
         raise ConfigError("data.tokenizer", problem, "Set it to the tokenizer of the training")
     return tokenizer
@@ -140,7 +140,7 @@ def protocol_of(
         checkpoint_step=checkpoint.step,
         data_fingerprint=index.fingerprint,
         trained_on_fingerprint=checkpoint.manifest["data_fingerprint"],
-        tokenizer={"name": tokenizer.name, "sha256": tokenizer.sha256},
+        tokenizer=tokenizer.identity,
         lossless=tokenizer.lossless,
         record=index.record,
         split_bytes=section.raw_bytes,

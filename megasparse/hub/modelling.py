@@ -142,7 +142,7 @@ class MegasparsePreTrainedModel(PreTrainedModel):
         """Resize embeddings, head and its bias in place. Called by `resize_token_embeddings` of transformers."""
         rows = self.config.vocab_size if new_num_tokens is None else new_num_tokens
         rows += -rows % (pad_to_multiple_of or 1)
-        settings = self.settings.model_copy(update={"vocabulary": rows})
+        settings = self.settings.changed(vocabulary=rows)
         check_model(settings)  # raises an error if special tokens would be removed
         self.settings = settings
         for name, weight in self.model.named_parameters():
@@ -562,7 +562,7 @@ class MegasparseForSequenceClassification(MegasparsePreTrainedModel):
     """
 
     def add_head(self) -> None:
-        self.settings = self.settings.model_copy(update={"document_separator": None})  # inputs are a text or a pair
+        self.settings = self.settings.changed(document_separator=None)  # inputs are a text or a pair
         streams = 2 if self.settings.blocks == "reversible" else 1
         self.classifier = nn.Linear(streams * self.settings.d_model, self.config.num_labels or 2)
 

@@ -205,7 +205,7 @@ class Table(RowTask):
             hint = "List two classes or more, each once; [] predicts numbers, null uses the training file's classes"
             raise ConfigError("task.labels", f"{json_text(labels)[:80]} is not valid", hint)
         self.classes = tuple(labels) if labels is not None else self._classes_of(find_file(config.source))
-        self.config = config.model_copy(update={"labels": list(self.classes)})
+        self.config = config.changed(labels=list(self.classes))
         numbers = [parse_number(label) for label in self.classes]
         if None not in numbers and any(value != int(value or 0) for value in numbers):
             title = f'warning: the {len(numbers)} real numbers in the column "{config.label}" are treated as classes'

@@ -252,7 +252,7 @@ class TaskModel(nn.Module):
         self.body, self.outputs = body, outputs
         fits = body.pooler is not None and not towers and config.hidden in (0, body.width)
         self.pooling = config.pooling or ("pooler" if fits else "last" if body.causal else "mean")
-        self.head = Head(body.width, outputs, config.model_copy(update={"pooling": self.pooling}), towers, seed)
+        self.head = Head(body.width, outputs, config.changed(pooling=self.pooling), towers, seed)
         if self.pooling == "pooler" and body.pooler is not None:
             for parameter, value in zip(self.head.dense.parameters(), body.pooler, strict=True):
                 parameter.data.copy_(value)

@@ -85,12 +85,13 @@ def restore_task(directory: str | Path, overrides: Sequence[str] = (), task: str
         raise ConfigError("--task", f'"{chosen.name}" has other classes or inputs', f"Use --task {trained.name}")
     run = Path(os.path.abspath(checkpoint.path)).parents[1]
     form = FORMS[chosen.form](chosen, config)
-    body, tokenizer = body_of_run(run, settings.model_copy(update={"start": config.start}), form, checkpoint)
+    body, tokenizer = body_of_run(run, settings.changed(start=config.start), form, checkpoint)
     if tokenizer.sha256 != checkpoint.manifest["tokenizer"].get("sha256"):
         raise CheckpointError(run / FOLDER, "its tokenizer is not the one of the checkpoint's training", COPY)
     require_length(config, body)
-    ranks = start_ranks(config.run.model_copy(update={"engine": "torch"}))
-    model = load_for_evaluation(form.model(body), checkpoint, config.training.precision, ranks)
+    ranks = start_ranks(config.run.changed(engine="torch"))
+    model = form.model(body)
+    load_for_evaluation(model, checkpoint, config.training.precision, ranks)
     form.prepare(body, tokenizer)
     return Finetuned(model, form, config, checkpoint, ranks)
 
@@ -215,12 +216,11 @@ def _resolved(config: FinetuneConfig, task: Task, start: Start, model: Any, trai
         steps = max(1, math.ceil(training.epochs * number / batch))
     warmup = round(optimizer.warmup_fraction * steps) if optimizer.warmup_fraction else optimizer.warmup_steps
     every, metric = evaluation.every or math.ceil(number / batch), evaluation.metric or task.metrics[0]
-    changes = {
+    changes: dict[str, Any] = {
         "training": {"steps": steps}, "optimizer": {"warmup_steps": warmup}, "start": {"sha256": start.sha256},
         "evaluation": {"every": every, "metric": metric}, "head": {"pooling": getattr(model, "pooling", None)},
     }  # fmt: skip
-    sections = {name: getattr(config, name).model_copy(update=values) for name, values in changes.items()}
-    return config.model_copy(update={**sections, "task": task.config})
+    return config.changed(**changes, task=task.config)
 
 
 Row = dict[str, Any]
@@ -317,7 +317,7 @@ def predictions(form: Form, examples: Sequence[EncodedExample], table: Sequence[
 def predict(model: Finetuned, sources: Sequence[str], say: Callable[[str], None], split: str | None) -> list[Row]:
     """Predict the examples of `chosen_files` in order, whatever their labels. Raises DataError if there are none."""
     task = model.form.task
-    task.needs_labels, task.config = False, task.config.model_copy(update={"empty": "keep"})
+    task.needs_labels, task.config = False, task.config.changed(empty="keep")
     chosen, files = chosen_files(task, sources, split)
     if rows := _predict(model, read_files(task, files), say, chosen or "new"):
         return rows

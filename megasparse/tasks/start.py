@@ -245,18 +245,18 @@ def _megasparse_body(config: FinetuneConfig, model: ModelConfig, form: Any, labe
     start = config.start
     changes: dict[str, Any] = {"padding_token": None, "document_separator": None, "loss_tiles": 1}
     if start.attention is not None:
-        model = model.model_copy(update={"attention": start.attention})
+        model = model.changed(attention=start.attention)
         check_model(model)
     if form.pooled_sketch:
         changes["attention"] = _with_sketch_labels(model.attention, labels)
         if model.source is not None:
             attention = _with_sketch_labels(model.source.attention, labels)
-            changes["source"] = model.source.model_copy(update={"attention": attention})
+            changes["source"] = model.source.changed(attention=attention)
     if start.activations is not None:
         if model.blocks == "reversible":
             raise ConfigError("start.activations", f'"{start.activations}" is for ordinary blocks', "Set it to null")
         changes["activations"] = start.activations
-    model = model.model_copy(update=changes)
+    model = model.changed(**changes)
     body: Any = form.body(model)
     initialise(body.stack, model, config.run.seed)
     return body
@@ -266,7 +266,7 @@ def _with_sketch_labels(attention: AttentionConfig, labels: int) -> AttentionCon
     used = {kind for entry in attention.pattern for kind in ([entry] if isinstance(entry, str) else entry)}
     sections = {kind: getattr(attention, kind) for kind in used}
     changed = {kind: new for kind, old in sections.items() if (new := old.with_labels(labels)) is not old}
-    return attention.model_copy(update=changed) if changed else attention
+    return attention.changed(**changed)
 
 
 def _filled_body(

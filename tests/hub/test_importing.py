@@ -3,6 +3,7 @@
 import json
 import weakref
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -152,7 +153,8 @@ def test_a_run_starts_from_an_import_on_any_data_and_resumes(tmp_path, capsys, o
 def test_a_run_of_another_tokenizer_is_rejected(tmp_path, monkeypatch, capsys):
     prepared(tmp_path)
     config, weights = configured()
-    monkeypatch.setattr(importing, "identity", lambda config: {"name": "words", "sha256": "0"})
+    other = SimpleNamespace(identity={"name": "words", "sha256": "0"})
+    monkeypatch.setattr(importing, "build_tokenizer", lambda name: other)
     path = write_checkpoint(config, readers(weights), tmp_path / "imported")
     message = refused(capsys, lambda words: start(tmp_path, config, *words), "--resume", path)
     assert 'tokenizer.name: "words" -> "bytes"' in message and '"none"' not in message

@@ -204,10 +204,8 @@ def dataset_rows(path: Path, split: str) -> Rows:
 
 def whole_bytes(file: Path, most: int = LARGEST) -> bytes:
     """Read a file. Raises DataError if it cannot be read, or has more than `most` bytes."""
-    try:
+    with DataError.instead_of(OSError, file, "cannot be read ({})", "Use a complete file of the task"):
         return read_file(file, most)
-    except OSError as error:
-        raise DataError(file, f"cannot be read ({error.strerror})", "Use a complete file of the task") from None
 
 
 def whole_text(file: Path) -> str:

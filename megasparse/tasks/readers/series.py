@@ -49,7 +49,7 @@ class Series(Task):
         self.source_is_file, self.name = not self.file, config.name if self.file else "series"
         if None in (forecast.inputs, forecast.targets, forecast.mean, forecast.scale, forecast.step):
             forecast = self._fitted(forecast)
-            self.config = config.model_copy(update={"forecast": forecast})
+            self.config = config.changed(forecast=forecast)
         self.inputs, self.targets = forecast.inputs or [], forecast.targets or []
         self.columns = list(dict.fromkeys([*self.inputs, *self.targets]))
         self.target_places = [self.columns.index(column) for column in self.targets]
@@ -107,5 +107,5 @@ class Series(Task):
         scaler = StandardScaler().fit(values[:end])
         mean, scale = (dict(zip(columns, part.tolist(), strict=True)) for part in (scaler.mean_, scaler.scale_))
         step = (dates[1] - dates[0]).astype(timedelta).total_seconds()
-        settings = {"targets": targets, "step": step, "mean": mean, "scale": scale}
-        return forecast.model_copy(update={"inputs": forecast.inputs or columns, **settings})
+        inputs = forecast.inputs or columns
+        return forecast.changed(inputs=inputs, targets=targets, step=step, mean=mean, scale=scale)
