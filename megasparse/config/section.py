@@ -22,10 +22,7 @@ ANY = object()
 """Any value of the key is accepted, because it does not affect the current behaviour."""
 
 DROPPED: dict[str, Any] = {
-    "YOSOAttentionConfig.backward": "auto",
-    "SMYRFAttentionConfig.evaluation_rounds": None,
     "YOSOAttentionConfig.normalization": "length",
-    "LHAAttentionConfig.features": ANY,
     "LHAAttentionConfig.samples": 256,
     "LHAAttentionConfig.sampled_keys": 1024,
     "LHAAttentionConfig.weight": 0.05,
@@ -33,7 +30,6 @@ DROPPED: dict[str, Any] = {
     "SentenceOrderConfig.weight": 1.0,
     "AttentionConfig.full_below": None,
     "AttentionConfig.output_dropout": None,
-    "LHAAttentionConfig.visible_utility": False,
     "SourceConfig.cross_attention": "full",
     "ModelConfig.residual_bits": None,
     "DataConfig.prefetch": ANY,
@@ -52,11 +48,8 @@ DROPPED: dict[str, Any] = {
     "EvaluationConfig.split": "validation",
     "DataConfig.max_damaged": 0,
     "RunConfig.corruption_check_every": 0,
-    "ModelConfig.embedding_once": lambda model: (
-        model.get("kind") == "encoder_decoder" and model.get("blocks", "reversible") == "reversible"
-    ),
 }
-""""Class.key" of the schema -> accepted value, ANY, or a function of the section's values that returns it."""
+""""Class.key" of the schema -> accepted value, or ANY."""
 
 
 class Section(BaseModel):
@@ -84,6 +77,5 @@ class Section(BaseModel):
         if not isinstance(values, dict):
             return values
         names = [base.__name__ for base in cls.__mro__]
-        old = {key: DROPPED[f"{name}.{key}"] for name in names for key in values if f"{name}.{key}" in DROPPED}
-        accepted = {key: value(values) if callable(value) else value for key, value in old.items()}
+        accepted = {key: DROPPED[f"{name}.{key}"] for name in names for key in values if f"{name}.{key}" in DROPPED}
         return {key: value for key, value in values.items() if accepted.get(key, values) not in (ANY, value)}

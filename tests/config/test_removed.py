@@ -16,8 +16,6 @@ from tests.helpers.commands import refusal
         {"model": {"residual_bits": None}},
         {"model": {"kind": "encoder_decoder", "source": {"attention": {"lha": {"samples": 256}}}}},
         {"data": {"prefetch": 7}},
-        {"model": {"embedding_once": False}},
-        {"model": {"kind": "encoder_decoder", "source": {}, "embedding_once": True}},
         {"optimizer": {"betas": [0.9, 0.98]}},
     ],
 )
@@ -34,10 +32,6 @@ def test_a_removed_key_with_the_remaining_behaviour_is_dropped(values):
     [
         ({"model": {"residual_bits": 16}}, "model.residual_bits: unknown key (its value is 16)"),
         ({"model": {"attention": {"lha": {"samples": 2}}}}, "attention.lha.samples: unknown key (its value is 2)"),
-        (
-            {"model": {"kind": "encoder_decoder", "source": {}, "embedding_once": False}},
-            "model.embedding_once: unknown key (its value is false)",
-        ),
     ],
 )
 def test_with_another_value_it_is_unknown(values, message):
