@@ -157,6 +157,8 @@ class AttentionLayer(MultiHeadAttention):
         if x.dim() != 3 or x.shape[2] != self.d_model or x.shape[1] > self.max_length:
             raise ValueError(f"x has shape {(*x.shape,)}: give (batch, {self.max_length} or less, {self.d_model})")
         batch, length = x.shape[:2]
+        if not batch * length:
+            raise ValueError(f"x has shape {(*x.shape,)}, without tokens: give one row of one token or more")
         if tokens is None and any(self.mechanism(kind).reads_tokens for kind in self.split):
             raise ConfigError("tokens", f"None, but {', '.join(self.split)} reads token ids", "Give them, (B, L) int64")
         if tokens is not None and tokens.shape != (batch, length):

@@ -355,6 +355,8 @@ def test_mistakes_are_named_in_one_line():
         (lambda: build("ngram", 32, 2, 64)(x), "tokens: None, but ngram reads token ids"),
         (lambda: build("smart_bird", 32, 2, 64, objective="token"), 'objective: "token" is not a target'),
         (lambda: layer(torch.zeros(2, 65, 32)), "x has shape (2, 65, 32): give (batch, 64 or less, 32)"),
+        (lambda: layer(x[:0]), "x has shape (0, 50, 32), without tokens: give one row of one token or more"),
+        (lambda: layer(x[:, :0]), "x has shape (2, 0, 32), without tokens: give one row of one token or more"),
         (lambda: layer(x, torch.ones(2, 50)), "mask contains 1: give 0 for real tokens"),
         (lambda: layer(x, torch.ones(2, 1, 50, 50)), "mask of shape (2, 1, 50, 50) is not a padding mask"),
         (lambda: layer(x, cu_seqlens=torch.tensor([0, 50])), "cu_seqlens go from 0 to 50 for 2 x 50 tokens"),
