@@ -331,7 +331,7 @@ def _called(calls: Any) -> list[Any]:
     for call in calls:
         function = call.get("function") or call
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise Invalid("a tool call has no name", 'write {"function": {"name": "...", "arguments": {}}}')
+            raise Invalid("a tool call lacks a name", 'write {"function": {"name": "...", "arguments": {}}}')
         text = function.get("arguments")
         if isinstance(text, str) and isinstance(arguments := json_object(text.encode()), dict):
             call = _changed(call, arguments=arguments)

@@ -218,7 +218,7 @@ BAD = {
     ),
     "call without a name": (
         {"messages": [*GOOD["messages"][:1], {"role": "assistant", "tool_calls": [{"function": {"name": None}}]}]},
-        "a tool call has no name", 'write {"function": {"name"',
+        "a tool call lacks a name", 'write {"function": {"name"',
     ),
     "function_call": (
         {"messages": [*GOOD["messages"][:1], {**GOOD["messages"][1], "function_call": {"name": "f"}}]},
