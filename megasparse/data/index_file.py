@@ -116,10 +116,8 @@ def save(content: IndexFile, path: Path) -> None:
 
 def parse(path: Path, kind: type[File]) -> File:
     """Read and check an index file of at most MOST_BYTES. Raises DataError naming the entry that is wrong."""
-    try:
+    with DataError.instead_of(OSError, path, "cannot be read: {}", "Check the path and its permissions"):
         content = read_file(path, MOST_BYTES)
-    except OSError as error:
-        raise DataError(path, f"cannot be read: {error.strerror}", "Check the path and its permissions") from None
     return parse_content(content, path, kind)
 
 

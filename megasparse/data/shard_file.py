@@ -5,8 +5,7 @@ A shard is verified against its size and sha256 before its first token is used, 
 
 import os
 import zlib
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,13 +25,9 @@ _verified: dict[tuple[str, str], Signature] = {}
 """(path, sha256) of each shard that this process has verified -> the file's signature then: it is hashed once."""
 
 
-@contextmanager
-def reading(path: Path) -> Iterator[None]:
+def reading(path: Path) -> AbstractContextManager[None]:
     """Convert an OSError to DataError."""
-    try:
-        yield
-    except OSError as error:
-        raise DataError(path, f"this shard cannot be read: {error.strerror}", AGAIN) from None
+    return DataError.instead_of(OSError, path, "this shard cannot be read: {}", AGAIN)
 
 
 def check_size(path: Path, shard: Shard, file: Path | int) -> None:

@@ -320,10 +320,8 @@ def read(path: Path, output: Path) -> bytes:
     """Return a file's bytes. Raises DataError if `output` exists."""
     if output.exists():
         raise DataError(output, "this file already exists", "Choose another name with --output")
-    try:
+    with DataError.instead_of(OSError, path, "cannot be read: {}", "Give a file"):
         raw = read_file(path)
-    except OSError as error:
-        raise DataError(path, f"cannot be read: {error.strerror}", "Give a file") from None
     if not raw:
         raise DataError(path, "the file is empty", "There is nothing to do")
     return raw

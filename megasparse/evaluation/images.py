@@ -70,11 +70,9 @@ def picture_of(tokens: Sequence[int] | Tensor, shape: Shape) -> Picture:
 
 def read_picture(path: str | Path, shape: Shape) -> Tensor:
     """Return the tokens (T,) int64 of an image file. Raises DataError if it does not fit the model."""
-    try:
-        with open_file(path) as file:
-            content = file.read(MOST_BYTES + 1)
-    except OSError as error:
-        raise DataError(path, f"cannot be read: {error.strerror}", "Give the path of an image file") from None
+    unreadable = DataError.instead_of(OSError, path, "cannot be read: {}", "Give the path of an image file")
+    with unreadable, open_file(path) as file:
+        content = file.read(MOST_BYTES + 1)
     pixels = np.frombuffer(decode(str(path), content, shape.side), dtype=np.uint8).reshape(-1, 3).astype(np.int64)
     if shape.channels == 1 and (pixels != pixels[:, :1]).any():
         raise DataError(path, "this image is in colour, but the model's images are grey", "Convert it to grey")

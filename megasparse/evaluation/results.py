@@ -62,9 +62,8 @@ def load_for_evaluation(model: Any, checkpoint: Checkpoint, precision: str, rank
 def trained_tokenizer(config: Config, checkpoint: Checkpoint) -> Tokenizer:
     """Return the tokenizer of a configuration, which must be the checkpoint's."""
     tokenizer, trained = build_tokenizer(config.data.tokenizer), checkpoint.manifest["tokenizer"]
-    identity = {"name": tokenizer.name, "sha256": tokenizer.sha256}
-    if identity != trained:
-        names = [f'"{x.get("name")}" (sha256 {x.get("sha256", "")[:12]}…)' for x in (identity, trained)]
+    if tokenizer.identity != trained:
+        names = [f'"{x.get("name")}" (sha256 {x.get("sha256", "")[:12]}…)' for x in (tokenizer.identity, trained)]
         problem = f"{names[0]}, but the checkpoint was trained with {names[1]}"
         raise ConfigError("data.tokenizer", problem, "Set it to the tokenizer of the training")
     return tokenizer
@@ -140,7 +139,7 @@ def protocol_of(
         checkpoint_step=checkpoint.step,
         data_fingerprint=index.fingerprint,
         trained_on_fingerprint=checkpoint.manifest["data_fingerprint"],
-        tokenizer={"name": tokenizer.name, "sha256": tokenizer.sha256},
+        tokenizer=tokenizer.identity,
         lossless=tokenizer.lossless,
         record=index.record,
         split_bytes=section.raw_bytes,

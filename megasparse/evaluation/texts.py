@@ -54,10 +54,8 @@ def read_sources(text: str | None, file: str | None) -> list[bytes]:
     """Return the source text, or the lines of a file. Raises DataError if the file is unreadable or empty."""
     if file is None:
         return [] if text is None else [text.encode("utf-8", "surrogateescape")]
-    try:
+    with DataError.instead_of(OSError, file, "cannot be read: {}", "Give a file with one source per line"):
         content = read_file(file)
-    except OSError as error:
-        raise DataError(file, f"cannot be read: {error.strerror}", "Give a file with one source per line") from None
     if not content:
         raise DataError(file, "the file is empty", "Give a file with one source per line")
     return [line.removesuffix(b"\r") for line in content.removesuffix(b"\n").split(b"\n")]

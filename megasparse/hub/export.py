@@ -24,7 +24,7 @@ from megasparse.hub.formats import (
     require_agreement,
     unfilled,
 )
-from megasparse.hub.importing import fill, identity
+from megasparse.hub.importing import fill
 from megasparse.hub.tensor_file import appearing, refuse_existing, write_tensors
 from megasparse.hub.tokenizer_files import FILE, Files, write_files
 from megasparse.model.build import build_model, empty_model
@@ -41,7 +41,7 @@ def to_hf(
     refuse_existing(output)
     opened = open_newest(Path(checkpoint), build=empty_model)
     config = opened.config
-    if identity(config.data.tokenizer) != opened.manifest["tokenizer"]:
+    if build_tokenizer(config.data.tokenizer).identity != opened.manifest["tokenizer"]:
         problem = f"{config.data.tokenizer} is not the tokenizer that the model was trained with"
         raise HubError("data.tokenizer", problem, "Restore its file")
     exported = format.export(config, lambda name: opened.tensor("weight", name))

@@ -250,7 +250,8 @@ def write_checkpoint(
         make_folder(folder / FIRST)
         file = RankFile(cast(list[Fragment], fragments))
         digest = file.write(folder / FIRST / name, lambda: None)
-        run = RunIdentity(config, NO_DATA, identity(config.data.tokenizer if tokenizer is None else str(tokenizer)))
+        source = config.data.tokenizer if tokenizer is None else str(tokenizer)
+        run = RunIdentity(config, NO_DATA, build_tokenizer(source).identity)
         part = {"file": name, "bytes": file.bytes, "sha256": digest, "pieces": file.pieces}
         progress = {"step": 0, "sequences": 0, "state": {}, "optimizer_steps": 0, "world_size": 1}
         written[str(FIRST / MANIFEST)] = seal(build_manifest(run, [part], **progress))
@@ -287,11 +288,6 @@ class _Unread:
         if not value.isfinite().all():
             raise HubError(self.name, "contains a number that is not finite", "Use an undamaged model")
         return value.detach().to(torch.float32).contiguous().view(-1)
-
-
-def identity(name: str) -> dict[str, str]:
-    tokenizer = build_tokenizer(name)
-    return {"name": tokenizer.name, "sha256": tokenizer.sha256}
 
 
 # Runs that start from the weights of another model
@@ -395,7 +391,7 @@ def write_start(config: Config, source: Path, output: Path) -> tuple[list[str], 
     others, and of unused pretrained weights. Raises HubError if a weight has another shape or the tokenizers differ.
     """
     pretrained, tokenizer = _weights_of(source)
-    if tokenizer != identity(config.data.tokenizer):
+    if tokenizer != build_tokenizer(config.data.tokenizer).identity:
         problem = f"its tokenizer ({tokenizer['name']}) differs from data.tokenizer = {config.data.tokenizer}"
         raise HubError(source, problem, "Prepare the data with the model's tokenizer, and set data.tokenizer to it")
     new = [name for name in shapes(config.model) if name not in pretrained]
@@ -425,7 +421,7 @@ def write_start(config: Config, source: Path, output: Path) -> tuple[list[str], 
 def _weights_of(source: Path) -> tuple[Readers, dict[str, str]]:
     """Return readers of the weights of a Hugging Face folder or a checkpoint, and the identity of its tokenizer."""
     if (model := _hf_model(source)) is not None:
-        return model.tensors, identity(model.config.data.tokenizer)
+        return model.tensors, build_tokenizer(model.config.data.tokenizer).identity
     checkpoint = open_newest(source, build=empty_model)
     names = checkpoint.manifest["tensors"]["weight"]
     return {name: partial(checkpoint.tensor, "weight", name) for name in names}, checkpoint.manifest["tokenizer"]

@@ -57,9 +57,8 @@ def finetune(
     config = task.config  # includes numbers that depend on the data
     metric = str(config.evaluation.metric)
     selection = Selection(f"evaluation/{metric}", config.evaluation.patience, lower=metric in LOWER_IS_BETTER)
-    tokenizer = {"name": task.start.tokenizer.name, "sha256": task.start.tokenizer.sha256}
     recipe = Recipe(
-        RunIdentity(config, fingerprint(task.train), tokenizer),
+        RunIdentity(config, fingerprint(task.train), task.start.tokenizer.identity),
         make_rng=partial(RngContext, config.run.seed, training=True),
         build_model=lambda: task.model,
         open_data=lambda position, hooks: task.batches(ranks, position),

@@ -46,6 +46,10 @@ class Tokenizer(ABC):
     special: SpecialTokens | None = None
     file: Path | None = None
 
+    @property
+    def identity(self) -> dict[str, str]:
+        return {"name": self.name, "sha256": self.sha256}
+
     def read(self, file: Path) -> bytes:
         """Read the file that identifies the tokenizer. Raises ConfigError, also for one of more than MOST_BYTES."""
         try:

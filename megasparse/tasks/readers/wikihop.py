@@ -43,10 +43,8 @@ class WikiHop(Task):
         return existing(folder, {"train": "train.json", "validation": "dev.json", "test": "test.json"}, "wikihop")
 
     def read(self, file: Path) -> Iterator[Example]:
-        try:
+        with DataError.instead_of((ValueError, RecursionError), file, "not JSON ({})", HINT):
             rows = json.loads(whole_text(file).removeprefix("\ufeff"))
-        except (ValueError, RecursionError) as error:
-            raise DataError(file, f"not JSON ({error})", HINT) from None
         if not isinstance(rows, list):
             raise DataError(file, "not a JSON array of examples", f"Write [EXAMPLE, ...]. {FORM}")
         names: set[str] = set()
