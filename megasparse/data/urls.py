@@ -78,12 +78,11 @@ def store(scheme: str) -> Any:
     missing.
     """
     module, package = STORES.get(scheme, ("fsspec", REMOTE))
-    try:
+    missing = f"{module} is not installed"
+    with DataError.instead_of(ImportError, f"{scheme}://", missing, f"Run: pip install {package}"):
         import fsspec
 
         library = importlib.import_module(module)
-    except ImportError:
-        raise DataError(f"{scheme}://", f"{module} is not installed", f"Run: pip install {package}") from None
     options: dict[str, Any] = {"auto_mkdir": True} if scheme == "file" else {}
     if scheme in ("http", "https"):
         timeout = library.ClientTimeout(total=None, sock_connect=STALL_SECONDS, sock_read=STALL_SECONDS)

@@ -6,36 +6,32 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megasparse.errors import UserError
+from megasparse.errors import FileError
 from megasparse.files import replacing, write_file
 
-HINT = "Make room, or choose another"
+UNWRITABLE = ("cannot be written ({})", "Make room, or choose another")
 
 
 def require_writable(*paths: Path | None, sources: Sequence[str] = ()) -> None:
-    """Create the folders of output files. Raises UserError if one cannot be written or is a source."""
+    """Create the folders of output files. Raises FileError if one cannot be written or is a source."""
     for path in paths:
         if path is None:
             continue
-        try:
+        with FileError.instead_of(OSError, path, *UNWRITABLE):
             path.parent.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UserError(f"{path}: cannot be written ({error.strerror}). {HINT}") from None
         if path.resolve() in [Path(source).resolve() for source in sources]:
-            raise UserError(f"{path}: is an input file. Choose another name")
+            raise FileError(path, "is an input file", "Choose another name")
         if path.is_dir():
-            raise UserError(f"{path}: is a folder. Give the name of a file")
+            raise FileError(path, "is a folder", "Give the name of a file")
         if not os.access(path.parent, os.W_OK):
-            raise UserError(f"{path}: the folder is not writable. {HINT}")
+            raise FileError(path, "the folder is not writable", UNWRITABLE[1])
 
 
 def write_output(path: Path, content: bytes | str) -> None:
-    """Write a file by `files.write_file` and create its folder. Raises UserError."""
+    """Write a file by `files.write_file` and create its folder. Raises FileError."""
     require_writable(path)
-    try:
+    with FileError.instead_of(OSError, path, *UNWRITABLE):
         write_file(path, content)
-    except OSError as error:
-        raise UserError(f"{path}: cannot be written ({error.strerror or error}). {HINT}") from None
 
 
 def write_json(path: Path, result: dict[str, Any]) -> None:

@@ -130,15 +130,13 @@ def unpack_gguf(path: Path) -> TemporaryDirectory[str]:
     import transformers
 
     source = {"gguf_file": path.name, "local_files_only": True}
-    try:
+    with HubError.instead_of(Exception, path, "transformers cannot load it ({})", FOLDER):  # gguf raises any type
         config = transformers.AutoConfig.for_model(**values)
         options = {"config": config, "dtype": torch.float32, "output_loading_info": True, **source}
         options["ignore_mismatched_sizes"] = True  # its error does not name the tensor
         loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(path.parent, **options)
         model, info = loaded
         tokenizer = transformers.AutoTokenizer.from_pretrained(path.parent, **source)
-    except Exception as error:  # gguf raises errors of any type
-        raise HubError(path, f"transformers cannot load it ({' '.join(str(error).split())})", FOLDER) from None
     for name, shape, expected in sorted(info["mismatched_keys"]):
         raise HubError(path, f"{name} has shape {list(shape)}, but {list(expected)} by its metadata", FOLDER)
     if lost := sorted(info["missing_keys"]):

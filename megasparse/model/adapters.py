@@ -13,7 +13,7 @@ from megasparse.attention.contract import Attention
 from megasparse.attention.heads import MultiHeadAttention
 from megasparse.config.messages import show
 from megasparse.config.schema import LoRAConfig
-from megasparse.errors import ConfigError, UserError, did_you_mean
+from megasparse.errors import ConfigError, FileError, did_you_mean
 from megasparse.ops.quantised import is_quantised, quantise
 from megasparse.ops.random import derive
 
@@ -33,13 +33,11 @@ def add_adapters(
 
     kinds: classes of linear layers. Weights of mechanisms and `new` weights stay trainable. draws: True if the model's
     dropout uses torch's generators, as peft's does.
-    Raises ConfigError if a target matches no linear layer, and UserError if peft is not installed.
+    Raises ConfigError if a target matches no linear layer, and FileError if peft is not installed.
     """
-    try:
+    hint = 'Install it: pip install -e ".[tasks]", or remove lora'
+    with FileError.instead_of(ImportError, "lora", "peft is not installed", hint):
         from peft import LoraConfig, inject_adapter_in_model
-    except ImportError:
-        problem = "lora: peft is not installed"
-        raise UserError(f'{problem}. Install it: pip install -e ".[tasks]", or remove lora') from None
     if config.dropout and not draws:
         problem = f"{config.dropout} is not supported: this model draws dropout per sample, peft does not"
         raise ConfigError("lora.dropout", problem, "Set it to 0")

@@ -165,11 +165,9 @@ def _chat_tokenizer(file: str) -> Any:
 
     Raises ConfigError if there is none, and DataError if transformers is not installed.
     """
-    try:
+    with DataError.instead_of(ImportError, "transformers", "it is not installed", "Run: pip install -e '.[hf]'"):
         from tokenizers.processors import ByteLevel
         from transformers import PreTrainedTokenizerFast
-    except ImportError:
-        raise DataError("transformers", "it is not installed", "Run: pip install -e '.[hf]'") from None
     if Path(file).name != "tokenizer.json":
         raise ConfigError("data.tokenizer", f"{file} lacks a chat template", "Name a decoder's tokenizer.json")
     try:

@@ -98,10 +98,9 @@ def download(url: str, folder: Path) -> Path:
     if not record.exists():
         content = {"url": without_secrets(url), "bytes": copy.stat().st_size, "sha256": sha256}
         write_file(record, json.dumps(content, indent=2) + "\n")
-    try:
+    damages = (OSError, ValueError, LookupError, TypeError, RecursionError)
+    with DataError.instead_of(damages, record, "this record is damaged", f"Delete it and {copy.name}, and run again"):
         is_intact = json.loads(read_file(record, LARGEST_RECORD))["sha256"] == sha256
-    except (OSError, ValueError, LookupError, TypeError, RecursionError):
-        raise DataError(record, "this record is damaged", f"Delete it and {copy.name}, and run again") from None
     if not is_intact:
         raise DataError(copy, "this download was altered since", "Delete it and run the command again")
     return copy

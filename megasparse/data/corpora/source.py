@@ -34,10 +34,8 @@ Kind = Literal["stream", "files", "raw"]
 
 def arrow() -> Any:
     """Return the module pyarrow. Raises DataError if it is not installed."""
-    try:
+    with DataError.instead_of(ImportError, "pyarrow", "it is not installed", "Run: pip install -e '.[arrow]'"):
         import pyarrow
-    except ImportError:
-        raise DataError("pyarrow", "it is not installed", "Run: pip install -e '.[arrow]'") from None
     return pyarrow
 
 

@@ -28,6 +28,7 @@ from megasparse.tasks.task import HUB, SourceLocation, is_remote
 LONGEST_LINE, LONGEST_FIELD, LARGEST = 1 << 24, 1 << 22, 1 << 31
 """Bytes of a line; characters of a CSV field of any number of lines; bytes of a file (WikiHop: 400 MB)."""
 HINT = "Correct it, or use the official file"
+INCOMPLETE = ("cannot be read ({})", "Use a complete file of the task")
 Rows = Iterator[tuple[SourceLocation, Any]]
 
 
@@ -44,22 +45,18 @@ def lines(file: Path, ends: bool = False) -> Rows:
 
     Raises DataError if the file cannot be read, or a line has more than LONGEST_LINE bytes.
     """
-    try:
-        with _opened(file) as stream:
-            for number in count(1):
-                raw = stream.readline(LONGEST_LINE + 1)
-                location = SourceLocation(file, number)
-                if not raw:
-                    return
-                if len(raw) > LONGEST_LINE:
-                    raise DataError(location, f"a line of more than {LONGEST_LINE:,} bytes", HINT)
-                line = _decoded(raw, location, "utf-8-sig" if number == 1 else "utf-8")
-                if not ends and isinstance(line, str):
-                    line = line.removesuffix("\n").removesuffix("\r")
-                yield location, line
-    except UNREADABLE as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        raise DataError(file, f"cannot be read ({reason})", "Use a complete file of the task") from None
+    with DataError.instead_of(UNREADABLE, file, *INCOMPLETE), _opened(file) as stream:
+        for number in count(1):
+            raw = stream.readline(LONGEST_LINE + 1)
+            location = SourceLocation(file, number)
+            if not raw:
+                return
+            if len(raw) > LONGEST_LINE:
+                raise DataError(location, f"a line of more than {LONGEST_LINE:,} bytes", HINT)
+            line = _decoded(raw, location, "utf-8-sig" if number == 1 else "utf-8")
+            if not ends and isinstance(line, str):
+                line = line.removesuffix("\n").removesuffix("\r")
+            yield location, line
 
 
 def _decoded(raw: bytes, location: SourceLocation, encoding: str = "utf-8") -> str | DataError:
@@ -204,7 +201,7 @@ def dataset_rows(path: Path, split: str) -> Rows:
 
 def whole_bytes(file: Path, most: int = LARGEST) -> bytes:
     """Read a file. Raises DataError if it cannot be read, or has more than `most` bytes."""
-    with DataError.instead_of(OSError, file, "cannot be read ({})", "Use a complete file of the task"):
+    with DataError.instead_of(OSError, file, *INCOMPLETE):
         return read_file(file, most)
 
 
