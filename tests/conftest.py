@@ -37,7 +37,7 @@ if os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton"):  # which i
     interpreter._patch_lang, interpreter.GridExecutor.__call__ = patch_once, launch
     interpreter._get_np_dtype = numpy_dtype
 
-LONGEST = ("distributed", "reliability", "stopping", "planning", "runs", "tests")
+LONGEST = ("distributed", "reliability", "stopping", "planning", "runs", "tests", "tools")
 """Folders of the longest files."""
 LARGEST = ("seconds", "ratio", "slope")
 """Endings of the names of figures whose maximum is printed; the others are added up."""
