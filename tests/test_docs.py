@@ -171,8 +171,8 @@ def _decoder(arm):
 
 def _tables(arm, *corpora):
     """Bits/dim of the test split of an arm with tables and Muon, seed 0, at the better rate."""
-    wanted = {"arm": arm, "rate": 9e-3, "seed": 0, "steps": 150, "tables": "rows in use"}
-    scores = {row["corpus"]: row["test"] for row in TABLES["rows"] if wanted.items() <= row.items()}
+    settings = {"arm": arm, "rate": 9e-3, "seed": 0, "steps": 150, "tables": "rows in use"}
+    scores = {row["corpus"]: row["test"] for row in TABLES["rows"] if settings.items() <= row.items()}
     return [scores[corpus] for corpus in corpora]
 
 
